@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +18,26 @@ from tests.end_to_end.helpers import write_config
 from utils.script import run_cli
 
 
-def refused(capsys: pytest.CaptureFixture[str], main, *arguments: str | Path) -> str:
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Any:
     """The one error line of a refused command."""
-    capsys.readouterr()
-    assert run_cli(main, [str(a) for a in arguments]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(errors) == 1, errors
-    assert "Traceback" not in errors[0]
-    return errors[0]
+
+    def run(main: Any, *arguments: str | Path) -> str:
+        capsys.readouterr()
+        assert run_cli(main, [str(a) for a in arguments]) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert len(errors) == 1, errors
+        assert "Traceback" not in errors[0]
+        return errors[0]
+
+    return run
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, packed: Path) -> Path:
-    return write_config(tmp_path / "recipe.yaml", "classifier", packed)
+def command(tmp_path: Path, packed: Path) -> list[str]:
+    """Options of a classifier's training, whose folder is `run`."""
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    return ["--config", str(recipe), "--run-dir", str(tmp_path / "run")]
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +48,29 @@ def gan_run(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
     return folder / "run"
 
 
-def test_typo_in_a_key_of_the_file(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe.write_text(recipe.read_text() + "optimiser: {lr: 0.1}\n")
-    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run")
-    assert "recipe.yaml" in line
-    assert "did you mean 'optimizer'" in line
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Of all files of a run, but for its lock."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("optimiser: {lr: 0.1}", "recipe.yaml: unknown key 'optimiser' (did you mean 'optimizer'?)"),
+        ("max_steps: 5", "recipe.yaml: unknown key 'max_steps' (did you mean '--max-steps'?)"),
+    ],
+)
+def test_unknown_keys_of_the_file(command: list[str], tmp_path: Path, refused: Any, line: str, told: str) -> None:
+    with (tmp_path / "recipe.yaml").open("a") as recipe:
+        recipe.write(f"{line}\n")
+    assert told in refused(train.main, *command)
     assert not (tmp_path / "run").exists()
-
-
-def test_typo_on_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", "--optimizer.lrr", "1")
-    assert "did you mean 'optimizer.lr'" in line
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        (["--optimizer.lrr", "1"], "did you mean 'optimizer.lr'"),
         (["--max-step", "5"], "'max_step' (did you mean '--max-steps'?)"),  # not 'steps': that changes the schedule
         (["--proc=2"], "did you mean '--procs'"),
         (["--gpu", "0"], "did you mean '--gpus'"),
@@ -69,24 +84,25 @@ def test_typo_on_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.C
         (["--lr", "1"], "did you mean 'optimizer.lr'"),
         (["--resume"], "there is no --resume: the same command resumes from the run folder's last checkpoint"),
         (["--resume-from=x"], "there is no --resume-from"),
+        (["--batch-size", "many"], "batch_size"),
+        (["--data.path", "nowhere/train.lmdb"], "nowhere/train.lmdb"),
+        (["--data.path="], "data.path"),
+        (["--model.classes", "5"], "model.classes"),
+        (["--micro-batch", "0"], "micro_batch 0: must be a whole number above 0"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--device", "gpu"], "gpu"),
+        (["--procs", "0"], "--procs"),
+        (["--gpus", "0,x"], "--gpus"),
+        (["--device", "cuda"], "no usable cuda device"),
     ],
 )
-def test_typo_in_an_option_of_the_script(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: list[str], told: str
+def test_options_and_values(
+    command: list[str], tmp_path: Path, refused: Any, monkeypatch: pytest.MonkeyPatch, override: list[str], told: str
 ) -> None:
-    assert told in refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", *override)
+    if override == ["--device", "cuda"]:
+        monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
+    assert told in refused(train.main, *command, *override)
     assert not (tmp_path / "run").exists()
-
-
-def test_an_option_of_the_script_in_the_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe.write_text(recipe.read_text() + "max_steps: 5\n")
-    line = refused(capsys, train.main, "--config", recipe)
-    assert "recipe.yaml: unknown key 'max_steps' (did you mean '--max-steps'?)" in line
-
-
-def test_without_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--confg (did you mean '--config'?)" in refused(capsys, train.main, "--confg", "x.yaml")
-    assert "there is no --resume" in refused(capsys, train.main, "--resume", "runs/x")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +115,7 @@ def test_without_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_processes_under_torchrun(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
+    command: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
 ) -> None:
     """Found by a reader: they started nothing, without a word."""
     monkeypatch.setattr("utils.distributed.collectives.start", lambda *_, **__: None)
@@ -107,143 +123,96 @@ def test_processes_under_torchrun(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("DUET_LAUNCHED", raising=False)
-    assert told in refused(capsys, train.main, "--config", recipe, "--device", "cpu", *options)
+    assert told in refused(train.main, *command[:2], "--device", "cpu", *options)
 
 
 def test_our_launchers_processes_take_its_options(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "DUET_LAUNCHED": "1"}.items():
         monkeypatch.setenv(name, value)
-    options = ["--config", str(recipe), "--gpus", "0,1", "--device", "cpu", "--batch-size", "many"]
-    assert "batch_size" in refused(capsys, train.main, *options)
+    options = ["--gpus", "0,1", "--device", "cpu", "--batch-size", "many"]
+    assert "batch_size" in refused(train.main, *command[:2], *options)
+
+
+def test_without_a_config(refused: Any) -> None:
+    assert "--confg (did you mean '--config'?)" in refused(train.main, "--confg", "x.yaml")
+    assert "there is no --resume" in refused(train.main, "--resume", "runs/x")
+    assert "--config" in refused(train.main)
+    assert "quickstart_gan.yaml" in refused(train.main, "--config", "configs/quickstart_gn.yaml")
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        (["--batch-size", "many"], "batch_size"),
-        (["--data.path", "nowhere/train.lmdb"], "nowhere/train.lmdb"),
-        (["--data.path="], "data.path"),
-        (["--model.classes", "5"], "model.classes"),
-        (["--micro-batch", "0"], "micro_batch 0: must be a whole number above 0"),
-        (["--device", "cuda:99"], "cuda:99"),
-        (["--device", "gpu"], "gpu"),
-        (["--procs", "0"], "--procs"),
-        (["--gpus", "0,x"], "--gpus"),
-    ],
+    ("text", "told"),
+    [("task: gan\ndata:\n\tpath: x\n", "tabs"), ("task: gans\n", "did you mean 'gan'")],
 )
-def test_bad_values(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: list[str], told: str
+def test_malformed_configs(tmp_path: Path, refused: Any, text: str, told: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert told in refused(train.main, "--config", tmp_path / "config.yaml")
+    assert f"{tmp_path} is a folder: give {tmp_path}/config.yaml" in refused(train.main, "--config", tmp_path)
+
+
+def test_folders_of_others_keep_everything(
+    command: list[str], gan_run: Path, tmp_path: Path, packed: Path, refused: Any
 ) -> None:
-    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", *override)
-    assert told in line
-    assert not (tmp_path / "run").exists()
-
-
-def test_missing_and_malformed_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "quickstart_gan.yaml" in refused(capsys, train.main, "--config", "configs/quickstart_gn.yaml")
-    (tmp_path / "tabs.yaml").write_text("task: gan\ndata:\n\tpath: x\n")
-    assert "tabs" in refused(capsys, train.main, "--config", tmp_path / "tabs.yaml")
-    (tmp_path / "task.yaml").write_text("task: gans\n")
-    assert "did you mean 'gan'" in refused(capsys, train.main, "--config", tmp_path / "task.yaml")
-    assert "--config" in refused(capsys, train.main)
-    (tmp_path / "config.yaml").write_text("task: gan\n")
-    assert f"{tmp_path} is a folder: give {tmp_path}/config.yaml" in refused(capsys, train.main, "--config", tmp_path)
-
-
-def test_folder_of_another_run_keeps_everything(
-    recipe: Path, gan_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file()}
-    line = refused(capsys, train.main, "--config", recipe, "--run-dir", gan_run)
+    """Also where other images are given: the refused start had rewritten config.yaml and status.json."""
+    before = contents(gan_run)
+    line = refused(train.main, *command[:2], "--run-dir", gan_run)
     assert str(gan_run) in line
     assert "--run-dir" in line
-    assert {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file()} == before
-
-
-def test_other_images_in_a_runs_folder_keep_everything(
-    gan_run: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Found by a new user: the refused start had rewritten config.yaml and status.json."""
-    pack_arrays(
-        tmp_path / "other.lmdb",
-        np.zeros((20, 1, 16, 16), np.uint8),
-        labels=np.arange(20) % 10,
-        classes=Dataset(packed / "train.lmdb").classes,
-    )
-    before = {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file() and path.name != ".lock"}
-    line = refused(capsys, train.main, "--config", gan_run / "config.yaml", "--data.path", tmp_path / "other.lmdb")
+    classes = Dataset(packed / "train.lmdb").classes
+    pack_arrays(tmp_path / "other.lmdb", np.zeros((20, 1, 16, 16), np.uint8), np.arange(20) % 10, classes)
+    line = refused(train.main, "--config", gan_run / "config.yaml", "--data.path", tmp_path / "other.lmdb")
     assert "was trained on other images" in line
-    assert {path: path.read_bytes() for path in before} == before
+    assert contents(gan_run) == before
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "chapter1.txt").write_text("years of work")
+    assert "chapter1.txt" in refused(train.main, *command)
+    assert (tmp_path / "run" / "chapter1.txt").read_text() == "years of work"
 
 
-def test_folder_that_is_no_run(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
-    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "thesis")
-    assert "chapter1.txt" in line
-    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
-
-
-def test_gan_checkpoint_given_to_the_classifier(
-    gan_run: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gan_checkpoint_given_to_the_classifier(gan_run: Path, tmp_path: Path, refused: Any) -> None:
     image = tmp_path / "a.png"
     Image.fromarray(np.zeros((16, 16), np.uint8)).save(image)
-    assert "'gan'" in refused(capsys, predict.main, "--checkpoint", gan_run, image)
-    line = refused(capsys, evaluate.main, "--checkpoint", gan_run, "--classifier", gan_run, "--out", tmp_path / "eval")
-    assert "'gan'" in line
-    assert not (tmp_path / "eval").exists()
+    assert "'gan'" in refused(predict.main, "--checkpoint", gan_run, image)
+    out = tmp_path / "eval"
+    assert "'gan'" in refused(evaluate.main, "--checkpoint", gan_run, "--classifier", gan_run, "--out", out)
+    assert not out.exists()
 
 
-def test_missing_and_damaged_checkpoints(gan_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nothing-here" in refused(capsys, evaluate.main, "--checkpoint", tmp_path / "nothing-here")
+def test_missing_and_damaged_checkpoints(gan_run: Path, tmp_path: Path, refused: Any) -> None:
+    assert "nothing-here" in refused(evaluate.main, "--checkpoint", tmp_path / "nothing-here")
     copy = tmp_path / "copy.pt"
     shutil.copy(next((gan_run / "checkpoints").glob("*.pt")), copy)
     with open(copy, "r+b") as file:
         file.truncate(copy.stat().st_size // 2)
-    assert "copy.pt" in refused(capsys, evaluate.main, "--checkpoint", copy)
+    assert "copy.pt" in refused(evaluate.main, "--checkpoint", copy)
 
 
 def test_labels_beyond_the_classes_are_refused_before_the_first_step(
-    recipe: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, refused: Any
 ) -> None:
     images = np.zeros((12, 1, 16, 16), np.uint8)
     pack_arrays(tmp_path / "three.lmdb", images, labels=np.arange(12) % 3, classes=["a", "b", "c"])
-    line = refused(
-        capsys,
-        train.main,
-        "--config",
-        recipe,
-        "--run-dir",
-        tmp_path / "run",
-        "--data.val-path",
-        tmp_path / "three.lmdb",
-    )
+    line = refused(train.main, *command, "--data.val-path", tmp_path / "three.lmdb")
     assert "three.lmdb: its classes are not those of" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_sources_that_hold_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.lmdb"
-    (tmp_path / "empty").mkdir()
-    assert "empty" in refused(capsys, pack.main, tmp_path / "empty", out)
-    (tmp_path / "texts" / "a").mkdir(parents=True)
-    (tmp_path / "texts" / "a" / "notes.txt").write_text("x")
-    assert "texts" in refused(capsys, pack.main, tmp_path / "texts", out)
-    (tmp_path / "liar" / "a").mkdir(parents=True)
-    (tmp_path / "liar" / "a" / "fake.jpg").write_text("not an image")
-    assert "fake.jpg" in refused(capsys, pack.main, tmp_path / "liar", out, "--size", "16")
-    assert not out.exists()
+@pytest.mark.parametrize(("name", "file"), [("empty", None), ("texts", "notes.txt"), ("liar", "fake.jpg")])
+def test_sources_that_hold_no_images(tmp_path: Path, refused: Any, name: str, file: str | None) -> None:
+    (tmp_path / name / "a").mkdir(parents=True)
+    if file is not None:
+        (tmp_path / name / "a" / file).write_text("not an image")
+    line = refused(pack.main, tmp_path / name, tmp_path / "out.lmdb", "--size", "16")
+    assert (file if name == "liar" else name) in line
+    assert not (tmp_path / "out.lmdb").exists()
 
 
-def test_the_extractor_is_checked_before_the_first_step(
-    tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_extractor_is_checked_before_the_first_step(tmp_path: Path, packed: Path, refused: Any) -> None:
     config = write_config(tmp_path / "gan.yaml", "gan", packed)
-    run = ["--config", str(config), "--run-dir", str(tmp_path / "run")]
-    assert "did you mean 'pixels'" in refused(capsys, train.main, *run, "--evaluation.extractor", "pixel")
+    run = ["--config", config, "--run-dir", tmp_path / "run", "--evaluation.extractor", "pixel"]
+    assert "did you mean 'pixels'" in refused(train.main, *run)
     assert not (tmp_path / "run").exists()
 
 
@@ -252,38 +221,22 @@ def test_the_extractor_is_checked_before_the_first_step(
     [("0", 0, "--gpus 0: no usable GPU"), ("0,1,5", 2, "--gpus 0,1,5: only 2 of these 3 can be used")],
 )
 def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(
-    recipe: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: str,
-    usable: int,
-    told: str,
+    command: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch, gpus: str, usable: int, told: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: usable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # train.py sets it; this puts it back
-    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--gpus", gpus, "--procs", "1"]
-    line = refused(capsys, train.main, *options)
+    line = refused(train.main, *command, "--gpus", gpus, "--procs", "1")
     assert told in line
     assert "--device" not in line  # which nobody has typed
 
 
-def test_a_device_that_was_asked_for_is_not_replaced_in_silence(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
-    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", "--device", "cuda")
-    assert "no usable cuda device" in line
-
-
-def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(train.main, ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
+def test_dry_run_writes_nothing(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(train.main, [*command, "--dry-run"]) == 0
     out = capsys.readouterr()
     assert len(out.out.splitlines()) < 10  # U17: not a hundred lines of layers
     assert "conv1" not in out.out
     assert "memory of its training step" in out.out
-    more = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run", "--layers"]
-    assert run_cli(train.main, more) == 0
+    assert run_cli(train.main, [*command, "--dry-run", "--layers"]) == 0
     out = capsys.readouterr()
     assert "conv1" in out.out
     assert "memory of its training step" in out.out
