@@ -12,7 +12,6 @@ from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch
 from models.classifier import Classifier, ModelConfig, scaled
-from tests.end_to_end.helpers import train_in_process, write_config
 from training.base import compiled
 from training.base.data import make_loader
 from training.classifier.resizing import Resizing, ResizingConfig, side_at
@@ -180,14 +179,6 @@ def test_sizes_that_a_network_cannot_take_are_refused(name: str, side: int, scal
     model = Classifier(ModelConfig(name=name), channels=3, classes=2, resolution=side)
     with pytest.raises(UserError, match=told):
         Resizing(ResizingConfig(initial_scale=scale), model, 10)
-
-
-def test_a_refusal_is_one_line_and_exit_code_2(packed: Path, tmp_path: Path, capfd: Any) -> None:
-    recipe = write_config(tmp_path / "classifier.yaml", "classifier", packed)
-    options = ["--precision", "fp32", "--resizing.initial_scale", "0.25"]
-    assert train_in_process(recipe, tmp_path / "run", *options) == 2
-    assert "would begin at 4 px, too small; raise resizing.initial_scale" in capfd.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.slow

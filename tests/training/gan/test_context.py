@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.stylegan2 import Generator, GeneratorConfig
-from training.gan.context import GanDraws, mix_styles
+from training.gan.context import GanDraws
 from utils.seeding import forked
 
 CPU = torch.device("cpu")
@@ -99,37 +99,6 @@ def test_offsets_of_wrong_labels(model):
     assert torch.bincount(offsets).tolist()[1:] == pytest.approx([1000, 1000], abs=120)
     assert torch.equal(Draws(model).label_offsets(3, 2000), offsets)
     assert not torch.equal(Draws(model).label_offsets(4, 2000), offsets)
-
-
-@pytest.mark.parametrize("size", [1, 3, 4, 12])
-@pytest.mark.parametrize("mixing", [0.0, 0.9])
-def test_styles_are_equal_for_any_slicing(model, size, mixing):
-    latents = Draws(model).drawn(1, "generator", mixing)
-    ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
-    assert (ws.shape, w.shape) == ((12, 6, 4), (12, 4))
-    pieces = [mix_styles(model, latents, slice(start, start + size), model.num_ws) for start in range(0, 12, size)]
-    torch.testing.assert_close(torch.cat([p[0] for p in pieces]), ws, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.cat([p[1] for p in pieces]), w, rtol=1e-5, atol=1e-6)
-
-
-def test_mixing_takes_the_second_style_from_the_crossover_on(model):
-    latents = Draws(model).drawn(1, "generator", 0.5)
-    ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
-    first, second = model.mapping(latents.z, latents.labels), model.mapping(latents.z_mixed, latents.labels)
-    torch.testing.assert_close(w, first)
-    assert {6} < set(latents.crossover.tolist())  # mixed and unmixed ones are there
-    for sample in range(12):
-        for layer in range(6):
-            expected = first if layer < latents.crossover[sample] else second
-            torch.testing.assert_close(ws[sample, layer], expected[sample])
-
-
-def test_unconditional_models_ignore_labels():
-    with forked(0, "init", "test draws"):
-        model = Generator(GeneratorConfig(**SIZES), resolution=8, channels=1, classes=0)
-    latents = Draws(model, histogram=()).drawn(0, "generator", 0.0)
-    ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
-    torch.testing.assert_close(ws, w[:, None].expand(-1, 4, -1))
 
 
 def test_path_noise_is_of_the_step_alone():
