@@ -61,11 +61,11 @@ class GeneratorStep:
         `reals`: real images in micro-batches. D's parameters stay as they are, and so do its gradients, except in
         `one_pass`: there they become those of its own loss on the samples.
         """
-        context, apart = self.context, self.loss.gradients_due(share.step)
+        context, ema, apart = self.context, self.context.config.ema, self.loss.gradients_due(share.step)
         gradients = PerLossGradients(self.updater.parameters, context.precision, apart=apart)
         context.discriminator.requires_grad_(self.one_pass(share))  # else its gradients are not this phase's business
         try:
-            fakes, w_sum = self._adversarial(share, reals, gradients)
+            fakes, w_sums = self._adversarial(share, reals, gradients)
             if self.loss.path_length_due(share.step):
                 with phase("generator/path_length"):
                     self._regularise_path_length(share, gradients)
@@ -75,30 +75,28 @@ class GeneratorStep:
             share.metrics.update(gradients.finish("generator"))
             update = self.updater.step(share.step)
         with phase("ema"):
-            if w_sum is not None:
-                context.generator.update_w_avg(collectives.all_reduce_sum_(w_sum) / share.batch_size)
-            self.ema.update(context.generator, self.ema_beta(share), update.skipped)
+            if w_sums:
+                context.generator.update_w_avg(
+                    collectives.all_reduce_sum_(sum(w_sums[1:], w_sums[0])) / share.batch_size
+                )
+            kimg = ema.ema_kimg if ema.ema_kimg is not None else share.batch_size * 10 / 32
+            if ema.ema_kimg_start is not None:
+                kimg = cosine(ema.ema_kimg_start, kimg, share.images_seen, context.schedule_images)
+            ramp = None if context.config.init_from else ema.ema_rampup  # a transfer's generator is trained already
+            beta = half_life_beta(share.batch_size, share.images_seen, kimg * 1000, ramp)
+            self.ema.update(context.generator, beta, update.skipped)
         share.metrics.update(update.metrics("generator"))
         return fakes
 
-    def ema_beta(self, share: StepShare) -> float:
-        """The average's decay at this step. A transfer starts from a trained generator and has no ramp."""
-        ema, batch, over = self.context.config.ema, share.batch_size, self.context.schedule_images
-        kimg = ema.ema_kimg if ema.ema_kimg is not None else batch * 10 / 32
-        if ema.ema_kimg_start is not None:
-            kimg = cosine(ema.ema_kimg_start, kimg, share.images_seen, over)
-        ramp = None if self.context.config.init_from else ema.ema_rampup
-        return half_life_beta(batch, share.images_seen, kimg * 1000, ramp)
-
     def _adversarial(
         self, share: StepShare, reals: Sequence[Images], gradients: PerLossGradients
-    ) -> tuple[list[Images], Tensor | None]:
-        """Backward of all losses of one forward pass a micro-batch; the samples, and the sum of their w."""
+    ) -> tuple[list[Images], list[Tensor]]:
+        """Backward of all losses of one forward pass a micro-batch; the samples, and their w's sum, of each."""
         context = self.context
         latents, noise = context.latents(share, "generator", reals if self.objective.paired else ())
         more = gradients.apart or self.loss.path_length_due(share.step)  # backward passes that are not here
         fakes: list[Images] = []
-        w_sum: Tensor | None = None
+        w_sums: list[Tensor] = []
         for rows, real in zip(share.micro_batches(), reals, strict=True):
             with phase("generator/forward"), context.precision.autocast():
                 images, _, w = context.sample(latents, noise, rows, share.stage, compiled=not gradients.apart)
@@ -112,9 +110,9 @@ class GeneratorStep:
                 with phase("generator/backward"):
                     gradients.backward(terms)
             if w is not None:
-                w_sum = w.detach().sum(dim=0) + (0 if w_sum is None else w_sum)
+                w_sums.append(w.detach().sum(dim=0))
             fakes.append(Images(images.detach(), fake.labels))
-        return fakes, w_sum
+        return fakes, w_sums
 
     def _backward_of_both(self, share: StepShare, rows: slice, fake: Images) -> None:
         """Gradients of both networks' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""

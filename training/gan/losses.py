@@ -114,12 +114,8 @@ def feature_matching(fake: Tensor, real: Tensor, group: int) -> Tensor:
     also punishes the features' spread by 1/N of their variance and depends on how a batch is split. Here a group's
     estimate is (|sum d|^2 - sum |d|^2) / (group (group - 1)) with d = f(G(z)) - f(x): the same expectation for every
     group of 2 or more, so that ranks and micro-batches of whole groups add up to one process's result.
-    Raises ValueError unless N is a multiple of `group` and `group` is at least 2.
     """
-    n, width = fake.shape
-    if group < 2 or n % group:
-        raise ValueError(f"feature matching: {n} samples do not hold whole groups of {group} (2 or more)")
-    difference = (fake - real).reshape(n // group, group, width)
+    difference = (fake - real).unflatten(0, (-1, group))
     together = difference.sum(dim=1).square().sum(dim=1)
     alone = difference.square().sum(dim=(1, 2))
     return (together - alone) / (group * (group - 1))
