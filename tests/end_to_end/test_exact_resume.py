@@ -57,14 +57,14 @@ MATRIX = [
 ]
 
 
-class FineTuning(NamedTuple):
+class Trained(NamedTuple):
     """A run folder and the global batches that its processes have read, of all starts or of the last one."""
 
     folder: Path
     batches: Notes
 
 
-Trainer = Callable[..., FineTuning]
+Trainer = Callable[..., Trained]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def trainer(tmp_path: Path, images: Path) -> Trainer:
     """`trainer("name", case, ...)` starts or goes on with the run of that name."""
     started = itertools.count()
 
-    def train(name: str, case: Case, *more: str, kill_after: int | None = None, **changes: Any) -> FineTuning:
+    def train(name: str, case: Case, *more: str, kill_after: int | None = None, **changes: Any) -> Trained:
         recipe = write_recipe(tmp_path / f"{case.task}.yaml", case.task, images, **changes)
         options = ["--config", str(recipe), "--run-dir", str(tmp_path / name), "--precision", case.precision]
         options += ["--data.workers", str(case.workers), *more]
@@ -81,12 +81,12 @@ def trainer(tmp_path: Path, images: Path) -> Trainer:
         kill_at = None if kill_after is None else kill_after * BATCH
         notes = tmp_path / f"notes-{next(started)}"
         read = run(options, notes, world=case.processes, kill_at=kill_at, saved=RESTORED)
-        return FineTuning(tmp_path / name, read)
+        return Trained(tmp_path / name, read)
 
     return train
 
 
-def differences(straight: FineTuning, resumed: FineTuning) -> list[str]:
+def differences(straight: Trained, resumed: Trained) -> list[str]:
     """What is not the same in two runs, the second being one whose last start went on somewhere."""
     found = []
     for step in SAVED:
@@ -100,14 +100,14 @@ def differences(straight: FineTuning, resumed: FineTuning) -> list[str]:
     return found
 
 
-def pointed_at(trained: FineTuning, which: str) -> dict[str, Any]:
+def pointed_at(trained: Trained, which: str) -> dict[str, Any]:
     """What last.json or best.json says, but for the file's checksum: it also covers notes such as times."""
     entry = checkpoint.pointer(trained.folder / "checkpoints", which)
     assert entry is not None
     return {key: value for key, value in entry.items() if key != "sha256"}
 
 
-def check_alive(case: Case, straight: FineTuning) -> None:
+def check_alive(case: Case, straight: Trained) -> None:
     """What is compared has moved: an equal state that never changes says nothing."""
     first, last = (state_of(straight.folder, step) for step in (SAVED[0], STEPS))
     assert last["loader"]["consumed"] == STEPS * BATCH == 8 * len(straight.batches)
@@ -156,14 +156,14 @@ def test_batchnorm_that_is_not_synchronised(trainer: Trainer) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, images: Path) -> tuple[FineTuning, Path, list[str]]:
+def stopped(tmp_path_factory: pytest.TempPathFactory, images: Path) -> tuple[Trained, Path, list[str]]:
     """A straight run of the GAN in fp16, one that was stopped after INTERRUPTED steps, and the options that resume."""
     folder = tmp_path_factory.mktemp("stopped")
     options = ["--config", str(write_recipe(folder / "gan.yaml", "gan", images)), "--precision", "fp16"]
     straight = run([*options, "--run-dir", str(folder / "straight")], folder / "straight-notes")
     more = ["--max-steps", str(INTERRUPTED), "--run-dir", str(folder / "stopped")]
     run([*options, *more], folder / "stopped-notes")
-    return FineTuning(folder / "straight", straight), folder / "stopped", options
+    return Trained(folder / "straight", straight), folder / "stopped", options
 
 
 def disturbed(value: Any) -> Any:
@@ -190,7 +190,7 @@ def spoil(part: str, state: dict[str, Any]) -> dict[str, Any]:
     return disturbed(state)
 
 
-def differences_with(spoilt: str | None, stopped: tuple[FineTuning, Path, list[str]], folder: Path) -> list[str]:
+def differences_with(spoilt: str | None, stopped: tuple[Trained, Path, list[str]], folder: Path) -> list[str]:
     """Resume with one part's state spoilt (None: as it is), and compare."""
     straight, interrupted, options = stopped
     shutil.copytree(interrupted, folder / "run")
@@ -200,19 +200,19 @@ def differences_with(spoilt: str | None, stopped: tuple[FineTuning, Path, list[s
         content["state"][spoilt] = spoil(spoilt, content["state"][spoilt])
         checkpoint.save(path.parent, content)
     batches = run([*options, "--run-dir", str(folder / "run")], folder / "notes")
-    return differences(straight, FineTuning(folder / "run", batches))
+    return differences(straight, Trained(folder / "run", batches))
 
 
 @pytest.mark.parametrize(("part", "seen"), [("loader", "batches"), ("window", "metrics.jsonl")])
 def test_a_wrong_state_is_seen(
-    part: str, seen: str, stopped: tuple[FineTuning, Path, list[str]], tmp_path: Path
+    part: str, seen: str, stopped: tuple[Trained, Path, list[str]], tmp_path: Path
 ) -> None:
     assert seen in differences_with(part, stopped, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_part_of_the_state_counts(stopped: tuple[FineTuning, Path, list[str]], tmp_path: Path) -> None:
+def test_every_part_of_the_state_counts(stopped: tuple[Trained, Path, list[str]], tmp_path: Path) -> None:
     _, interrupted, _ = stopped
     parts = sorted(state_of(interrupted, INTERRUPTED))
     assert len(parts) >= 12

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 import yaml
@@ -26,17 +25,6 @@ EVERY, FIRST_EVALUATION = 2, 15  # steps between checkpoints, and until the firs
 KINDS = ("going on", "saving", "starting")
 LATER = 0.15  # seconds, at most: a few steps
 STARTING = 6.0  # seconds, at most: on an idle machine a start takes four
-
-
-class Running(Protocol):
-    """A started command."""
-
-    def alive(self) -> bool: ...
-
-    def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
-
-    def ended_well(self) -> None: ...
 
 
 class Command:
@@ -80,6 +68,9 @@ class Fork:
 
     def ended_well(self) -> None:
         assert ranks.wait([self.process]) == [0], ranks.printed(self.output)
+
+
+Running = Command | Fork  # a started command; `kill` is kill -9 and waits until it is gone
 
 
 def newest(run: Path) -> int:

@@ -14,7 +14,7 @@ from data.sources import open_source
 from models.backbones import base
 from tests.end_to_end.ranks import Notes, printed, run
 from tests.end_to_end.recipes import image_folders, write_recipe
-from tests.end_to_end.test_exact_resume import INTERRUPTED, RESTORED, FineTuning, differences
+from tests.end_to_end.test_exact_resume import INTERRUPTED, RESTORED, Trained, differences
 from tests.slim import SlimResNet
 from utils.script import run_cli
 
@@ -54,11 +54,11 @@ def test_a_resumed_run_on_shards_equals_one_on_the_packed_file(
     task: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = [*recipe(tmp_path / "recipe.yaml", task, images, shards=False), str(tmp_path / "packed")]
-    straight = FineTuning(tmp_path / "packed", run(packed, tmp_path / "notes-0"))
+    straight = Trained(tmp_path / "packed", run(packed, tmp_path / "notes-0"))
     direct = [*recipe(tmp_path / "recipe.yaml", task, images, shards=True), str(tmp_path / "direct")]
     killed = run(direct, tmp_path / "notes-1", kill_at=8 * INTERRUPTED, saved=RESTORED)
     assert killed == straight.batches[: len(killed)]
-    resumed = FineTuning(tmp_path / "direct", run(direct, tmp_path / "notes-2"))
+    resumed = Trained(tmp_path / "direct", run(direct, tmp_path / "notes-2"))
     assert resumed.batches[0][0] == 8 * RESTORED
     assert differences(straight, resumed) == []
     assert "44 images in 2 tar files, 16 px, RGB, 3 classes" in printed(tmp_path / "notes-1")

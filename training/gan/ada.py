@@ -86,10 +86,8 @@ class Ada:
             keyed = generator(self.seed, "augment", step, phase, name, device=self.device)
             numbers = torch.rand(batch_size, operations + uniform, generator=keyed, device=self.device)
             normals = torch.randn(batch_size, normal, generator=keyed, device=self.device)
-            pixels = None
-            if name == "noise":
-                shape = (batch_size, self.channels, resolution, resolution)
-                pixels = torch.randn(shape, generator=keyed, device=self.device)
+            shape = (batch_size, self.channels, resolution, resolution)
+            pixels = torch.randn(shape, generator=keyed, device=self.device) if name == "noise" else None
             draws[name] = GroupDraws(numbers[:, :operations], numbers[:, operations:], normals, pixels)
         return draws
 
