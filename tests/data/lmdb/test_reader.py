@@ -1,9 +1,7 @@
 """What is written is read back, and what is not whole is refused by name."""
 
 import multiprocessing
-import os
 import pickle
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,28 +67,6 @@ def test_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         reader = Dataset(tmp_path / f"{encoding}.lmdb")
         assert reader.shards[0].blocks == 3
         np.testing.assert_equal(reader.read(order), (images[order], labels[order]))
-
-
-def test_read_into_out(packed: Path) -> None:
-    reader = Dataset(packed)
-    out = np.zeros((2, 3, 8, 8), np.uint8)
-    assert reader.read([3, 1], out=out)[0] is out
-    np.testing.assert_array_equal(out, sample_images(20)[[3, 1]])
-    for wrong in (np.zeros((3, 3, 8, 8), np.uint8), np.zeros((2, 3, 8, 8), np.int8), out.transpose(0, 1, 3, 2)):
-        with pytest.raises(ValueError, match="out is"):
-            reader.read([3, 1], out=wrong)
-
-
-def test_empty_read_and_bounds(packed: Path) -> None:
-    reader = Dataset(packed)
-    images, labels = reader.read([])
-    assert images.shape == (0, 3, 8, 8)
-    assert labels.shape == (0,)
-    for index in (-1, 20):
-        with pytest.raises(IndexError):
-            reader.read([index])
-        with pytest.raises(IndexError):
-            reader.image(index)
 
 
 def test_content_hash_follows_content(tmp_path: Path) -> None:
@@ -159,20 +135,6 @@ def test_readers_share_a_file_and_close_it(packed: Path) -> None:
     np.testing.assert_array_equal(first.read([3])[0], sample_images(20)[[3]])  # opened again
 
 
-def test_pickled_reader_in_another_process(packed: Path) -> None:
-    reader = Dataset(packed)
-    reader.read([0])
-    code = "import pickle, sys; r = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(r.read([5, 2])[0].tobytes())"
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        input=pickle.dumps(reader),
-        capture_output=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
-    assert child.stdout == sample_images(20)[[5, 2]].tobytes()
-
-
 def _in_child(reader: Dataset, path: Path, results: "multiprocessing.Queue[bytes]") -> None:
     results.put(reader.read([5, 2])[0].tobytes() + Dataset(path).read([7])[0].tobytes())
 
@@ -188,23 +150,6 @@ def test_reader_after_a_fork(packed: Path) -> None:
     assert results.get(timeout=30) == sample_images(20)[[5, 2, 7]].tobytes()
     child.join()
     np.testing.assert_array_equal(reader.read([9])[0], sample_images(20)[[9]])  # the parent's is untouched
-
-
-def test_reader_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
-    images = sample_images(64)
-    pack_arrays(tmp_path / "x.lmdb", images)
-    reader = Dataset(tmp_path / "x.lmdb")
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        for order in np.random.default_rng(seed).integers(0, 64, (200, 16)):
-            if not np.array_equal(reader.read(order)[0], images[order]):
-                wrong.append(seed)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert wrong == []
 
 
 def test_opened_in_one_thread_while_another_closes_it(packed: Path) -> None:
