@@ -5,7 +5,6 @@ import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.checkpoint import load, resolve, resolve_for_people
@@ -95,9 +94,10 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
 
         device = collectives.choose_device(options.device)
         document["images"] += draw_style_tables(checkpoint, out, seed=options.seed, device=device)
-    command = None if options.audit else shlex.join(["python", "evaluate.py", *argv])
-    collectives.from_main_process(lambda: write(document, out / name, command))
+    collectives.from_main_process(lambda: write_atomic(out / name, as_json(document)))
     if collectives.is_main():
+        if not options.audit:  # beside the document, which depends on the model alone; the report repeats it
+            write_atomic(out / "command.txt", f"{shlex.join(['python', 'evaluate.py', *argv])}\n".encode())
         print(json.dumps(document, indent=1, allow_nan=False) if options.json else table(document))
         print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
         run = run_folder(path)
@@ -107,15 +107,6 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
             show_images(run, checkpoint["step"], [out / name for name in document["images"]])
             print(f"report: {write_report(run)}", file=sys.stderr)
     return 0
-
-
-def write(document: dict[str, Any], path: Path, command: str | None) -> None:
-    """The document, and beside it the command that made it, which the report repeats; a document depends on the model
-    alone.
-    """
-    write_atomic(path, as_json(document))
-    if command is not None:
-        write_atomic(path.with_name("command.txt"), f"{command}\n".encode())
 
 
 def compare_runs(options: Namespace) -> int:

@@ -3,10 +3,10 @@
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from metrics.features.sets import RealFeatures, Selection, feature_sets
 from metrics.images import save_audit
 from metrics.lineage import identities, training_images
 from metrics.protocol import GAN_IMAGES, SEARCHED
-from metrics.samples.copies import neighbour_images, search_place
+from metrics.samples.copies import neighbour_images, pairs, search_place
 from metrics.samples.membership_inference import (
     NOT_SHOWN,
     SHARES,
@@ -31,7 +31,7 @@ from metrics.samples.membership_inference import (
     halves,
     verdict,
 )
-from metrics.samples.memorisation import Nearest, nearest
+from metrics.samples.memorisation import nearest
 from models.gan import ImageDiscriminator, ImageGenerator, generate
 from models.restore import discriminator_from, generator_from
 from utils.checkpoint import Checkpoint
@@ -46,8 +46,7 @@ from utils.seeding import numpy_generator
 PAIRS = 24  # members shown with their nearest sample
 
 
-@dataclass(frozen=True)
-class Sides:
+class Sides(NamedTuple):
     """Which images are members, and which were held out: the same mix of classes on both sides."""
 
     members: Selection  # of the training images
@@ -69,39 +68,41 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
     how: dict[str, Any] = {"side": generator.resolution, "batch_size": options.batch_size}
     with train:
         with collectives.raising_together():
-            sides = choose_sides(train, reader, conditional=bool(generator.classes), searched=searched, seed=seed)
-        files = [(train, sides.members), (reader, sides.held_out)]
+            how_many: dict[str, Any] = {"conditional": bool(generator.classes), "searched": searched, "seed": seed}
+            members, held_out, dropped = choose_sides(train, reader, **how_many)
+        files = [(train, members), (reader, held_out)]
         place = collectives.main_first(lambda: _place(options, generator))
+        if collectives.is_main():
+            print(f"extractor: {place.name}", file=sys.stderr)
         features = RealFeatures(batch_size=options.batch_size, show=True)
         real = torch.cat([features.get(file, selection, [place])[0] for file, selection in files])
-        labels = sides.members.labels[np.arange(n) % len(sides.members.labels)]
-        drawn = Sampler(generator, Selection(np.arange(n), labels, n, f"samples {seed} {n}"), seed=seed)
+        labels = members.labels[np.arange(n) % len(members.labels)]
+        drawn = Sampler(generator, Selection(np.arange(n), labels, f"samples {seed} {n}"), seed=seed)
         with evaluating(generator):
-            (samples,) = feature_sets(drawn.draw, [place], total=n, what="samples", show=True, **how)
+            (samples,) = feature_sets(drawn.draw, [place], total=n, what="samples", **how)
         logits = _logits(checkpoint, generator, files, seed, how)
 
         def finish() -> dict[str, Any]:
             key = partial(keyed_generator, seed, "eval", "audit", "planted")
-            members = len(sides.members.indices)
-            near = nearest(real, samples)
+            count, near = len(members.indices), nearest(real, samples)
             scores = {"generator": -near.distances} | ({} if logits is None else {"discriminator": logits})
-            document = audit_scores(scores, members=members, seed=seed)
+            document = audit_scores(scores, members=count, seed=seed)
             document["planted"] = [
-                detection(real, near.distances, members=members, samples=n, share=share, generator=key(number))
+                detection(real, near.distances, members=count, samples=n, share=share, generator=key(number))
                 for number, share in enumerate(SHARES)
             ]
-            images, captions = neighbour_images(generator, train, _closest(near, labels, sides), seed=seed)
-            save_captioned(images, captions, out / "audit_nearest.png")
-            save_audit(scores, members, out / "audit.png")
-            return (
-                {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped}
-                | document
-                | {
-                    "verdict": verdict(document),
-                    "not_shown": NOT_SHOWN,
-                    "images": ["audit.png", "audit_nearest.png"],
-                }
-            )
+            closest = near.distances[:count].sort(stable=True).indices[:PAIRS].numpy()
+            indices = near.indices.numpy()[closest]
+            copies = {
+                "closest": pairs(indices, labels[indices], members.indices[closest], near.distances[closest]),
+                "first": [],
+                "usual_distance": float(near.distances[count:].median()),
+            }
+            save_captioned(*neighbour_images(generator, train, copies, seed=seed), out / "audit_nearest.png")
+            save_audit(scores, count, out / "audit.png")
+            head = {"n": n, "extractor": place.name, "weights": place.source, "dropped": dropped}
+            tail = {"not_shown": NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
+            return head | document | {"verdict": verdict(document)} | tail
 
         return collectives.from_main_process(finish)
 
@@ -159,20 +160,16 @@ def choose_sides(train: Dataset, reader: Dataset, *, conditional: bool, searched
             f"--audit needs 20 training images and 20 held-out ones of the same classes, not {len(drawn[1])} and "
             f"{len(drawn[0])}; give more with --data"
         )
-    held_out = Selection(kept[drawn[0]], theirs[0][drawn[0]], len(drawn[0]), f"held-out {seed} audit")
-    members = Selection(drawn[1], theirs[1][drawn[1]], len(drawn[1]), f"members {seed} {searched} audit")
+    held_out = Selection(kept[drawn[0]], theirs[0][drawn[0]], f"held-out {seed} audit")
+    members = Selection(drawn[1], theirs[1][drawn[1]], f"members {seed} {searched} audit")
     return Sides(members, held_out, len(reader) - len(kept))
 
 
 def _place(options: Namespace, generator: ImageGenerator) -> Extractor:
     """The extractor whose features tell what is near: never a classifier, to which its training images are familiar."""
-    if not options.extractor:
-        options.extractor = ["resnet50" if find_weights(options.weights) is not None else "pixels"]
-    device = next(generator.parameters()).device
-    place = search_place(build_extractors(options, generator.channels, device, None), generator.channels)
-    if collectives.is_main():
-        print(f"extractor: {place.name}", file=sys.stderr)
-    return place
+    options.extractor = options.extractor or ["resnet50" if find_weights(options.weights) is not None else "pixels"]
+    extractors = build_extractors(options, generator.channels, next(generator.parameters()).device, None)
+    return search_place(extractors, generator.channels)
 
 
 def _logits(
@@ -232,15 +229,3 @@ class Partners:
             logits = discriminator(to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device))
         logits = logits.view(named.shape)
         return (logits[0] if strided else logits[:, 0]).cpu().double()
-
-
-def _closest(near: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]:
-    """The members that are nearest to a sample, as `metrics.samples.copies.neighbour_images` takes them."""
-    members = sides.members.indices
-    pairs = []
-    for place in near.distances[: len(members)].sort(stable=True).indices[:PAIRS].tolist():
-        sample, distance = int(near.indices[place]), float(near.distances[place])
-        pairs.append(
-            {"sample": sample, "label": int(labels[sample]), "train": int(members[place]), "distance": distance}
-        )
-    return {"closest": pairs, "first": [], "usual_distance": float(near.distances[len(members) :].median())}

@@ -1,7 +1,6 @@
 """Evaluation of a classifier on labelled images: passes that the ranks share, and what evaluate.py makes of them."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from metrics.classification.calibration import judged_temperature, negative_log_
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
 from metrics.comparison.predictions import keep_predictions
 from metrics.features.extractors import classifier_input
-from metrics.features.passes import chunk_size, shared_pass
+from metrics.features.passes import shared_pass
 from metrics.features.precision import device_of, evaluating, full_float32
 from metrics.figures import CLASSIFIER, measured
 from metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
@@ -30,7 +29,6 @@ from utils.checkpoint import Checkpoint
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.runlog.progress import Bar
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
@@ -50,16 +48,19 @@ def classify(
     *,
     batch_size: int = 256,
     limit: int | None = None,  # only the first so many images
-    show: bool = False,  # a progress bar
-    what: str = "images",
+    what: str = "",  # the images on a progress bar; empty: there is none
 ) -> Tensor:
     """Logits of every image of a file exactly once, in their order: float32 [n, K] on rank 0, none elsewhere."""
 
     def work(rows: range) -> Tensor:
         return logits_of(classifier, read_batch(reader, np.arange(rows.start, rows.stop)).images)
 
-    parts = _pass(work, reader, limit, batch_size, what, show=show)
+    parts = shared_pass(_count(reader, limit), work, side=reader.resolution, batch_size=batch_size, what=what)
     return torch.cat([torch.empty(0, classifier.classes), *parts])
+
+
+def _count(reader: Dataset, limit: int | None) -> int:
+    return len(reader) if limit is None else min(limit, len(reader))
 
 
 def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor) -> Answers:
@@ -104,19 +105,9 @@ def corrupted_hits(classifier: Classifier, reader: Dataset, *, seed: int, limit:
                 hits[row, column] = (predicted == batch.labels).sum()
         return hits
 
-    parts = _pass(work, reader, limit, batch_size, "corrupted images", show=True)
-    return torch.stack([torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64), *parts]).sum(0)
-
-
-def _pass(
-    work: Callable[[range], Tensor], reader: Dataset, limit: int | None, batch_size: int, what: str, *, show: bool
-) -> Iterator[Tensor]:
-    """`shared_pass` over the first `limit` images of a file (None: all), with a bar."""
-    total = len(reader) if limit is None else min(limit, len(reader))
-    with Bar(total=total, desc=what, unit="image", disable=not (show and collectives.is_main())) as bar:
-        for result in shared_pass(total, work, side=reader.resolution, batch_size=batch_size):
-            yield result
-            bar.update(min(chunk_size(reader.resolution), total - bar.n))
+    how: dict[str, Any] = {"side": reader.resolution, "batch_size": batch_size, "what": "corrupted images"}
+    parts = shared_pass(_count(reader, limit), work, **how)
+    return sum(parts, torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64))
 
 
 # --- evaluate.py
@@ -134,9 +125,9 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         others = open_others(options.ood, checkpoint, reader) if options.ood else None
     how: dict[str, Any] = {"limit": options.n, "batch_size": options.batch_size}
     with others or nullcontext():
-        logits = classify(classifier, reader, **how, show=True)
+        logits = classify(classifier, reader, **how, what="images")
         hits = corrupted_hits(classifier, reader, seed=options.seed, **how) if options.robustness else None
-        outside = classify(classifier, others, **how, show=True, what="images of others") if others else None
+        outside = classify(classifier, others, **how, what="images of others") if others else None
 
     def finish() -> dict[str, Any]:
         document = speed | _written(checkpoint, reader, out, answers_of(classifier, reader, logits), options.seed)

@@ -134,8 +134,8 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     the class score that they have.
     """
     chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
-    how: dict[str, int] = {"side": reader.resolution, "batch_size": options.batch_size}
-    parts = list(shared_pass(n, lambda rows: judge_images(judge, chosen.images(reader, rows)), **how))
+    work = lambda rows: judge_images(judge, chosen.images(reader, rows))  # noqa: E731
+    parts = list(shared_pass(n, work, side=reader.resolution, batch_size=options.batch_size))
 
     def figures() -> dict[str, Any]:
         answers = torch.cat(parts)

@@ -41,8 +41,11 @@ class Figure:
 
     def measure(self, record: Any) -> Measured:
         """The figure of a record."""
-        missing = [note for name, note in self.needs.items() if not _there(getattr(record, name))]
-        return Measured(None, note=missing[0]) if missing else self.compute(record)
+        for name, note in self.needs.items():
+            value = getattr(record, name)
+            if value is None or (isinstance(value, Sequence) and not value):
+                return Measured(None, note=note)
+        return self.compute(record)
 
     def keys(self, measured: Measured, names: Sequence[str]) -> dict[str, Any]:
         """What a document says of it, with the names of the classes."""
@@ -52,10 +55,6 @@ class Figure:
             by_class = measured.by_class if names else ()
             keys[self.by_class] = dict(zip(names, by_class, strict=True)) if by_class else None
         return keys
-
-
-def _there(value: object) -> bool:
-    return value is not None and (not isinstance(value, Sequence) or len(value) > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +128,6 @@ CLASSIFIER = (
         answers.ece, better="smaller", in_training=True,
     ),
 )  # fmt: skip
-
-
-def _within_classes(samples: Samples) -> Measured:
-    fake, real = samples.counted
-    return intra_class_frechet(fake, real, samples.labels[: samples.n], len(samples.names))
 
 
 def _kernel(first: Tensor, samples: Samples) -> tuple[float, float]:
@@ -214,7 +208,7 @@ GAN = (
     Figure(
         "intra_class_frechet", "frechet within classes",
         "Frechet distance within classes, on average: finds a generator that ignores its labels",
-        _within_classes,
+        lambda s: intra_class_frechet(s.fake[: s.n], s.real[: s.n], s.labels[: s.n], len(s.names)),
         better="smaller", unit="", needs=NAMES, by_class="intra_class_frechet_by_class",
     ),
     Figure(

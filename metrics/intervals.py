@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 NORMAL = 1.959964  # 97.5 % of the normal distribution lie below: intervals of 95 %
@@ -87,10 +86,3 @@ def jackknife_variance(left_out: Tensor) -> float:
     """
     count = len(left_out)
     return float((left_out - left_out.mean()).square().sum() * (count - 1) / count)
-
-
-def shares_by_class(hits: Tensor, labels: Tensor, classes: int) -> list[float | None]:
-    """Share of hits, bool [n], of each class of labels, int64 [n]; None of a class without images."""
-    totals = torch.bincount(labels, minlength=classes).tolist()
-    counts = torch.bincount(labels[hits], minlength=classes).tolist()
-    return [count / total if total else None for count, total in zip(counts, totals, strict=True)]

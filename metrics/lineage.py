@@ -119,23 +119,19 @@ def load_judge(
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
     weights = fingerprint(classifier)
-    if guide is not None and _same(file, weights, resolve(guide)):
-        raise UserError(
-            f"{option} {run} is the classifier that the edits were found with; give one of another training"
-        )
+    if guide is not None:
+        other = resolve(guide)
+        of_its_run = file.parent.name == "checkpoints" and run_folder(file).resolve() == run_folder(other).resolve()
+        if of_its_run or weights == fingerprint(classifier_from(load(other))):
+            raise UserError(
+                f"{option} {run} is the classifier that the edits were found with; give one of another training"
+            )
     taught_by = Lineage.of(teachers=[weights]) if taught else recorded(checkpoint)
     if why := unfit(judge, reader, taught_by, weights):
         raise UserError(f"{option} {run} {why}")
     if names:
         require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
     return classifier
-
-
-def _same(file: Path, weights: str, other: Path) -> bool:
-    """Whether two checkpoints of classifiers are of one run, or have the same weights."""
-    if run_folder(file).resolve() == run_folder(other).resolve() and file.parent.name == "checkpoints":
-        return True
-    return weights == fingerprint(classifier_from(load(other)))
 
 
 def unfit(judge: Checkpoint, reader: Dataset | None, generator: Lineage | None = None, weights: str = "") -> str:

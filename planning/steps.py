@@ -281,7 +281,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
         path = Path(source).expanduser()
         source = str(path.resolve()) if path.exists() else source
     if file.is_file():
-        return check_plan(file, source, options)
+        return kept_plan(file, source, options)
     check_writable(folder)
     print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
     command = [sys.executable, "-m", "planning.measure", source, "--out", str(file)]
@@ -291,7 +291,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
     return Plan.read(json.loads(file.read_text())) if code == 0 else code
 
 
-def check_plan(file: Path, source: str, options: Namespace) -> Plan:
+def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
     """The plan that an earlier start made. Raises UserError if it is for something else."""
     another = "give another folder with --dir, or remove this one"
     try:

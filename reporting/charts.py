@@ -51,12 +51,6 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
-def lone(points: Points) -> list[tuple[float, float]]:
-    """The points that no line leads to: finite ones without a finite neighbour."""
-    there = [False, *(math.isfinite(y) for _, y in points), False]
-    return [point for at, point in enumerate(points, 1) if there[at] and not (there[at - 1] or there[at + 1])]
-
-
 def line_chart(series: Mapping[str, Points], *, title: str) -> Chart:
     """The curves of `series` in one chart.
 
@@ -83,8 +77,10 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
         figure = Figure(figsize=SIZE)
         axes = figure.add_axes((0.12, 0.17, 0.85, 0.8), yscale="log" if log else "linear")
         for index, points in enumerate(curves):
-            colour, dots = CURVES[index % 4], lone(points)
-            if len(dots) < sum(math.isfinite(y) for _, y in points):
+            colour, there = CURVES[index % 4], [False, *(math.isfinite(y) for _, y in points), False]
+            # the finite points that no line leads to, because their neighbours are not
+            dots = [p for at, p in enumerate(points, 1) if there[at] and not (there[at - 1] or there[at + 1])]
+            if len(dots) < sum(there):
                 axes.plot(*zip(*points, strict=True), color=colour)
             for dot in dots:  # not a marker: those stand in <defs>
                 axes.plot(*zip(dot, dot, strict=True), color=colour, linewidth=DOT, solid_capstyle="round")

@@ -64,23 +64,20 @@ def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str]
 
 
 def picture(path: Path, caption: str) -> Picture:
-    """The caption and the address of an image inside the page; what is wrong with one that cannot be read."""
+    """The caption and the address of a checked image inside the page, a large one shrunk and stored as JPEG; what is
+    wrong with one that cannot be read.
+    """
     try:
-        return {"caption": caption, "address": _data_address(path)}
+        content = bounded.read_file(path, bounded.IMAGE)
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+            kind = "png" if image.format == "PNG" else "jpeg"
+            if len(content) > EMBED_WHOLE or image.format not in ("PNG", "JPEG"):
+                small = image.convert("RGB")
+                small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+                buffer = io.BytesIO()
+                small.save(buffer, format="JPEG", quality=88)
+                content, kind = buffer.getvalue(), "jpeg"
     except UNREADABLE as error:
         return {"caption": f"{path.name} cannot be shown: {error}", "address": ""}
-
-
-def _data_address(path: Path) -> str:
-    """The `data:` address of a checked image; a large one is shrunk and stored as JPEG. Raises UNREADABLE."""
-    content = bounded.read_file(path, bounded.IMAGE)
-    with Image.open(io.BytesIO(content)) as image:
-        image.load()
-        kind = "png" if image.format == "PNG" else "jpeg"
-        if len(content) > EMBED_WHOLE or image.format not in ("PNG", "JPEG"):
-            small = image.convert("RGB")
-            small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-            buffer = io.BytesIO()
-            small.save(buffer, format="JPEG", quality=88)
-            content, kind = buffer.getvalue(), "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return {"caption": caption, "address": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"}

@@ -64,7 +64,12 @@ def write_report(run_dir: str | Path) -> Path:
     """
     run = read_run(run_dir)
     title = f"Run {run.name}" + (f" ({run.task})" if run.task else "")
-    return _write(run.folder / "report.html", title, {"": run}, _commands(run), headline(run))
+    config, evaluation = run.folder / "config.yaml", run.folder / "eval" / "command.txt"
+    train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
+    commands = [shlex.join(train)] if config.is_file() else []
+    if evaluation.is_file():
+        commands += bounded.read_file(evaluation, bounded.TABLE).decode(errors="replace").strip().splitlines()
+    return _write(run.folder / "report.html", title, {"": run}, commands, headline(run))
 
 
 def refresh(output: Path) -> None:
@@ -72,16 +77,6 @@ def refresh(output: Path) -> None:
     run = next((folder for folder in output.resolve().parents[:2] if (folder / "config.yaml").is_file()), None)
     if run is not None:
         print(f"report: {write_report(run)}", file=sys.stderr)
-
-
-def _commands(run: Run) -> list[str]:
-    """The commands that train a run once more from its own config, and that evaluated it."""
-    config, evaluation = run.folder / "config.yaml", run.folder / "eval" / "command.txt"
-    train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
-    commands = [shlex.join(train)] if config.is_file() else []
-    if evaluation.is_file():
-        commands += bounded.read_file(evaluation, bounded.TABLE).decode(errors="replace").strip().splitlines()
-    return commands
 
 
 def write_quickstart_report(

@@ -109,7 +109,9 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
         for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
             row["p"] = p
         for row in rows:
-            row["verdict"] = _verdict(name, row)
+            better = (row["difference"] > 0) == (_row(name).better == "larger")
+            unsure = row["p"] is None or row["p"] >= LEVEL
+            row["verdict"] = "cannot tell" if unsure else "better" if better else "worse"
     about = first.predictions.about
     return {
         **{key: about[key] for key in ("task", "n", "seed")},
@@ -193,12 +195,6 @@ def _difference(name: str, first: Evaluated, second: Evaluated) -> Difference:
     if interval is not None and its_interval is not None:
         return independent_figures(value, interval, its_value, its_interval)
     return Difference(its_value - value, None, None, "no interval")
-
-
-def _verdict(name: str, row: dict[str, Any]) -> str:
-    if row["p"] is None or row["p"] >= LEVEL:
-        return "cannot tell"
-    return "better" if (row["difference"] > 0) == (_row(name).better == "larger") else "worse"
 
 
 def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:

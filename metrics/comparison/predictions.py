@@ -102,18 +102,14 @@ def load_predictions(folder: Path, sha256: str) -> Predictions:
         head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(head["__metadata__"]["about"])
         About.read(about, "about")
-        check_columns(columns, about["n"], len(about["classes"]))
+        n, classes = about["n"], len(about["classes"])
+        for name, column in columns.items():
+            if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):
+                raise ValueError(f"column {name} is {column.dtype} {list(column.shape)}, n is {n}")
+            if column.dtype == np.float64 and not np.isfinite(column).all():
+                raise ValueError(f"column {name} is not finite")
+            if name in ("label", "prediction") and not 0 <= column.min() <= column.max() < max(1, classes):
+                raise ValueError(f"column {name} lies beyond the {classes} classes")
+        if "prediction" in columns and "label" not in columns:
+            raise ValueError("column label is missing")
     return Predictions(about, columns)
-
-
-def check_columns(columns: Mapping[str, np.ndarray], n: int, classes: int) -> None:
-    """Raise ValueError unless the columns are known, finite, of n rows and of classes that there are."""
-    for name, column in columns.items():
-        if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):
-            raise ValueError(f"column {name} is {column.dtype} {list(column.shape)}, n is {n}")
-        if column.dtype == np.float64 and not np.isfinite(column).all():
-            raise ValueError(f"column {name} is not finite")
-        if name in ("label", "prediction") and not 0 <= column.min() <= column.max() < max(1, classes):
-            raise ValueError(f"column {name} lies beyond the {classes} classes")
-    if "prediction" in columns and "label" not in columns:
-        raise ValueError("column label is missing")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from utils.distributed import collectives
+from utils.runlog.progress import Bar
 
 T = TypeVar("T")
 
@@ -23,6 +24,7 @@ def shared_pass(
     side: int,  # of the images, in px
     batch_size: int,  # images that a process takes before the results are sent, in whole chunks and at least one
     multiple: int = 1,  # of which a chunk's size must be one
+    what: str = "",  # the images on a progress bar; empty: there is none
 ) -> Iterator[T]:
     """The results of `work` for every chunk of images: on rank 0 all of them in order, on the others none.
 
@@ -34,7 +36,10 @@ def shared_pass(
     chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
     each = max(1, batch_size // size)
     rank, world = collectives.rank(), collectives.world_size()
-    for first in range(0, len(chunks), each * world):
-        own = chunks[first + rank * each : first + (rank + 1) * each]
-        for results in collectives.gather_to_main(lambda own=own: [work(rows) for rows in own]):  # type: ignore[misc]
-            yield from results
+    with Bar(total=count, desc=what, unit="image", disable=not (what and rank == 0)) as bar:
+        for first in range(0, len(chunks), each * world):
+            own = chunks[first + rank * each : first + (rank + 1) * each]
+            for results in collectives.gather_to_main(lambda own=own: [work(rows) for rows in own]):  # type: ignore[misc]
+                for result in results:
+                    yield result
+                    bar.update(min(size, count - bar.n))

@@ -11,8 +11,6 @@ from torch import Tensor
 from data.reading.dataset import Dataset
 from metrics.features.extractors import Extractor, extract
 from metrics.features.passes import shared_pass
-from utils.distributed.collectives import is_main
-from utils.runlog.progress import Bar
 from utils.seeding import numpy_generator
 
 Source = Callable[[range], tuple[Tensor, Any]]
@@ -21,11 +19,10 @@ Source = Callable[[range], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which images of a file are looked at. The first `n` make the distances; those after it fill up the classes."""
+    """Which images of a file are looked at."""
 
-    indices: np.ndarray  # int64 [m], m >= n
+    indices: np.ndarray  # int64 [m]
     labels: np.ndarray  # int64 [m]
-    n: int
     key: str  # tells this draw from every other one of the same file
 
     def images(self, reader: Dataset, rows: range) -> Tensor:
@@ -43,7 +40,7 @@ def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int =
     for label in np.unique(labels):
         wanted[np.flatnonzero(labels[order] == label)[:per_class]] = True
     order = np.concatenate([order[:n], order[n:][wanted[n:]]])
-    return Selection(order, labels[order], n, f"{role} {seed} {n} {per_class}")
+    return Selection(order, labels[order], f"{role} {seed} {n} {per_class}")
 
 
 def feature_sets(
@@ -52,9 +49,8 @@ def feature_sets(
     *,
     total: int,  # images
     side: int,  # of the images, in px
-    what: str,
     batch_size: int = 64,
-    show: bool = False,  # a progress bar
+    what: str = "",  # the images on a progress bar; empty: there is none
     take: Callable[[Any], None] = lambda _: None,
 ) -> list[Tensor]:
     """One pass over the images for all extractors, shared by the ranks: float32 [total, F] of each on rank 0, [0, F]
@@ -68,12 +64,10 @@ def feature_sets(
         images, besides = source(chunk)
         return [extract(extractor, images) for extractor in extractors], besides
 
-    with Bar(total=total, desc=what, unit="image", disable=not (show and is_main())) as bar:
-        for features, besides in shared_pass(total, work, side=side, batch_size=batch_size):
-            for kept, new in zip(rows, features, strict=True):
-                kept.append(new)
-            take(besides)
-            bar.update(len(features[0]))
+    for features, besides in shared_pass(total, work, side=side, batch_size=batch_size, what=what):
+        for part, new in zip(rows, features, strict=True):
+            part.append(new)
+        take(besides)
     none = [torch.empty(0, extractor.dim) for extractor in extractors]
     return [torch.cat([empty, *part]) for empty, part in zip(none, rows, strict=True)]
 
@@ -101,9 +95,8 @@ class RealFeatures:
                 list(missing.values()),
                 total=len(selection.indices),
                 side=reader.resolution,
-                what=f"real {selection.key.split()[0]} images",
                 batch_size=self.batch_size,
-                show=self.show,
+                what=f"real {selection.key.split()[0]} images" if self.show else "",
             )
             self._sets.update(zip(missing, features, strict=True))
         return [self._sets[key] for key in keys]

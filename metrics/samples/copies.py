@@ -1,6 +1,6 @@
 """The search for copies of training images among a generator's samples, as a part of its evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
     """The draw of training images: the first n of it, which make the floor, are the same for any `searched`."""
     count = max(n, min(searched, len(labels)))
-    return replace(select(labels, n=count, seed=seed, role="train"), n=n, key=f"train {seed} {n} of {count}")
+    return replace(select(labels, n=count, seed=seed, role="train"), key=f"train {seed} {n} of {count}")
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,20 @@ def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Dra
         labels.append(torch.from_numpy(of_file if alike and drawn.reader.classes else np.zeros_like(of_file)))
     real = RealSet(held_out.features[:n], labels[0])
     figures, neighbours = memorisation(samples, RealSet(train.features, labels[1]), real)
-    order = neighbours.distances.sort(stable=True).indices
     records = train.side.indices[neighbours.indices.numpy()]
-    pairs = [
-        {"sample": i, "label": int(held_out.side.labels[i]), "train": int(records[i]), "distance": float(distance)}
-        for i, distance in enumerate(neighbours.distances)
-    ]
-    lists = {"closest": [pairs[i] for i in order[:PAIRS].tolist()], "first": pairs[:PAIRS]}
+    rows = pairs(range(n), held_out.side.labels[:n], records, neighbours.distances)
+    lists = {"closest": sorted(rows, key=lambda row: row["distance"])[:PAIRS], "first": rows[:PAIRS]}
     return {"extractor": place.name, "weights": place.source, **figures, **lists}
+
+
+def pairs(
+    samples: Iterable[Any], labels: Iterable[Any], records: Iterable[Any], distances: Iterable[Any]
+) -> list[dict[str, Any]]:
+    """Samples, each with its nearest training image, as a document lists them."""
+    return [
+        {"sample": int(sample), "label": int(label), "train": int(record), "distance": float(distance)}
+        for sample, label, record, distance in zip(samples, labels, records, distances, strict=True)
+    ]
 
 
 def neighbour_images(
@@ -73,17 +79,17 @@ def neighbour_images(
 
     The samples are drawn again: sample i depends on the seed, i and its label alone.
     """
-    pairs = [*copies["closest"], *copies["first"]]
-    labels = torch.tensor([pair["label"] for pair in pairs]) if generator.classes else None
+    rows = [*copies["closest"], *copies["first"]]
+    labels = torch.tensor([row["label"] for row in rows]) if generator.classes else None
     device = next(generator.parameters()).device
     with full_float32(device):
-        samples = generate(generator, labels=labels, indices=[pair["sample"] for pair in pairs], seed=seed)
-    real = torch.cat([torch.from_numpy(train.read(np.array([pair["train"]]))[0]) for pair in pairs])
+        samples = generate(generator, labels=labels, indices=[row["sample"] for row in rows], seed=seed)
+    real = torch.cat([torch.from_numpy(train.read(np.array([row["train"]]))[0]) for row in rows])
     gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)
     usual = copies["usual_distance"]
     captions = [
-        f"sample {pair['sample']} | record {pair['train']}\n"
-        + (f"{pair['distance'] / usual:.2f} of the usual distance" if usual else f"distance {pair['distance']:.3g}")
-        for pair in pairs
+        f"sample {row['sample']} | record {row['train']}\n"
+        + (f"{row['distance'] / usual:.2f} of the usual distance" if usual else f"distance {row['distance']:.3g}")
+        for row in rows
     ]
     return list(torch.cat([samples, gap, real], dim=-1)), captions

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from metrics.intervals import Measured, shares_by_class
+from metrics.intervals import Measured
 
 
 def recognised(
@@ -13,8 +13,9 @@ def recognised(
     """Share of samples whose class a classifier predicts: over all, and of each class (None: none was asked for)."""
     if not len(labels):
         raise ValueError("the recognised share of no samples is undefined")
-    hits = probabilities.argmax(1) == labels
-    return Measured.share(hits, shares_by_class(hits, labels, probabilities.shape[1]))
+    hits, classes = probabilities.argmax(1) == labels, probabilities.shape[1]
+    counts = zip(*(torch.bincount(each, minlength=classes).tolist() for each in (labels[hits], labels)), strict=True)
+    return Measured.share(hits, [count / total if total else None for count, total in counts])
 
 
 def class_score(probabilities: Tensor) -> Measured:

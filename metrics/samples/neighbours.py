@@ -7,6 +7,7 @@ groups of images, so that figures can be computed again without one group: that 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,12 +60,11 @@ def own_neighbours(features: Tensor, k: int) -> tuple[Tensor, Tensor]:
 class Neighbourhoods:
     """Counts of balls and images in them, by the group of the other image. m samples, n real images."""
 
-    k_manifold: int
     k_density: int
-    manifold_of_real: Tensor  # [m, G]: real images whose ball (k_manifold) holds the sample
-    manifold_of_samples: Tensor  # [n, G]: samples whose ball (k_manifold) holds the real image
-    dense: Tensor  # [m, G]: real images whose ball (k_density) holds the sample
-    covering: Tensor  # [n, G]: samples in the real image's ball (k_density)
+    manifold_of_real: Tensor  # [m, G]: real images whose ball of k_manifold neighbours holds the sample
+    manifold_of_samples: Tensor  # [n, G]: samples whose ball of k_manifold neighbours holds the real image
+    dense: Tensor  # [m, G]: real images whose ball of k_density neighbours holds the sample
+    covering: Tensor  # [n, G]: samples in the real image's ball of k_density neighbours
     clipped: Tensor  # [m, G]: as `dense`, but no ball reaches farther than the median one
     clipped_real: Tensor  # [n, G]: the other real images whose such ball holds the real image
 
@@ -85,23 +85,21 @@ def neighbourhoods(
     scale = float(real[:REFERENCE_BLOCK].double().var(0).sum())
     manifold, dense = near_real[:, k_manifold - 1], near_real[:, k_density - 1]
     short = dense.clamp(max=float(dense.quantile(0.5)))
-    by_sample = [_reach(squares, scale)[None] for squares in (manifold, dense, short)]  # balls around real images
-    # balls around samples; real balls again, for the samples in each
-    by_real = [_reach(near_samples[:, k_manifold - 1], scale)[:, None], by_sample[1]]
+    by_sample = [_reach(squares, scale) for squares in (manifold, dense, short)]  # balls around real images
+    ball_of_sample = _reach(near_samples[:, k_manifold - 1], scale)
     groups = [_one_hot(len(part)) for part in (samples, real)]
     on_samples = [torch.zeros(len(samples), groups[1].shape[1]) for _ in by_sample]
-    on_real = [torch.zeros(len(real), groups[0].shape[1]) for _ in by_real]
+    on_real = [torch.zeros(len(real), groups[0].shape[1]) for _ in range(2)]  # by samples' balls, in real balls
     for rows, columns, squares in distance_blocks(samples, real):
         for total, reach in zip(on_samples, by_sample, strict=True):
-            total[rows] += (squares <= _part(reach, rows, columns)).float() @ groups[1][columns]
-        for total, reach in zip(on_real, by_real, strict=True):
-            total[columns] += (squares <= _part(reach, rows, columns)).float().T @ groups[0][rows]
-    inside = near_real[:, :k_density] <= _reach(short, scale)[:, None]
+            total[rows] += (squares <= reach[columns]).float() @ groups[1][columns]
+        for total, reach in zip(on_real, (ball_of_sample[rows, None], by_sample[1][columns]), strict=True):
+            total[columns] += (squares <= reach).float().T @ groups[0][rows]
+    inside = near_real[:, :k_density] <= by_sample[2][:, None]
     centres = inside.nonzero()[:, 0]
     own = torch.zeros(len(real), groups[1].shape[1])
     own.index_add_(0, indices[:, :k_density][inside], groups[1][centres])
     return Neighbourhoods(
-        k_manifold=k_manifold,
         k_density=k_density,
         manifold_of_real=on_samples[0],
         manifold_of_samples=on_real[0],
@@ -117,19 +115,13 @@ def _reach(squares: Tensor, scale: float) -> Tensor:
     return squares * (1 + SLACK) + scale * 1e-12
 
 
-def _part(reach: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Of radii [1, n] or [m, 1], those of a block."""
-    return reach[:, columns] if len(reach) == 1 else reach[rows]
-
-
 def _one_hot(count: int) -> Tensor:
     """The group of each image, float32 [count, G]."""
     groups = min(GROUPS, count)
     return torch.eye(groups)[torch.arange(count) % groups]
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A figure and what it is without each group of the images averaged over, and without each group of the others."""
 
     value: float

@@ -36,15 +36,12 @@ class ByBrightness(Classifier):
         return -(x.mean((1, 2, 3))[:, None] - centres).square() * 9 * self.gain
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 64, 500])
-def test_every_image_counts_once_at_any_batch_size(test_reader, batch_size):
-    """And at any number of ranks: tests/distributed/test_evaluation.py."""
-    logits = classify(ByBrightness(), test_reader, batch_size=batch_size)
+def test_every_image_counts_once_at_any_batch_size(test_reader):
+    """And at any number of ranks: tests/distributed/test_evaluation.py. A limit takes the first images."""
+    logits = classify(ByBrightness(), test_reader)
     assert len(logits) == 60
-    assert torch.equal(logits, classify(ByBrightness(), test_reader))
-
-
-def test_limit_takes_the_first_images(test_reader):
+    for batch_size in (1, 7, 64, 500):
+        assert torch.equal(logits, classify(ByBrightness(), test_reader, batch_size=batch_size))
     answers = answers_of(ByBrightness(), test_reader, classify(ByBrightness(), test_reader, limit=20))
     assert answers.labels.tolist() == [0] * 20  # packed in the order of classes
     assert answers.names == CLASSES
@@ -67,10 +64,10 @@ def test_logits_and_progress_are_of_every_image_in_order(tmp_path, monkeypatch):
         bars.append(tqdm(**named | {"disable": False, "file": io.StringIO()}))
         return bars[-1]
 
-    monkeypatch.setattr("metrics.evaluate_classifier.Bar", bar)
+    monkeypatch.setattr("metrics.features.passes.Bar", bar)
     model = ByBrightness().eval()
     with Dataset(pack(tmp_path / "many.lmdb", count=150)) as reader:
-        logits = classify(model, reader, batch_size=25, show=True)
+        logits = classify(model, reader, batch_size=25, what="images")
         images = torch.from_numpy(reader.read(np.arange(150))[0])
     with torch.no_grad():
         torch.testing.assert_close(logits, model(images.float() / 127.5 - 1))
@@ -84,13 +81,10 @@ def test_data_without_its_labels_is_told(tmp_path):
             evaluate_classifier(ByBrightness(), reader)
 
 
-def test_no_image_is_told(test_reader):
-    with pytest.raises(UserError, match="no image"):
-        answers_of(ByBrightness(), test_reader, classify(ByBrightness(), test_reader, limit=0))
-
-
-def test_outputs_that_are_not_finite_are_told(test_reader):
+def test_no_image_and_outputs_that_are_not_finite_are_told(test_reader):
     model = ByBrightness()
+    with pytest.raises(UserError, match="no image"):
+        answers_of(model, test_reader, classify(model, test_reader, limit=0))
     model.gain.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         evaluate_classifier(model, test_reader)
@@ -121,10 +115,9 @@ def test_corrupted_images_are_counted_one_by_one(test_reader):
     assert int(brightness[-1]) < int(brightness[0])  # dark images are named by their brightness
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_batches_do_not_change_the_counts(test_reader, batch_size):
-    whole = corrupted_hits(ByBrightness(), test_reader, seed=0, limit=None, batch_size=256)
-    assert torch.equal(corrupted_hits(ByBrightness(), test_reader, seed=0, limit=None, batch_size=batch_size), whole)
+def test_batches_do_not_change_the_counts(test_reader):
+    whole, *others = (corrupted_hits(ByBrightness(), test_reader, seed=0, limit=None, batch_size=n) for n in (256, 7))
+    assert torch.equal(others[0], whole)
 
 
 def test_both_options_by_the_command_line(runs, files, others, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Who may judge a generator: not who was trained on samples, supplied a loss or has seen the test images."""
 
-import json
 import shutil
 
 import numpy as np
@@ -13,7 +12,7 @@ from data.records import pack_arrays
 from metrics.lineage import TOLERATED, identities, lineage_of, passport_of, unfit
 from models.restore import classifier_from, generator_from
 from tests.data.test_passport import PASSPORT, pack_samples
-from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
+from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import call, refused
 from utils.checkpoint import CorruptCheckpoint, load, resolve
 from utils.provenance import Lineage, recorded
@@ -102,7 +101,7 @@ def test_features_of_a_classifier_that_saw_samples_are_taken_with_a_word(tmp_pat
     options = ["--checkpoint", runs["gan"], "--n", 20, "--out", tmp_path / "out"]
     specs = f"classifier:{seen},classifier:{runs['classifier']}"
     assert call(evaluate, *options, "--extractor", specs) == 0
-    notes = json.loads((tmp_path / "out" / "metrics.json").read_text())["notes"]
+    notes = read_json(tmp_path / "out" / "metrics.json")["notes"]
     assert "trained on samples" in notes[f"classifier:{seen}"]
     assert f"classifier:{runs['classifier']}" not in notes
 
@@ -114,7 +113,7 @@ def test_who_began_with_a_teachers_weights_is_taken_with_a_word(tmp_path, files)
     judge = classifier_run(tmp_path / "judge", data=files, lineage=began)
     options = ["--checkpoint", gan, "--n", 20, "--out", tmp_path / "out", "--searched", 0]
     assert call(evaluate, *options, "--classifier", judge) == 0
-    notes = json.loads((tmp_path / "out" / "metrics.json").read_text())["notes"]
+    notes = read_json(tmp_path / "out" / "metrics.json")["notes"]
     assert "began with the same weights" in notes["judge"]
     assert "began with the same weights" in notes[f"classifier:{judge}"]
 

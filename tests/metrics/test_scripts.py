@@ -84,51 +84,47 @@ class TestEvaluate:
             capsys, evaluate, "--checkpoint", runs["gan"], "--fold", "--out", tmp_path / "gan"
         )
 
-    def test_gan_with_judge_and_json(self, runs, tmp_path, capsys):
-        options = ["--checkpoint", runs["gan"], "--classifier", runs["classifier"], "--out", tmp_path, "--json"]
-        specs = ["--extractor", "pixels,classifier", "--extractor", f"classifier:{resolve(runs['classifier'])}"]
-        assert call(evaluate, *options, *specs, "--n", 40, "--per-class", 5, "--seed", 3) == 0
-        printed = capsys.readouterr()
-        found = json.loads(printed.out)
-        assert found == read_json(tmp_path / "metrics.json")
+    def test_a_gan_with_its_judge_as_json_and_as_a_table(self, runs, files, tmp_path, capsys):
+        """The same seed gives the same document and images. U12: weak evidence looks weak."""
+        options = ["--checkpoint", runs["gan"], "--classifier", runs["classifier"], "--n", 40, "--per-class", 5]
+        options += ["--extractor", "pixels,classifier", "--extractor", f"classifier:{resolve(runs['classifier'])}"]
+        assert call(evaluate, *options, "--seed", 3, "--out", tmp_path / "a", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert call(evaluate, *options, "--seed", 3, "--out", tmp_path / "b") == 0
+        printed = capsys.readouterr().out
+        for name in ("metrics.json", *found["images"]):
+            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+        assert found == read_json(tmp_path / "a" / "metrics.json")
         names = [row["extractor"] for row in found["distances"]]
         assert names == ["pixels", f"classifier:{runs['classifier']}", f"classifier:{resolve(runs['classifier'])}"]
         assert all(row["n"] == 40 and row["floor"] is not None for row in found["distances"])
         assert found["distances"][1]["frechet"] == found["distances"][2]["frechet"]
         assert set(found["diversity_by_class"]) == set(found["recognised_by_class"]) == set(CLASSES)
-        assert 0 <= found["recognised"] <= 1
+        low, high = found["recognised_interval"]
+        assert 0 <= low <= found["recognised"] <= high <= 1
+        assert high - low > 0.1
         drawn = {"samples.png", "real.png", "neighbours.png", "recognised_best.png", "recognised_worst.png"}
-        drawn |= {"truncation.png", "mixing.png"}
-        assert drawn == set(found["images"])
-        height, width = pixels(tmp_path / "samples.png").shape
-        assert pixels(tmp_path / "real.png").shape == (height, width)
+        assert drawn | {"truncation.png", "mixing.png"} == set(found["images"])
+        height, width = pixels(tmp_path / "a" / "samples.png").shape
+        assert pixels(tmp_path / "a" / "real.png").shape == (height, width)
         assert height == 3 * 64
         assert width > 10 * 64  # the names of the classes beside their rows
         assert found["memorisation"]["extractor"] == "pixels"  # not the classifier, which may have seen them
         assert found["memorisation"]["searched"] == 90
-        assert pixels(tmp_path / "neighbours.png").shape[1] == 6 * (17 * 14 + 12)
-        command = (tmp_path / "command.txt").read_text()
+        assert pixels(tmp_path / "a" / "neighbours.png").shape[1] == 6 * (17 * 14 + 12)
+        command = (tmp_path / "a" / "command.txt").read_text()
         assert command.startswith("python evaluate.py --checkpoint ")
         assert "--seed 3" in command
-
-    def test_weak_evidence_looks_weak(self, runs, files, tmp_path, capsys):
-        """U12: intervals, the judge's own accuracy, few images, and test images that were trained on."""
-        options = ["--checkpoint", runs["gan"], "--classifier", runs["classifier"], "--out", tmp_path, "--n", 40]
-        assert call(evaluate, *options, "--extractor", "pixels", "--per-class", 5) == 0
-        found, printed = read_json(tmp_path / "metrics.json"), capsys.readouterr().out
-        low, high = found["recognised_interval"]
-        assert low <= found["recognised"] <= high
-        assert high - low > 0.1
         with Dataset(files["val_path"]) as reader:
             judge = classifier_from(load(resolve(runs["classifier"])), "cpu")
             images, labels = reader.read(np.arange(60))
             hits = int((judge_images(judge, torch.from_numpy(images)).argmax(1).numpy() == labels).sum())
-        assert abs(found["judge"]["accuracy"] * 40 - hits * 40 / 60) <= 20  # 40 of the 60 that were drawn
-        assert hits - 20 <= found["judge"]["accuracy"] * 40 <= hits
+        assert hits - 20 <= found["judge"]["accuracy"] * 40 <= hits  # 40 of the 60 that were drawn
         assert "few images (40)" in found["notes"]["n"]
         assert "same n" in found["notes"]["n"]
         assert "leaks" not in found["notes"]
         assert "the judge itself" in printed
+        assert "frechet" in printed
         assert f"(95 %: {low:.4f} to {high:.4f})" in printed
 
     def test_test_images_that_were_trained_on_are_told(self, runs, files, tmp_path, capsys):
@@ -140,17 +136,6 @@ class TestEvaluate:
         assert "flatter" in printed
         low, high = found["accuracy_interval"]
         assert low <= found["accuracy"] <= high
-
-    def test_same_seed_same_document(self, runs, tmp_path, capsys):
-        documents = []
-        for name in ("a", "b"):
-            options = ["--checkpoint", runs["gan"], "--extractor", "pixels", "--n", 20, "--out", tmp_path / name]
-            assert call(evaluate, *options) == 0
-            documents.append((tmp_path / name / "metrics.json").read_bytes())
-            documents.append((tmp_path / name / "samples.png").read_bytes())
-            documents.append((tmp_path / name / "neighbours.png").read_bytes())
-        assert documents[:3] == documents[3:]
-        assert "frechet" in capsys.readouterr().out
 
     def test_checkpoint_file_and_missing_training_images(self, files, tmp_path):
         run = gan_run(tmp_path / "run", data={"path": "absent.lmdb", "val_path": None})
@@ -177,11 +162,11 @@ class TestEvaluate:
         assert [row["extractor"] for row in found["distances"]] == [f"classifier:{runs['classifier']}"]
 
     def test_a_classifier_that_supplied_a_loss_cannot_judge(self, runs, files, tmp_path, capsys):
-        for helper in (runs["classifier"], resolve(runs["classifier"])):
+        names = runs["classifier"], resolve(runs["classifier"])
+        for helper, judge in (names, names[::-1]):
             run = gan_run(tmp_path / helper.name, data=files, loss={"classifier": str(helper)})
-            for judge in (runs["classifier"], resolve(runs["classifier"])):
-                options = ["--checkpoint", run, "--classifier", judge, "--extractor", "pixels"]
-                assert "supplied a loss" in refused(capsys, evaluate, *options)
+            options = ["--checkpoint", run, "--classifier", judge, "--extractor", "pixels"]
+            assert "supplied a loss" in refused(capsys, evaluate, *options)
 
     def test_a_teacher_is_known_by_its_weights(self, runs, files, tmp_path, capsys):
         """Wherever its file lies, and under whatever name."""
@@ -260,11 +245,12 @@ class TestPredict:
         expected = judge_images(model, torch.from_numpy(images))[0]
         assert [first["probabilities"][name] for name in CLASSES] == pytest.approx(expected.tolist(), abs=1e-6)
 
-    def test_n8_precision_and_folding_reach_the_probabilities_but_not_grad_cam(
+    def test_n8_precision_folding_and_views_reach_the_probabilities_but_not_grad_cam(
         self, runs, sample_images, tmp_path, capsys
     ):
         found, maps = {}, {}
-        for name, more in (("plain", []), ("fold", ["--fold"]), ("bf16", ["--precision", "bf16"])):
+        ways = {"plain": [], "fold": ["--fold"], "bf16": ["--precision", "bf16"], "views": ["--tta", "shift"]}
+        for name, more in ways.items():
             options = ["--json", "--gradcam", tmp_path / name, *more]
             assert call(predict, "--checkpoint", runs["classifier"], *sample_images, *options) == 0
             found[name] = [row["probabilities"] for row in json.loads(capsys.readouterr().out)]
@@ -275,13 +261,7 @@ class TestPredict:
         assert reduced != plain
         assert reduced == pytest.approx(plain, abs=0.02)
         assert maps["fold"].shape == maps["plain"].shape
-
-    def test_views_reach_the_probabilities(self, runs, sample_images, capsys):
-        found = []
-        for tta in ("off", "shift"):
-            assert call(predict, "--checkpoint", runs["classifier"], *sample_images, "--json", "--tta", tta) == 0
-            found.append([row["probabilities"] for row in json.loads(capsys.readouterr().out)])
-        assert found[0] != found[1]
+        assert found["views"] != found["plain"]
 
     def test_top_and_table(self, runs, sample_images, capsys):
         assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--json", "--top", 2) == 0

@@ -47,6 +47,7 @@ def test_every_plan_ends_in_time_or_says_that_nothing_smaller_does(machine, imag
     assert made.gan.resolution in (made.size, made.smallest)
     assert made.training_images + made.held_out == made.survey.count + made.survey.held_out
     assert (made.classifier is None) is (images in ("flat", "one class"))
+    assert Plan.read(json.loads(made.model_dump_json())) == made
 
 
 @pytest.mark.parametrize(("machine", "images", "minutes"), [each for each in EVERY if each[2] in (15, 600)])
@@ -101,12 +102,6 @@ def test_time_that_does_not_show_is_not_spent():
     assert any("hardly show" in note for note in made.notes)
 
 
-@pytest.mark.parametrize(("count", "ada"), [(ADA_BELOW // 2, True), (3 * ADA_BELOW, False)])
-def test_few_images_are_augmented_for_the_discriminator(count, ada):
-    options = choose(seen(count, 5), Fast(), minutes=15).gan.overrides
-    assert ("--ada.mode" in options) is ada
-
-
 def test_classifier_is_tuned_where_weights_are_at_hand_and_its_head_alone_where_time_is_short():
     tuned, scratch = plan("fast", "emoji", 15, weights=True), plan("fast", "emoji", 15)
     head = plan("slow", "many", 15, weights=True)
@@ -120,13 +115,12 @@ def test_classifier_is_tuned_where_weights_are_at_hand_and_its_head_alone_where_
     assert (tuned.size, tuned.smallest) == (128, tuned.gan.resolution)
 
 
-@pytest.mark.parametrize(("images", "told"), [("flat", "no labels"), ("one class", "one class")])
-def test_without_labels_the_gan_is_alone_and_the_plan_says_why(images, told):
-    made = plan("fast", images, 15)
-    assert made.classifier is None
-    assert any("no classifier" in note and told in note for note in made.notes)
-    assert made.gan.overrides[made.gan.overrides.index("--loss.mismatch-weight") + 1] == "0"
-    assert made.seconds.keys() == {"pack", "train gan", "evaluate gan"}
+def test_without_labels_the_gan_is_alone_and_the_plan_says_why():
+    for images, told in (("flat", "no labels"), ("one class", "one class")):
+        made = plan("fast", images, 15)
+        assert any("no classifier" in note and told in note for note in made.notes)
+        assert made.gan.overrides[made.gan.overrides.index("--loss.mismatch-weight") + 1] == "0"
+        assert made.seconds.keys() == {"pack", "train gan", "evaluate gan"}
 
 
 def test_flat_images_without_features_are_compared_by_pixels():
@@ -142,19 +136,15 @@ def test_evaluation_looks_at_fewer_images_where_it_would_take_long():
     assert int(slow.evaluation[slow.evaluation.index("--n") + 1]) < 2000
 
 
-def test_few_images_give_a_larger_share_to_the_held_out():
+def test_few_images_have_a_larger_share_held_out_and_are_augmented_for_the_discriminator():
     assert (plan("fast", "emoji", 15).val_share, plan("fast", "many", 15).val_share) == (0.2, 0.1)
+    assert "--ada.mode" in choose(seen(ADA_BELOW // 2, 5), Fast(), minutes=15).gan.overrides
+    assert "--ada.mode" not in choose(seen(3 * ADA_BELOW, 5), Fast(), minutes=15).gan.overrides
 
 
 def test_images_that_cannot_be_read_are_told():
     broken = IMAGES["emoji"].model_copy(update={"unreadable": "a.png is truncated"})
     assert any("a.png is truncated" in note for note in choose(broken, Fast(), minutes=15).notes)
-
-
-@pytest.mark.parametrize("images", IMAGES)
-def test_a_plan_survives_its_file(images):
-    made = plan("fast", images, 15, weights=True)
-    assert Plan.read(json.loads(made.model_dump_json())) == made
 
 
 def test_quick_plans_need_no_speeds_and_are_the_smallest():

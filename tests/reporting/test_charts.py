@@ -52,11 +52,8 @@ def test_chart_takes_a_log_scale_only_for_positive_values_far_apart(values, log)
     assert ("log scale" in chart.title) is log
 
 
-def test_chart_of_a_constant_and_of_one_point():
+def test_charts_without_spread_and_without_a_finite_value():
     assert "nan" not in line_chart({"a": [(0, 0.0), (1, 0.0)], "b": [(1, 0.0)]}, title="a").svg
-
-
-def test_chart_without_a_finite_value_is_refused():
     with pytest.raises(ValueError, match="no finite value"):
         line_chart({"a": [(0, float("inf"))]}, title="a")
 

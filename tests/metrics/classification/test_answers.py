@@ -158,9 +158,9 @@ def test_bad_input_is_told(logits, labels, fault, told):
 
 def test_the_macro_interval_covers():
     """The mean AUROC of large draws lies in at least 90 of 100 intervals of small ones."""
-    exact, hits = figures_of(*answers(n=20_000, classes=3, seed=99))["auroc"], 0
+    exact, hits = auroc(given(*answers(n=20_000, classes=3, seed=99))).value, 0
     for seed in range(100):
-        low, high = figures_of(*answers(n=150, classes=3, seed=seed))["auroc_interval"]
+        low, high = auroc(given(*answers(n=150, classes=3, seed=seed))).interval or []
         hits += low <= exact <= high
     assert hits >= 90
 
@@ -170,7 +170,7 @@ def test_influence_on_balanced_accuracy_is_the_bootstraps_spread():
     values = []
     for _ in range(200):
         chosen = draw.integers(0, 500, 500)
-        values.append(figures_of(logits[chosen], labels[chosen])["balanced_accuracy"])
+        values.append(balanced_accuracy(given(logits[chosen], labels[chosen])).value)
     influence = balanced_accuracy(given(logits, labels)).influence
     assert influence is not None
     assert np.sqrt(np.square(influence).sum()) / 500 == pytest.approx(np.std(values), rel=0.12)

@@ -9,7 +9,7 @@ import evaluate
 from metrics.comparison.compare import compare, comparison_table
 from metrics.comparison.predictions import save_predictions
 from metrics.evaluate_classifier import document_of
-from tests.metrics.classification.test_answers import answers, figures_of, given
+from tests.metrics.classification.test_answers import answers, given
 from tests.metrics.conftest import classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import call, refused
 from utils.errors import UserError
@@ -77,20 +77,6 @@ def test_equal_classifiers_cannot_be_told_apart(tmp_path):
     same = rows_of(compare([runs[0], runs[0]]))
     assert {row["verdict"] for row in same.values()} == {"cannot tell"}
     assert same["accuracy"]["difference"] == 0
-
-
-def test_the_interval_of_a_difference_is_the_paired_bootstraps(tmp_path):
-    found = rows_of(compare([classified(tmp_path / str(noise), noise=noise) for noise in (1, 2)]))
-    (logits, labels), draw = answers(), np.random.default_rng(0)
-    pair = [logits + 0.5 * answers(seed=100 + noise)[0] for noise in (1, 2)]
-    names, values = ("balanced_accuracy", "nll", "auroc"), []
-    for _ in range(80):
-        chosen = draw.integers(0, 500, 500)
-        figures = [figures_of(each[chosen], labels[chosen]) for each in pair]
-        values.append([figures[1][name] - figures[0][name] for name in names])
-    for name, spread in zip(names, np.std(values, 0), strict=True):
-        low, high = found[name]["interval"]
-        assert (high - low) / (2 * 1.96) == pytest.approx(spread, rel=0.25), name
 
 
 def test_several_are_compared_with_the_first_and_corrected(tmp_path):

@@ -8,15 +8,8 @@ from safetensors.numpy import save
 from metrics.comparison.predictions import FILE, load_predictions, save_predictions
 from utils.errors import UserError
 
-ABOUT = {
-    "task": "classifier",
-    "data": "ab12",
-    "n": 4,
-    "seed": 0,
-    "training_seed": 3,
-    "classes": ["a", "b"],
-    "judge": None,
-}
+ABOUT = {"task": "classifier", "data": "ab12", "n": 4, "seed": 0, "training_seed": 3, "classes": ["a", "b"]}
+ABOUT |= {"judge": None}
 LABEL, PREDICTION = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 1])
 COLUMNS = {"label": LABEL, "prediction": PREDICTION, "confidence": np.array([0.9, 0.8, 0.6, 0.7])}
 

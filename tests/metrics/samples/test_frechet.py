@@ -1,4 +1,4 @@
-"""The Frechet distance against scipy, torchmetrics and closed forms; its variance against numeric derivatives."""
+"""The Frechet distance against scipy and closed forms; its variance against numeric derivatives."""
 
 import math
 
@@ -33,13 +33,6 @@ def by_scipy(first, second):
 def test_agrees_with_scipys_matrix_square_root():
     first, second = normal(300, 12, 0), normal(200, 12, 1, scale=1.7, shift=0.4)
     assert distance(first, second) == pytest.approx(by_scipy(first, second), rel=1e-9)
-
-
-def test_agrees_with_torchmetrics():
-    fid = pytest.importorskip("torchmetrics.image.fid")
-    sets = normal(300, 12, 2), normal(300, 12, 3, shift=1.0)
-    moments = [moment for each in sets for moment in (each.mean(0), torch.cov(each.T))]
-    assert distance(*sets) == pytest.approx(fid._compute_fid(*moments).item(), rel=1e-9)
 
 
 def test_closed_form_of_diagonal_gaussians():
@@ -125,17 +118,6 @@ def test_variance_is_that_of_the_numeric_derivatives(n, dim):
         moved = torch.tensor(answers, dtype=torch.float64)
         expected += float((moved - moved.mean()).square().sum()) * n / (n - 1)
     assert frechet_distance(*sets)[1] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize(("n", "dim", "shift"), [(400, 8, 0.3), (200, 64, 0.3), (60, 100, 0.2), (300, 16, 0.0)])
-def test_told_spread_is_that_of_other_draws(n, dim, shift):
-    """Up to twice the variance where the sets are equal but for chance; a little more than the truth elsewhere."""
-    results = torch.tensor(
-        [frechet_distance(features(2 * i, n, dim), features(2 * i + 1, n, dim, shift)) for i in range(80)],
-        dtype=torch.float64,
-    )
-    told = results[:, 1].mean().sqrt() / results[:, 0].std()
-    assert 0.8 < float(told) < 1.7
 
 
 # --- within classes

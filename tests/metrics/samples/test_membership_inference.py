@@ -61,16 +61,6 @@ def test_interval_is_delongs():
     assert (high - low) / 2 == pytest.approx(1.959964 * variance**0.5, abs=1e-12)
 
 
-def test_interval_holds_the_true_value():
-    """Normal scores one standard deviation apart have the AUC Phi(1 / sqrt(2))."""
-    truth, inside = 0.7602499389065233, 0
-    for number in range(200):
-        members, held_out = (normal(120, key=f"a{number}") + 1), normal(80, key=f"b{number}")
-        _, (low, high) = auc(members, held_out)
-        inside += low <= truth <= high
-    assert 180 <= inside <= 199
-
-
 def test_interval_where_all_are_told_apart_is_no_point():
     _, (low, high) = auc(torch.ones(50), torch.zeros(40))
     assert high == 1.0
@@ -127,32 +117,6 @@ def test_copies_are_added_exactly():
         expected = nearest(real, torch.cat([samples, members[draw]])).distances
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
         assert (row[draw] == 0).all()
-
-
-def test_no_false_alarms_over_splits_without_members():
-    """At most one of twenty, of the attack and of its control: nothing was trained on."""
-    alarms, controls, middle = 0, 0, []
-    for split in range(SPLITS):
-        members, held_out, samples = perfect(split)
-        found = found_in(members, held_out, samples)
-        alarms += found.p_value < LEVEL
-        middle.append(found.auc)
-        one, other = halves(len(held_out), generator(split, "test"))
-        control = found_in(held_out[one], held_out[other], samples)
-        controls += control.p_value < LEVEL
-        assert abs(control.auc - 0.5) < 0.1
-        assert control.interval[0] - 0.05 < 0.5 < control.interval[1] + 0.05
-    assert alarms <= 1
-    assert controls <= 1
-    assert abs(np.mean(middle) - 0.5) < 0.01
-
-
-@pytest.mark.parametrize(("share", "samples", "held_out"), [(0.05, 400, 500), (0.02, 1000, 700), (0.01, 1500, 900)])
-def test_planted_copies_are_found(share, samples, held_out):
-    """How few are found depends on their number and on m / (m + n): k copies are as rare as its k-th power."""
-    sizes = {"samples": samples, "held_out": held_out, "copies": round(share * samples)}
-    found = sum(found_in(*perfect(split, **sizes)).p_value < LEVEL / 2 for split in range(SPLITS))
-    assert found >= 19
 
 
 def test_too_few_copies_are_not_found():

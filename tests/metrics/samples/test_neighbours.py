@@ -14,7 +14,6 @@ from metrics.samples.neighbours import (
     clipped_density,
     coverage,
     density,
-    expected_fullness,
     neighbourhoods,
     own_neighbours,
     precision,
@@ -91,12 +90,6 @@ def test_intervals_are_as_wide_as_chance(figure):
 K = 5
 
 
-def expected_share(m, n):
-    """Of a ball's K places, filled by m of the images that made n balls."""
-    counts = np.arange(m + 1)
-    return float((betabinom.pmf(counts, m, K, n - K) * np.minimum(counts, K)).sum() / K)
-
-
 def oracle(samples, real):
     """Both figures image by image, as section 4 of 2507.01761 defines them."""
     own, across = cdist(real, real), cdist(real, samples)
@@ -133,13 +126,7 @@ def test_equal_to_a_slow_oracle(n, shift):
     assert figures(samples, real) == pytest.approx(oracle(samples.double().numpy(), real.double().numpy()), abs=1e-9)
 
 
-def test_expected_fullness_is_beta_binomial():
-    found = expected_fullness(40, 30, K)
-    for m in (0, 1, 4, 5, 17, 40):
-        assert float(found[m]) == pytest.approx(expected_share(m, 30), abs=1e-9)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("share", [0.1, 0.6])
 def test_noise_lowers_clipped_density_by_its_share(share):
     real, samples = clusters(1), clusters(2)
     noisy = int(share * len(samples))
@@ -149,7 +136,7 @@ def test_noise_lowers_clipped_density_by_its_share(share):
     assert coverage == pytest.approx(1 - share, abs=0.05)
 
 
-@pytest.mark.parametrize("dropped", [0, 1, 2, 4, 6, 9])
+@pytest.mark.parametrize("dropped", [0, 2, 9])
 def test_dropped_classes_lower_clipped_coverage_by_their_share(dropped):
     """10 k points for k of 10 classes, and density stays: what is drawn is good."""
     density, coverage = figures(clusters(2, kinds=10 - dropped), clusters(1))
