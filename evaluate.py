@@ -4,7 +4,9 @@ import json
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.checkpoint import load, resolve, resolve_for_people
@@ -15,6 +17,15 @@ from utils.files import as_json, check_writable, write_atomic
 from utils.script import exit_cli
 
 COMPARE = ("compare", "out", "json", "debug")  # options that go together
+SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
+NOT_FOR = {  # what is evaluated: options that it does not take and their defaults, and whose they are
+    "gan": (SPEED | {"robustness": False, "ood": None}, "for a classifier, this checkpoint is a GAN's"),
+    "classifier": (
+        {"audit": False} | dict.fromkeys(("classifier", "extractor", "weights", "per_class", "searched")),
+        "for a GAN, this checkpoint is a classifier's",
+    ),
+    "audit": (SPEED | dict.fromkeys(("classifier", "per_class")), "not for --audit"),
+}
 
 
 def parser() -> Parser:
@@ -67,29 +78,43 @@ def main(argv: list[str]) -> int:
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process, which may be one of several: rank 0 writes and prints."""
     from data.reading.dataset import dataset_for_model
-    from metrics.evaluate_run import EVALUATIONS, check_options
+    from metrics.evaluate_audit import audit_gan_run
+    from metrics.evaluate_classifier import evaluate_classifier_run
+    from metrics.evaluate_gan import evaluate_gan_run
     from metrics.lineage import run_folder
+    from metrics.samples.membership_inference import audit_table
+    from metrics.tables import classifier_table, gan_table
     from utils.distributed import collectives
 
+    evaluations: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
+        "gan": (evaluate_gan_run, gan_table),  # and its table for people
+        "classifier": (evaluate_classifier_run, classifier_table),
+        "audit": (audit_gan_run, audit_table),
+    }
     path = collectives.from_main_process(lambda: resolve_for_people(options.checkpoint, options.which))
     with collectives.raising_together():
         checkpoint = load(path)
         data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
         if not data:
             raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
-        if checkpoint["task"] not in EVALUATIONS:
-            raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(EVALUATIONS)}; update Duet")
-        kind = check_options(options, checkpoint["task"])
+        task = checkpoint["task"]
+        if task not in evaluations:
+            raise UserError(f"{path}: its task {task!r} is neither gan nor classifier; update Duet")
+        kind = "audit" if options.audit and task == "gan" else task
+        unwanted, whose = NOT_FOR[kind]
+        for option, default in unwanted.items():
+            if getattr(options, option) != default:
+                raise UserError(f"--{option.replace('_', '-')} is {whose}; leave it out")
         reader = dataset_for_model(data, checkpoint)
-    evaluate, table = EVALUATIONS[kind]
+    evaluate, table = evaluations[kind]
     name = "audit.json" if options.audit else "metrics.json"
     out = Path(options.out) if options.out else run_folder(path) / "eval"
     collectives.from_main_process(lambda: check_writable(out))
     with reader:
         figures = evaluate(checkpoint, reader, out, options)
-    head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": str(data)}
+    head = {"checkpoint": str(path), "step": checkpoint["step"], "task": task, "data": str(data)}
     document = {**head, "seed": options.seed, **figures}
-    if checkpoint["task"] == "gan" and not options.audit and collectives.is_main():
+    if kind == "gan" and collectives.is_main():
         from inference.samples import draw_style_tables
 
         device = collectives.choose_device(options.device)

@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data.reading.dataset import dataset_for_model
-from metrics.evaluate_gan import evaluate_generator
-from metrics.evaluate_run import flattered
+from metrics.evaluate_gan import evaluate_generator, flattered
 from metrics.features.extractors import build_extractors
 from metrics.features.sets import RealFeatures
 from metrics.lineage import training_images

@@ -77,7 +77,7 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("training.engine.run", "inference.predictions", "metrics.evaluate_run", *MODULES):
+    for name in ("training.engine.run", "inference.predictions", "metrics.evaluate_gan", *MODULES):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or every fork would copy the memory of all that was imported when it collects garbage

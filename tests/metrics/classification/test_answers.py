@@ -158,7 +158,7 @@ def test_bad_input_is_told(logits, labels, fault, told):
 
 def test_the_macro_interval_covers():
     """The mean AUROC of large draws lies in at least 90 of 100 intervals of small ones."""
-    exact, hits = auroc(given(*answers(n=20_000, classes=3, seed=99))).value, 0
+    exact, hits = auroc(given(*answers(n=20_000, classes=3, seed=99))).value or 0.0, 0
     for seed in range(100):
         low, high = auroc(given(*answers(n=150, classes=3, seed=seed))).interval or []
         hits += low <= exact <= high
@@ -170,7 +170,7 @@ def test_influence_on_balanced_accuracy_is_the_bootstraps_spread():
     values = []
     for _ in range(200):
         chosen = draw.integers(0, 500, 500)
-        values.append(balanced_accuracy(given(logits[chosen], labels[chosen])).value)
+        values.append(balanced_accuracy(given(logits[chosen], labels[chosen])).value or 0.0)
     influence = balanced_accuracy(given(logits, labels)).influence
     assert influence is not None
     assert np.sqrt(np.square(influence).sum()) / 500 == pytest.approx(np.std(values), rel=0.12)
