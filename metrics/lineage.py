@@ -1,6 +1,7 @@
 """Where images and weights come from, and who may judge a generator: not what has seen too much."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def metas_of(reader: Dataset) -> list[Meta]:
 
 def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the reason."""
-    path = checkpoint["config"].get("data", {}).get("path")
+    path = (checkpoint["config"].get("data") or {}).get("path")
     if not path:
         return None, "the run's config names no data.path to be the second real set"
     try:
@@ -164,14 +165,8 @@ def shared(judge: Checkpoint, reader: Dataset) -> float:
     """The share of the test images that are in the file a classifier was trained on, pixel for pixel; 0 if that is not
     at hand, is another one by now, or holds images of other sizes or channels.
     """
-    path = (judge["config"].get("data") or {}).get("path")
-    content = (judge.get("data") or {}).get("content_hash")
-    if not path or not content:
-        return 0.0
-    try:
-        with dataset_for_model(path, judge) as trained:
-            if trained.meta.content_hash != content:
-                return 0.0
-            return overlap(reader, trained) / len(reader)
-    except UserError:
-        return 0.0
+    content, (trained, _) = (judge.get("data") or {}).get("content_hash"), training_images(judge)
+    with trained or nullcontext():
+        if trained is None or not content or trained.meta.content_hash != content:
+            return 0.0
+        return overlap(reader, trained) / len(reader)

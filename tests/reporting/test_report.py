@@ -390,7 +390,10 @@ def test_odd_evaluations_are_shown_as_far_as_they_go(tmp_path, evaluation):
     assert "Evaluation" in page(write_report(tmp_path)).text
 
 
-def test_only_sample_grids_count_and_images_come_in_the_order_of_the_evaluation(tmp_path):
+def test_a_run_has_its_task_its_sample_grids_and_its_evaluations_images_in_order(tmp_path):
+    for config, task in (("task: gan", "gan"), ("task: classifier", "classifier"), ("\t: [", "")):
+        write(tmp_path / "config.yaml", config)
+        assert read_run(tmp_path).task == task
     for name in ("step-00000010.png", "step-00000002.png", "step-x.png", "other.png"):
         write(tmp_path / "samples" / name, "")
     for name in ("a.png", "b.png", "c.png"):
@@ -399,12 +402,6 @@ def test_only_sample_grids_count_and_images_come_in_the_order_of_the_evaluation(
     run = read_run(tmp_path)
     assert [path.name for path in run.samples] == ["step-00000002.png", "step-00000010.png"]
     assert [path.name for path in run.images] == ["c.png", "a.png"]
-
-
-def test_task_comes_from_the_config(tmp_path):
-    for config, task in (("task: gan", "gan"), ("task: classifier", "classifier"), ("\t: [", "")):
-        write(tmp_path / "config.yaml", config)
-        assert read_run(tmp_path).task == task
 
 
 def test_what_a_note_is_about_is_said_as_the_page_says_it(tmp_path):
