@@ -126,19 +126,10 @@ HEAD = {"checkpoint": "runs/x", "step": 3, "data": "test.lmdb", "n": 20, "seed":
 
 def test_gan_table_shows_figures_floors_and_notes():
     row = {"extractor": "resnet50", "frechet": 12.3456, "kernel": 0.0123456, "floor": None, "kernel_floor": None}
-    document = {
-        **HEAD,
-        "task": "gan",
-        "distances": [{**row, "diversity_ratio": 0.5, "n": 20}],
-        "recognised": 0.75,
-        "recognised_interval": [0.5, 0.875],
-        "judge": {"accuracy": 0.9375, "n": 16},
-        "recognised_by_class": {"a": 1.0, "b": None},
-        "diversity_ratio": 0.5,
-        "diversity_by_class": {"a": 0.5, "b": 0.625},
-        "diversity_extractor": "resnet50",
-        "notes": {"floor": "nothing to compare with"},
-    }
+    document = {**HEAD, "task": "gan", "distances": [{**row, "diversity_ratio": 0.5, "n": 20}]}
+    document |= {"recognised": 0.75, "recognised_interval": [0.5, 0.875], "judge": {"accuracy": 0.9375, "n": 16}}
+    document |= {"diversity_ratio": 0.5, "notes": {"floor": "nothing to compare with"}}
+    document |= {"recognised_by_class": {"a": 1.0, "b": None}, "diversity_by_class": {"a": 0.5, "b": 0.625}}
     lines = gan_table(document).splitlines()
     words = [line.split() for line in lines]
     assert ["resnet50", "12.346", "-", "0.012346", "-", "0.500", "20"] in words
@@ -148,10 +139,7 @@ def test_gan_table_shows_figures_floors_and_notes():
     assert lines[-1] == "floor: nothing to compare with"
     assert not any("memorisation" in line for line in lines)
     copies = {"extractor": "pixels", "searched": 500, "share": 0.25, "expected": 0.01, "c_t": None, "p_value": 0.0004}
-    for verdict, told in (
-        (True, "COPIES TRAINING IMAGES (p 0.0004): 25.0%"),
-        (False, "no sign of copies (p 0.0004)"),
-    ):
+    for verdict, told in ((True, "COPIES TRAINING IMAGES (p 0.0004): 25.0%"), (False, "no sign of copies (p 0.0004)")):
         text = gan_table({**document, "memorisation": {**copies, "copies": verdict}})
         assert f"memorisation  {told}" in " ".join(text.split()).replace("memorisation ", "memorisation  ")
         assert "C_T - (pixels, 500 training images searched)" in text
@@ -182,7 +170,7 @@ def test_classifier_table_shows_figures_by_class():
     assert "confused" not in bare
 
 
-def test_classifier_table_shows_what_was_asked_for_besides():
+def test_classifier_table_shows_what_else_was_asked_for():
     strengths = [{"amount": 1.0, "accuracy": share, "accuracy_interval": None} for share in (0.5, 0.25)]
     ood = {
         "max_probability": {"auroc": 0.75, "auroc_interval": [0.7, 0.8]},
