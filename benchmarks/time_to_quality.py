@@ -29,7 +29,7 @@ from metrics.features.sets import RealFeatures
 from metrics.lineage import training_images
 from metrics.protocol import GAN_IMAGES
 from models.restore import generator_from
-from reporting.run_files import read_run
+from reporting.run_files import Run
 from utils.checkpoint import Checkpoint, load, newest_first, step_of
 from utils.config.cli import Parser, positive
 from utils.config.yaml_files import near_file
@@ -106,7 +106,7 @@ def course_of(run: Path, options: Namespace, real: RealFeatures) -> Course:
     paths = newest_first(run / "checkpoints")
     if not paths:
         raise UserError(f"{run}: no run folder with checkpoints{near_file(run)}")
-    records, device = read_run(run).records, choose_device(options.device)
+    records, device = Run(run).records, choose_device(options.device)
     asked = Namespace(classifier=None, extractor=[options.extractor], weights=options.weights)
     last = load(paths[0])
     data = (last["config"].get("data") or {}).get("val_path")

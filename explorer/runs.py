@@ -13,7 +13,7 @@ from models.restore import classifier_from, generator_from
 from reporting import figures
 from reporting.compare import shared_charts
 from reporting.report import render
-from reporting.run_files import Run, read_run
+from reporting.run_files import Run
 from utils.checkpoint import load, resolve_for_people
 from utils.errors import UserError
 
@@ -51,7 +51,7 @@ class Shown:
 
     def files(self) -> Run:
         """What the run folder holds now: one that is still training has more later. Empty for a checkpoint file."""
-        return read_run(self.path) if self.path.is_dir() else Run(folder=self.path)
+        return Run(self.path) if self.path.is_dir() else Run(folder=self.path)
 
     def facts(self) -> dict[str, Any]:
         """What the page is told."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from reporting.charts import line_chart
 from reporting.pictures import CAPTIONS, picture
-from reporting.run_files import Run, read_run
+from reporting.run_files import Run
 from utils.config.cli import Parser
 from utils.files import as_json, check_writable, write_atomic
 from utils.script import exit_cli
@@ -27,7 +27,7 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
     from reporting.report import render
 
     names = list(document["runs"])
-    runs = {name: read_run(name.partition(",")[0]) for name in names}  # of seeds alike the first
+    runs = {name: Run(name.partition(",")[0]) for name in names}  # of seeds alike the first
     pairs = [
         {"title": f"{each['run']} against {names[0]}", "rows": [(row, cells(row)) for row in each["figures"]]}
         for each in document["comparisons"]

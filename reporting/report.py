@@ -17,7 +17,7 @@ from PIL import Image
 from reporting import figures, pictures
 from reporting.charts import Chart, line_chart
 from reporting.figures import Figure, headline
-from reporting.run_files import Run, read_run
+from reporting.run_files import Run
 from utils import bounded
 from utils.errors import UserError
 from utils.files import write_atomic
@@ -62,7 +62,7 @@ def write_report(run_dir: str | Path) -> Path:
     """Write `run_dir/report.html` for one run, with the commands to train it again and of the last evaluation; returns
     its path.
     """
-    run = read_run(run_dir)
+    run = Run(run_dir)
     title = f"Run {run.name}" + (f" ({run.task})" if run.task else "")
     config, evaluation = run.folder / "config.yaml", run.folder / "eval" / "command.txt"
     train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
@@ -89,7 +89,7 @@ def write_quickstart_report(
 ) -> Path:
     """Write `folder/report.html` with the quickstart's runs in one page and return its path."""
     titles = {"gan": "What the GAN draws"} | ({"classifier": "What the classifier gets right"} if classifier else {})
-    runs = {title: read_run(Path(folder) / name) for name, title in titles.items()}
+    runs = {title: Run(Path(folder) / name) for name, title in titles.items()}
     first = [figure for run in runs.values() for figure in headline(run)]
     if seconds is not None:
         first.append((duration(seconds), "all steps together"))

@@ -69,7 +69,7 @@ def test_grey_and_transparent_images_are_seen(tmp_path):
     assert survey(str(tmp_path / "grey")).channels == 1
     assert survey(str(tmp_path / "clear")).transparent
     assert "transparent" in survey(str(tmp_path / "clear")).text()
-    draw(tmp_path / "grey" / "9.png", seed=1)  # one of them in colour
+    draw(tmp_path / "grey" / "0.png", seed=1)  # one of them in colour
     assert survey(str(tmp_path / "grey")).channels == 3
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from reporting.pictures import LARGEST_SIDE
 from reporting.report import refresh, write_quickstart_report, write_report
-from reporting.run_files import read_run
+from reporting.run_files import Run
 from utils.images import grid, save_png
 from utils.versions import environment
 
@@ -329,7 +329,7 @@ def test_heartbeats_which_other_ranks_remove_meanwhile_are_not_looked_at(tmp_pat
         return real(path)
 
     monkeypatch.setattr(os, "scandir", vanished)
-    assert read_run(tmp_path).outputs == [tmp_path / "edits" / "a.png"]
+    assert Run(tmp_path).outputs == [tmp_path / "edits" / "a.png"]
 
 
 def test_report_is_written_again_for_what_lands_in_its_run(tmp_path):
@@ -346,7 +346,7 @@ def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
     rows += [(20, "images", 640), (20, "val/n", 40)]  # no curves
     write(tmp_path / "metrics.jsonl", "\n".join(json.dumps({"step": step, key: value}) for step, key, value in rows))
     expected = {"loss/r1": [(10.0, 1.0), (20.0, 5.0), (30.0, 3.0)], "val/x": [(20.0, 7.0)]}
-    assert read_run(tmp_path).series == expected
+    assert Run(tmp_path).series == expected
 
 
 def test_charts_are_grouped_by_what_is_read_together(tmp_path):
@@ -393,13 +393,13 @@ def test_odd_evaluations_are_shown_as_far_as_they_go(tmp_path, evaluation):
 def test_a_run_has_its_task_its_sample_grids_and_its_evaluations_images_in_order(tmp_path):
     for config, task in (("task: gan", "gan"), ("task: classifier", "classifier"), ("\t: [", "")):
         write(tmp_path / "config.yaml", config)
-        assert read_run(tmp_path).task == task
+        assert Run(tmp_path).task == task
     for name in ("step-00000010.png", "step-00000002.png", "step-x.png", "other.png"):
         write(tmp_path / "samples" / name, "")
     for name in ("a.png", "b.png", "c.png"):
         write(tmp_path / "eval" / name, "")
     write(tmp_path / "eval" / "metrics.json", {"images": ["c.png", "a.png", "gone.png"]})
-    run = read_run(tmp_path)
+    run = Run(tmp_path)
     assert [path.name for path in run.samples] == ["step-00000002.png", "step-00000010.png"]
     assert [path.name for path in run.images] == ["c.png", "a.png"]
 
