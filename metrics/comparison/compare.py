@@ -5,7 +5,6 @@ A group is one run, or several that were trained alike with other seeds. Every g
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from metrics.comparison.paired import (
     paired_figures,
     paired_shares,
 )
-from metrics.comparison.predictions import Predictions, load_predictions
+from metrics.comparison.predictions import load_predictions
 from metrics.figures import FIGURES, GAN, Figure
 from utils import bounded
 from utils.config.model import PositiveInt, Stored, Whole
@@ -56,13 +55,19 @@ _OWN = [row for row in ROWS.values() if row not in _FEATURES]
 _Document = _stored("_Document", _OWN, **_HEAD, distances=(list[_Distance], []), notes=(dict[str, Any], {}))  # type: ignore[valid-type]
 
 
-@dataclass(frozen=True)
 class Evaluated:
-    """An evaluated run."""
+    """What evaluate.py wrote into RUN/eval, or into the folder itself."""
 
-    name: str  # as it was given
-    document: dict[str, Any]
-    predictions: Predictions
+    def __init__(self, run: str) -> None:
+        """Raises UserError for what is missing or unfit."""
+        folder = Path(run) / "eval" if (Path(run) / "eval").is_dir() else Path(run)
+        path = folder / "metrics.json"
+        with bounded.reading(path, f"evaluate it with evaluate.py --checkpoint {run}", ValueError, RecursionError):
+            document = json.loads(bounded.read_file(path, bounded.TABLE))
+            _Document.read(document)
+        self.name, self.document = run, document
+        self.predictions = load_predictions(folder, document["predictions"]["sha256"])
+        self.about = self.predictions.about  # what was evaluated
 
     @cached_property
     def figures(self) -> dict[str, tuple[float, list[float] | None]]:
@@ -78,16 +83,6 @@ class Evaluated:
         }
 
 
-def load_evaluated(run: str) -> Evaluated:
-    """What evaluate.py wrote into RUN/eval, or into the folder itself. UserError for what is missing or unfit."""
-    folder = Path(run) / "eval" if (Path(run) / "eval").is_dir() else Path(run)
-    path = folder / "metrics.json"
-    with bounded.reading(path, f"evaluate it with evaluate.py --checkpoint {run}", ValueError, RecursionError):
-        document = json.loads(bounded.read_file(path, bounded.TABLE))
-        _Document.read(document)
-    return Evaluated(run, document, load_predictions(folder, document["predictions"]["sha256"]))
-
-
 def compare(groups: Sequence[str]) -> dict[str, Any]:
     """The comparison of two or more groups, ready for JSON: each a run, or runs with commas between them.
 
@@ -97,7 +92,7 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
     """
     if len(groups) < 2:
         raise UserError("--compare needs two runs or more: --compare RUN RUN; the others are compared with the first")
-    loaded = [[load_evaluated(run) for run in group.split(",")] for group in groups]
+    loaded = [[Evaluated(run) for run in group.split(",")] for group in groups]
     first = loaded[0][0]
     for run in (run for group in loaded for run in group):
         _check_alike(first, run)
@@ -112,7 +107,7 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
             better = (row["difference"] > 0) == (_row(name).better == "larger")
             unsure = row["p"] is None or row["p"] >= LEVEL
             row["verdict"] = "cannot tell" if unsure else "better" if better else "worse"
-    about = first.predictions.about
+    about = first.about
     return {
         **{key: about[key] for key in ("task", "n", "seed")},
         "data_hash": about["data"],
@@ -128,14 +123,14 @@ def _check_alike(first: Evaluated, other: Evaluated) -> None:
     """Raise UserError unless both were evaluated on the same images in the same way."""
     words = {"task": "task", "data": "test file (hash)", "n": "number of images", "seed": "seed", "classes": "classes"}
     for key, name in words.items():
-        own, its = first.predictions.about[key], other.predictions.about[key]
+        own, its = first.about[key], other.about[key]
         if own != its:
             values = "" if key == "classes" else f" ({str(own)[:12]} and {str(its)[:12]})"
             raise UserError(
                 f"{first.name} and {other.name} were evaluated with another {name}{values}; evaluate both with the "
                 "same --data, --n and --seed"
             )
-    for key, older in SPEED.items() if first.predictions.about["task"] == "classifier" else ():
+    for key, older in SPEED.items() if first.about["task"] == "classifier" else ():
         pair = [run.document.get(key, older) for run in (first, other)]
         if pair[0] != pair[1] and None not in pair:
             values = " and ".join(str(value).lower()[:12] for value in pair)
@@ -144,20 +139,20 @@ def _check_alike(first: Evaluated, other: Evaluated) -> None:
 
 def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:
     """The runs of a group in the order of their seeds, which must differ."""
-    seeds = [run.predictions.about["training_seed"] for run in group]
+    seeds = [run.about["training_seed"] for run in group]
     if len(group) > 1 and (None in seeds or len(set(seeds)) < len(seeds)):
         names = ", ".join(f"{run.name} ({seed})" for run, seed in zip(group, seeds, strict=True))
         raise UserError(f"runs of a group must be trained with different seeds, not {names}; train with other --seed")
-    return sorted(group, key=lambda run: run.predictions.about["training_seed"] or 0)
+    return sorted(group, key=lambda run: run.about["training_seed"] or 0)
 
 
 def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, dict[str, Any]]:
     """The figures that both groups have, by name."""
-    seeds = [[run.predictions.about["training_seed"] for run in group] for group in (first, second)]
+    seeds = [[run.about["training_seed"] for run in group] for group in (first, second)]
     if len(first) != len(second) or (len(first) > 1 and seeds[0] != seeds[1]):
         raise UserError(f"the groups have the training seeds {seeds[0]} and {seeds[1]}; give runs of equal seeds")
     runs = [*first, *second]
-    judges = {run.predictions.about["judge"] for run in runs}
+    judges = {run.about["judge"] for run in runs}
     rows = {}
     for name in runs[0].figures:
         values = [run.figures.get(name) for run in runs]
@@ -206,7 +201,7 @@ def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:
             "one training of each: the intervals cover the choice of test images, not the chance of training; for that "
             "give groups of runs with other seeds, RUN,RUN RUN,RUN"
         )
-    if len({run.predictions.about["judge"] for run in runs}) > 1:
+    if len({run.about["judge"] for run in runs}) > 1:
         notes["recognised"] = "the runs had other judges; evaluate them with the same --classifier"
     if len(sets) > 2:
         notes["p"] = f"corrected for {len(sets) - 1} comparisons with the first (Holm); the intervals are not"
