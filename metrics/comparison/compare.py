@@ -22,7 +22,7 @@ from metrics.comparison.paired import (
     paired_figures,
     paired_shares,
 )
-from metrics.comparison.predictions import load_predictions
+from metrics.comparison.predictions import Predictions
 from metrics.figures import FIGURES, GAN, Figure
 from utils import bounded
 from utils.config.model import PositiveInt, Stored, Whole
@@ -66,7 +66,7 @@ class Evaluated:
             document = json.loads(bounded.read_file(path, bounded.TABLE))
             _Document.read(document)
         self.name, self.document = run, document
-        self.predictions = load_predictions(folder, document["predictions"]["sha256"])
+        self.predictions = Predictions(folder, document["predictions"]["sha256"])
         self.about = self.predictions.about  # what was evaluated
 
     @cached_property

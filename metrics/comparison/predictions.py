@@ -7,7 +7,6 @@ JSON of what was evaluated (`About`). Nothing in it is executed when it is read.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,21 +46,6 @@ class About(Stored):
     judge: str | None = None  # fingerprint of the classifier that predicts a GAN's samples
 
 
-@dataclass(frozen=True)
-class Predictions:
-    """Columns of n rows, by the images' place in the evaluation, and what they are of."""
-
-    about: dict[str, Any]
-    columns: dict[str, np.ndarray]
-
-    @property
-    def hits(self) -> np.ndarray | None:
-        """Whether each image is predicted as its label says, bool [n]; None where nothing was predicted."""
-        if "prediction" not in self.columns:
-            return None
-        return self.columns["prediction"] == self.columns["label"]
-
-
 def keep_predictions(
     folder: Path,
     columns: Mapping[str, np.ndarray],
@@ -87,29 +71,41 @@ def save_predictions(folder: Path, about: Mapping[str, Any], columns: Mapping[st
     return {"file": FILE, "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def load_predictions(folder: Path, sha256: str) -> Predictions:
-    """Read FILE, which has the hash that metrics.json says, from a folder. Raises UserError for one that is missing,
-    damaged, or of another evaluation or format.
-    """
-    path = folder / FILE
-    remedy = "evaluate that run once more with evaluate.py --checkpoint"
-    faults = SafetensorError, KeyError, TypeError, ValueError, RecursionError
-    with bounded.reading(path, remedy, *faults):
-        content = bounded.read_file(path, bounded.TABLE)
-        if hashlib.sha256(content).hexdigest() != sha256:
-            raise UserError(f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}")
-        columns = load(content)
-        head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        about = json.loads(head["__metadata__"]["about"])
-        About.read(about, "about")
-        n, classes = about["n"], len(about["classes"])
-        for name, column in columns.items():
-            if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):
-                raise ValueError(f"column {name} is {column.dtype} {list(column.shape)}, n is {n}")
-            if column.dtype == np.float64 and not np.isfinite(column).all():
-                raise ValueError(f"column {name} is not finite")
-            if name in ("label", "prediction") and not 0 <= column.min() <= column.max() < max(1, classes):
-                raise ValueError(f"column {name} lies beyond the {classes} classes")
-        if "prediction" in columns and "label" not in columns:
-            raise ValueError("column label is missing")
-    return Predictions(about, columns)
+class Predictions:
+    """Columns of n rows, by the images' place in the evaluation, and what they are of."""
+
+    def __init__(self, folder: Path, sha256: str) -> None:
+        """Read FILE, which has the hash that metrics.json says.
+
+        Raises UserError for one that is missing, damaged, or of another evaluation or format.
+        """
+        path = folder / FILE
+        remedy = "evaluate that run once more with evaluate.py --checkpoint"
+        faults = SafetensorError, KeyError, TypeError, ValueError, RecursionError
+        with bounded.reading(path, remedy, *faults):
+            content = bounded.read_file(path, bounded.TABLE)
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise UserError(f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}")
+            columns = load(content)
+            head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            about = json.loads(head["__metadata__"]["about"])
+            About.read(about, "about")
+            n, classes = about["n"], len(about["classes"])
+            for name, column in columns.items():
+                if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):
+                    raise ValueError(f"column {name} is {column.dtype} {list(column.shape)}, n is {n}")
+                if column.dtype == np.float64 and not np.isfinite(column).all():
+                    raise ValueError(f"column {name} is not finite")
+                if name in ("label", "prediction") and not 0 <= column.min() <= column.max() < max(1, classes):
+                    raise ValueError(f"column {name} lies beyond the {classes} classes")
+            if "prediction" in columns and "label" not in columns:
+                raise ValueError("column label is missing")
+        self.about: dict[str, Any] = about
+        self.columns: dict[str, np.ndarray] = columns
+
+    @property
+    def hits(self) -> np.ndarray | None:
+        """Whether each image is predicted as its label says, bool [n]; None where nothing was predicted."""
+        if "prediction" not in self.columns:
+            return None
+        return self.columns["prediction"] == self.columns["label"]

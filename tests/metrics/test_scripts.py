@@ -15,7 +15,7 @@ import inference.predictions
 import predict
 from data.reading.dataset import Dataset
 from inference.predictions import predict as predict_files
-from metrics.comparison.predictions import load_predictions
+from metrics.comparison.predictions import Predictions
 from metrics.evaluate_gan import judge_images
 from metrics.features.extractors import fingerprint
 from models.restore import classifier_from
@@ -56,7 +56,7 @@ class TestEvaluate:
             low, high = found[f"{name}_interval"]
             assert low <= found[name] <= high
         assert found["temperature"]["judged_on"] == 30
-        kept = load_predictions(runs["classifier"] / "eval", found["predictions"]["sha256"])
+        kept = Predictions(runs["classifier"] / "eval", found["predictions"]["sha256"])
         assert kept.about["data"] == found["data_hash"]
         assert kept.hits is not None
         assert kept.hits.mean() == found["accuracy"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from metrics.comparison.predictions import FILE, load_predictions, save_predictions
+from metrics.comparison.predictions import FILE, Predictions, save_predictions
 from utils.errors import UserError
 
 ABOUT = {"task": "classifier", "data": "ab12", "n": 4, "seed": 0, "training_seed": 3, "classes": ["a", "b"]}
@@ -22,7 +22,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     told = save_predictions(tmp_path, ABOUT, COLUMNS)
     first = (tmp_path / FILE).read_bytes()
     assert told == {"file": FILE, "sha256": sha256(first)}
-    found = load_predictions(tmp_path, told["sha256"])
+    found = Predictions(tmp_path, told["sha256"])
     assert found.about == {"schema": 1, **ABOUT}
     assert found.hits is not None
     assert found.hits.tolist() == [True, True, False, False]
@@ -31,9 +31,9 @@ def test_what_is_saved_is_loaded(tmp_path):
     save_predictions(tmp_path, ABOUT, dict(reversed(COLUMNS.items())))
     assert (tmp_path / FILE).read_bytes() == first
     unjudged = save_predictions(tmp_path, ABOUT, {"label": LABEL})
-    assert load_predictions(tmp_path, unjudged["sha256"]).hits is None
+    assert Predictions(tmp_path, unjudged["sha256"]).hits is None
     with pytest.raises(UserError, match=r"is not of the evaluation that metrics.json beside it is of"):
-        load_predictions(tmp_path, told["sha256"])
+        Predictions(tmp_path, told["sha256"])
 
 
 def bad(about=None, columns=None):
@@ -62,14 +62,14 @@ def bad(about=None, columns=None):
 def test_a_file_that_is_none_of_ours_is_refused_in_one_line(tmp_path, content, told):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UserError, match=told) as caught:
-        load_predictions(tmp_path, sha256(content))
+        Predictions(tmp_path, sha256(content))
     assert "evaluate that run once more" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_and_a_pipe_are_told(tmp_path):
     with pytest.raises(UserError, match=f"{FILE} cannot be read .*; evaluate that run once more"):
-        load_predictions(tmp_path, "")
+        Predictions(tmp_path, "")
     (tmp_path / FILE).symlink_to("/dev/zero")
     with pytest.raises(UserError, match="is a device"):
-        load_predictions(tmp_path, "")
+        Predictions(tmp_path, "")
