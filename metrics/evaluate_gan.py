@@ -111,12 +111,7 @@ def gather(
     have the same mix of classes.
     """
     notes: dict[str, str] = {}
-    train = train_reader
-    if train is None:
-        notes["floor"] = "no training images were given as the second real set"
-    elif train.meta.content_hash == reader.meta.content_hash:
-        notes["floor"] = "training and test images are the same; the floor needs two disjoint real sets"
-        train = None
+    train = _second_real_set(reader, train_reader, notes)
     real = real or RealFeatures(batch_size=batch_size, show=show)
     with collectives.raising_together():
         n = min(n, len(reader), len(train) if train is not None and floor else len(reader))
@@ -195,6 +190,16 @@ def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
     """A classifier's probabilities [n, K] for uint8 images [n, C, H, W]; float64 on the CPU."""
     with evaluating(classifier), full_float32(device_of(classifier)):
         return classifier(classifier_input(classifier, images)).cpu().double().softmax(1)
+
+
+def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> Dataset | None:
+    """The training images, if they can serve for the floor; otherwise a note says why not."""
+    if train is None:
+        notes["floor"] = "no training images were given as the second real set"
+    elif train.meta.content_hash == reader.meta.content_hash:
+        notes["floor"] = "training and test images are the same; the floor needs two disjoint real sets"
+        return None
+    return train
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
