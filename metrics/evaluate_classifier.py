@@ -55,12 +55,9 @@ def classify(
     def work(rows: range) -> Tensor:
         return logits_of(classifier, read_batch(reader, np.arange(rows.start, rows.stop)).images)
 
-    parts = shared_pass(_count(reader, limit), work, side=reader.resolution, batch_size=batch_size, what=what)
+    count = len(reader) if limit is None else min(limit, len(reader))
+    parts = shared_pass(count, work, side=reader.resolution, batch_size=batch_size, what=what)
     return torch.cat([torch.empty(0, classifier.classes), *parts])
-
-
-def _count(reader: Dataset, limit: int | None) -> int:
-    return len(reader) if limit is None else min(limit, len(reader))
 
 
 def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor) -> Answers:
@@ -105,8 +102,8 @@ def corrupted_hits(classifier: Classifier, reader: Dataset, *, seed: int, limit:
                 hits[row, column] = (predicted == batch.labels).sum()
         return hits
 
-    how: dict[str, Any] = {"side": reader.resolution, "batch_size": batch_size, "what": "corrupted images"}
-    parts = shared_pass(_count(reader, limit), work, **how)
+    count = len(reader) if limit is None else min(limit, len(reader))
+    parts = shared_pass(count, work, side=reader.resolution, batch_size=batch_size, what="corrupted images")
     return sum(parts, torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64))
 
 

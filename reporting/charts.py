@@ -4,7 +4,6 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
@@ -19,15 +18,6 @@ NAMES = ("c0", "c1", "c2", "c3", "soft", "line")  # of the page's colours
 COLOURS = {f"#00000{index}": f"var(--{name})" for index, name in enumerate(NAMES, 1)}
 *CURVES, SOFT, LINE = COLOURS  # stand-ins that no other part of a drawing has
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "duet", "font.family": "DejaVu Sans", "font.size": 8}
-
-
-@dataclass(frozen=True)
-class Chart:
-    """What the page shows of a chart."""
-
-    title: str
-    legend: list[tuple[str, str]]  # a curve's name and its last finite value, in the order of the colours
-    svg: Markup  # holds numbers and the word for the x axis alone: nothing that a run wrote
 
 
 def number(value: float) -> str:
@@ -51,22 +41,24 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
-def line_chart(series: Mapping[str, Points], *, title: str) -> Chart:
-    """The curves of `series` in one chart.
+class Chart:
+    """The curves of some series in one chart.
 
-    The y axis is logarithmic when all values are positive and the largest is 100 times the smallest or more. Raises
-    ValueError if there is no finite value in any series.
+    The y axis is logarithmic when all values are positive and the largest is 100 times the smallest or more.
     """
-    values = [y for points in series.values() for _, y in points if math.isfinite(y)]
-    if not values:
-        raise ValueError(f"chart {title!r} has no finite value")
-    log = min(values) > 0 and max(values) / min(values) >= LOG_FROM
-    last = {name: [y for _, y in points if math.isfinite(y)][-1:] for name, points in series.items()}
-    return Chart(
-        title + " (log scale)" * log,
-        [(name, number(found[0]) if found else "") for name, found in last.items()],
-        Markup(_svg([thin(points) for points in series.values()], log=log)),
-    )
+
+    def __init__(self, series: Mapping[str, Points], *, title: str) -> None:
+        """Raises ValueError if there is no finite value in any series."""
+        values = [y for points in series.values() for _, y in points if math.isfinite(y)]
+        if not values:
+            raise ValueError(f"chart {title!r} has no finite value")
+        log = min(values) > 0 and max(values) / min(values) >= LOG_FROM
+        last = {name: [y for _, y in points if math.isfinite(y)][-1:] for name, points in series.items()}
+        self.title = title + " (log scale)" * log
+        # a curve's name and its last finite value, in the order of the colours
+        self.legend = [(name, number(value[0]) if value else "") for name, value in last.items()]
+        # holds numbers and the word for the x axis alone: nothing that a run wrote
+        self.svg = Markup(_svg([thin(points) for points in series.values()], log=log))
 
 
 def _svg(curves: Sequence[Points], *, log: bool) -> str:

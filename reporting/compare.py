@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting.charts import line_chart
+from reporting.charts import Chart
 from reporting.pictures import CAPTIONS, picture
 from reporting.run_files import Run
 from utils.config.cli import Parser
@@ -71,7 +71,7 @@ def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
     for key in keys:
         curves = {name: of_run[key] for name, of_run in series.items()}
         if any(y == y for points in curves.values() for _, y in points):
-            charts.append(line_chart(curves, title=key if "/" in key else chart_of(key)))
+            charts.append(Chart(curves, title=key if "/" in key else chart_of(key)))
     return charts
 
 

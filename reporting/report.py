@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from reporting import figures, pictures
-from reporting.charts import Chart, line_chart
+from reporting.charts import Chart
 from reporting.figures import Figure, headline
 from reporting.run_files import Run
 from utils import bounded
@@ -141,7 +141,7 @@ def _charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
     for title, keys in groups.items():
         chart: Chart | str = f"{', '.join(keys)}: not one finite value."
         if any(math.isfinite(y) for key in keys for _, y in series[key]):
-            chart = line_chart({key: series[key] for key in keys}, title=title)
+            chart = Chart({key: series[key] for key in keys}, title=title)
         # by charts, not by keys: a chart that is shown at once keeps all its curves
         at_once = any(key.split("/")[0] in SHOWN_AT_ONCE and not fnmatchcase(key, FOLDED) for key in keys)
         (shown if at_once else folded).append(chart)
