@@ -361,7 +361,8 @@ class TestGenerate:
         alone = self.grid(runs["gan"], tmp_path / "b.png", "--classes", "light,dark", "--n", 10)
         assert np.abs(alone[:64].astype(int) - whole[128:, : 5 * 64]).max() <= 1  # rounding of another batch
         assert np.abs(alone[64:].astype(int) - whole[:64, : 5 * 64]).max() <= 1
-        for options in (["--truncation-psi", "0.3"], ["--truncation_psi=0.3"], ["--noise-mode", "none"]):
+        assert self.grid(runs["gan"], tmp_path / "n.png", "--noise-mode", "none").shape == whole.shape
+        for options in (["--truncation-psi", "0.3"], ["--truncation_psi=0.3"]):
             assert (self.grid(runs["gan"], tmp_path / "c.png", *options) != whole).any()
 
     def test_n_is_the_number_of_images(self, runs, tmp_path):
