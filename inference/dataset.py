@@ -11,7 +11,7 @@ from data.lmdb.writer import LMDBWriter
 from data.records import add_image
 from inference.samples import Sampler
 from inference.settings import DATASET, check_suffix
-from metrics.lineage import passport_of
+from metrics.lineage import provenance_of
 from utils.checkpoint import file_sha256
 from utils.errors import UserError
 from utils.runlog.progress import Bar
@@ -39,7 +39,7 @@ def write_dataset(
     if count < kinds:
         raise UserError(f"--n {count}: fewer than one image for each of {kinds} classes; give {kinds} or more")
     generator = sampler.generator
-    passport = passport_of(generator, checkpoint, seed=sampler.seed, truncation_psi=sampler.truncation_psi)
+    passport = provenance_of(generator, checkpoint, seed=sampler.seed, truncation_psi=sampler.truncation_psi)
     layout = Layout(channels=generator.channels, resolutions=(generator.resolution,), encoding=encoding)
     writer = LMDBWriter(
         out,

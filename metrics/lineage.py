@@ -21,7 +21,7 @@ from utils.provenance import Generated, Lineage, Provenance, recorded
 TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
 
 
-def passport_of(
+def provenance_of(
     generator: nn.Module,
     checkpoint: Checkpoint,  # that it comes from
     *,
@@ -29,8 +29,8 @@ def passport_of(
     truncation_psi: float = 1.0,
     selection: str | None = None,  # the rule by which samples are chosen; None: all that are drawn
 ) -> Provenance:
-    """The passport of samples of a generator. Raises UserError for a seed or psi that no file can hold."""
-    passport = {
+    """The provenance of samples of a generator. Raises UserError for a seed or psi that no file can hold."""
+    provenance = {
         "generator": fingerprint(generator),
         "step": checkpoint["step"],
         "seed": seed,
@@ -40,17 +40,17 @@ def passport_of(
         "classes": list(checkpoint["classes"]),
     }
     try:
-        return Generated.read(passport).document()
+        return Generated.read(provenance).document()
     except ValueError as error:
-        raise UserError(f"the samples' passport cannot be written: {error}; give another value") from None
+        raise UserError(f"the samples' provenance cannot be written: {error}; give another value") from None
 
 
-def lineage_of(*readers: Dataset, passports: Sequence[Provenance] = ()) -> Lineage:
-    """What training on these files, and on samples with these passports, leaves in a checkpoint."""
+def lineage_of(*readers: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:
+    """What training on these files, and on samples of this provenance, leaves in a checkpoint."""
     metas = [meta for reader in readers for meta in metas_of(reader)]
     return Lineage.of(
         trained_on=[known for meta in metas for known in (meta.content_hash, meta.fingerprint) if known],
-        synthetic=[*(meta.passport for meta in metas if meta.passport), *passports],
+        synthetic=[*(meta.passport for meta in metas if meta.passport), *samples],
     )
 
 

@@ -24,7 +24,7 @@ from data.records import add_image
 from inference.samples import with_styles
 from metrics.features.extractors import classifier_input
 from metrics.features.precision import device_of, evaluating, full_float32
-from metrics.lineage import passport_of
+from metrics.lineage import provenance_of
 from metrics.samples.memorisation import nearest
 from models.classifier import Classifier
 from models.gan import draw, generate
@@ -69,7 +69,7 @@ class Drawing(Config):
         return self.recognised or self.confidence is not None or self.distance is not None
 
     def __str__(self) -> str:
-        """In words, for the table and for the samples' passport; "as drawn" where nothing is done."""
+        """In words, for the table and for the samples' provenance; "as drawn" where nothing is done."""
         parts = ["recognised as asked"] if self.recognised else []
         for name in ("confidence", "distance"):
             if band := getattr(self, name):
@@ -175,7 +175,7 @@ def draw_samples(
     require_same_classes("the generator", content["classes"], "the study's images", classes)
     about = None if drawing == Drawing() else str(drawing) + (f"; the first of {pool} drawn for each" if pool else "")
     how: dict[str, Any] = {
-        "passport": passport_of(last, content, seed=seed, truncation_psi=drawing.psi, selection=about),
+        "passport": provenance_of(last, content, seed=seed, truncation_psi=drawing.psi, selection=about),
         "resize_filter": (content.get("data") or {}).get("resize_filter", "none"),
     }
     layout = Layout(channels=last.channels, resolutions=(last.resolution,), encoding="raw")

@@ -9,7 +9,7 @@ import evaluate
 from data.lmdb.format import Split
 from data.reading.dataset import Dataset
 from data.records import pack_arrays
-from metrics.lineage import TOLERATED, identities, lineage_of, passport_of, unfit
+from metrics.lineage import TOLERATED, identities, lineage_of, provenance_of, unfit
 from models.restore import classifier_from, generator_from
 from tests.data.test_passport import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
@@ -129,7 +129,7 @@ def test_a_damaged_lineage_is_refused_in_one_line(tmp_path, lineage):
 def test_the_lineage_of_files(tmp_path, files):
     samples = pack_samples(tmp_path / "samples.lmdb")
     with Dataset(files["path"]) as real, Dataset(samples) as drawn:
-        found = lineage_of(real, drawn, passports=[PASSPORT | {"seed": 9}]).document()
+        found = lineage_of(real, drawn, samples=[PASSPORT | {"seed": 9}]).document()
         assert found["trained_on"] == [real.meta.content_hash, drawn.meta.content_hash]
         assert found["synthetic"] == [PASSPORT, PASSPORT | {"seed": 9}]
         with Dataset([files["path"], files["val_path"]]) as both:
@@ -146,7 +146,7 @@ def test_a_restored_classifier_knows_its_lineage(tmp_path):
 
 def test_two_generators_have_two_fingerprints(tmp_path):
     one = load(resolve(gan_run(tmp_path / "a", content_hash="f00d")))
-    passport = passport_of(generator_from(one), one, seed=3, truncation_psi=0.5, selection="the best half")
+    passport = provenance_of(generator_from(one), one, seed=3, truncation_psi=0.5, selection="the best half")
     assert (passport["trained_on"], passport["step"], passport["selection"]) == ("f00d", 7, "the best half")
     other = load(resolve(gan_run(tmp_path / "b", classes=[])))
-    assert passport_of(generator_from(other), other, seed=3)["generator"] != passport["generator"]
+    assert provenance_of(generator_from(other), other, seed=3)["generator"] != passport["generator"]

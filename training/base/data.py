@@ -84,7 +84,7 @@ def lineage(config: RunConfig, training: Dataset) -> Lineage:
     """What the checkpoints of a run on these images record of them: the files, and who drew the synthetic ones."""
     second = training.synthetic
     if isinstance(second, GeneratedSamples):
-        return lineage_of(training, passports=[second.passport(config.seed)])
+        return lineage_of(training, samples=[second.passport(config.seed)])
     return lineage_of(training, *([] if second is None else [second]))
 
 

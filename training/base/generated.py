@@ -11,7 +11,7 @@ from data.lmdb.format import Meta
 from data.reading.sampler import SampleKeys
 from metrics.features.extractors import fingerprint
 from metrics.features.precision import full_float32
-from metrics.lineage import passport_of
+from metrics.lineage import provenance_of
 from models.gan import generate
 from models.restore import generator_from
 from utils.checkpoint import load, resolve
@@ -85,7 +85,7 @@ class GeneratedSamples:
 
     def passport(self, seed: int) -> Provenance:
         """What a checkpoint records of them where the run has this seed."""
-        return passport_of(self.generator, self._about, seed=seed)
+        return provenance_of(self.generator, self._about, seed=seed)
 
     def to(self, device: torch.device) -> None:
         self.generator.to(device)

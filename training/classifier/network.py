@@ -12,7 +12,7 @@ from torch import nn
 from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
-from metrics.lineage import passport_of
+from metrics.lineage import provenance_of
 from models.backbones.discriminator import Trunk, form_of
 from models.classifier import Classifier
 from models.restore import discriminator_from, generator_from
@@ -42,7 +42,7 @@ def load_discriminator(model: Classifier) -> str:
     if form_of(content) != model.config.discriminator:
         raise UserError(f"model.weights {run}: its discriminator is not model.discriminator; leave that out")
     model.network.load_state_dict(taken, strict=False)
-    passport = passport_of(generator_from(content), content, seed=content["config"].get("seed", 0))
+    passport = provenance_of(generator_from(content), content, seed=content["config"].get("seed", 0))
     model.lineage = join(recorded(content), Lineage.of(synthetic=[passport]))
     return f"weights from {path}: its discriminator up to 4 px, {len(taken)} tensors; head new"
 
