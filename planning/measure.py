@@ -49,8 +49,8 @@ def survey(spec: str) -> Survey:
         rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
         sides, grey, transparent, unreadable = [], True, False, ""
         for row in rows:
-            content = source.item(row).content
             try:
+                content = source.item(row).content
                 pixels = decode_file(content, 3) if isinstance(content, bytes) else to_channels(content, 3)
             except ImageError as error:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"
