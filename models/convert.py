@@ -55,12 +55,13 @@ def read(path: Path) -> "Converted":
     """
     from models.official import nvidia, r3gan, rosinality, tensorflow
     from models.official.unpickle import Inert, Refused, read_pickle
+    from models.weights import read_plain
 
     try:
         if path.suffix == ".safetensors":
             return nvidia.from_file(path)
         if path.suffix != ".pkl":
-            return rosinality.convert(rosinality.read(path))
+            return rosinality.convert(read_plain(path, "fetch it again"))
         content = read_pickle(path)
         if not isinstance(content, dict):
             return tensorflow.convert(content)

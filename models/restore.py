@@ -16,7 +16,7 @@ from utils.provenance import recorded
 
 def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch.device | str) -> Any:
     """The network of a section of the config, with the state of `part`, in evaluation mode on `device`."""
-    file, task = _file(checkpoint), "classifier" if section == "model" else "gan"
+    file, task = checkpoint.get("file", "the checkpoint"), "classifier" if section == "model" else "gan"
     if checkpoint["task"] != task:
         raise UserError(f"{file}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
     if section not in checkpoint["config"]:
@@ -34,12 +34,8 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
             model.add_auxiliary()
         return model
 
-    model: Any = loaded(built, checkpoint, part, file)
+    model: Any = loaded(built, checkpoint, part, str(file))
     return model.to(device, memory_format=torch.channels_last).eval()
-
-
-def _file(checkpoint: dict[str, Any]) -> str:
-    return str(checkpoint.get("file", "the checkpoint"))
 
 
 def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageGenerator:
@@ -55,8 +51,10 @@ def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu
     try:
         return StageGenerator(model, side, alpha, shown=model.resolution).eval()
     except FAULTS as error:
-        message = f"stage [{side}, {alpha}] is none of its network ({error})"
-        raise UserError(f"{_file(checkpoint)}: {message}; use another checkpoint") from error
+        file = checkpoint.get("file", "the checkpoint")
+        raise UserError(
+            f"{file}: stage [{side}, {alpha}] is none of its network ({error}); use another checkpoint"
+        ) from error
 
 
 def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageDiscriminator:

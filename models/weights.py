@@ -51,32 +51,40 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     remedy = f"fetch the file again, or give another with {option}"
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
-    try:
-        bounded.check(path, bounded.WEIGHTS)
-    except OSError as error:
-        raise UserError(f"{option} {path} {error}; {remedy}") from error
     if path.suffix == ".safetensors":
-        with bounded.reading(path, remedy, SafetensorError), safe_open(str(path), framework="pt") as file:
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            return _plain_names(state), file.metadata() or {}
-    try:
-        # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
-        # torchvision's own training writes one into its checkpoints
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.filterwarnings("ignore", message="pickle_load_args only works")
-            content = torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
-    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
-        # torch's own message advises to read the file unsafely, so it is not passed on
-        raise UserError(
-            f"{path} is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) "
-            f"writes it); {remedy}"
-        ) from error
+        with bounded.reading(path, remedy, SafetensorError):
+            bounded.check(path, bounded.WEIGHTS)
+            with safe_open(str(path), framework="pt") as file:
+                state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                return _plain_names(state), file.metadata() or {}
+    content = read_plain(path, remedy)
     if isinstance(content, dict) and all(key in content for key in checkpoints.KEYS):
         return _ours(path, content)
     state = _unwrapped(content)
     if not state:
         raise UserError(f"{path} is not a plain state dict (name -> tensor); {remedy}")
     return _plain_names(state), {}
+
+
+def read_plain(path: Path, remedy: str) -> Any:
+    """What torch.save wrote of names, tensors and numbers; nothing in the file is run.
+
+    Raises UserError for a file that is missing, too large, damaged, or holds more than that.
+    """
+    with bounded.reading(path, remedy):
+        bounded.check(path, bounded.WEIGHTS)
+    try:
+        # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
+        # torchvision's own training writes one into its checkpoints
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.filterwarnings("ignore", message="pickle_load_args only works")
+            return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
+    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
+        # torch's own message advises to read the file unsafely, so it is not passed on
+        raise UserError(
+            f"{path} is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) "
+            f"writes it); {remedy}"
+        ) from error
 
 
 def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:

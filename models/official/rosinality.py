@@ -1,9 +1,7 @@
 """rosinality's StyleGAN2 (stylegan2-pytorch): `.pt` files of plain tensors, unconditional, RGB."""
 
 import re
-from argparse import Namespace
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +10,7 @@ from torch import Tensor
 from models.official.names import Converted, Place, Source, by_their_names, renamed, sizes
 from models.official.unpickle import Refused
 from models.stylegan2 import Generator, GeneratorConfig
-from utils import bounded
 from utils.checkpoint.state_schema import check_tensors
-from utils.errors import UserError
 from utils.seeding import generator as keyed
 
 DRAWS = 4096  # of z, for the mean w that training files lack
@@ -69,22 +65,6 @@ def convert(content: Mapping[str, Any]) -> Converted:
             if mean is None and theirs != "d":
                 state["w_avg"] = _mean(state, g, gan.shape)
     return gan
-
-
-def read(path: Path) -> Any:
-    """What torch.save wrote of names, tensors and numbers; of the options of their training the values.
-
-    Raises UserError for a file that is missing, too large, damaged, or holds more than that; nothing in it is run.
-    """
-    try:
-        bounded.check(path, bounded.WEIGHTS)
-        with torch.serialization.safe_globals([Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a network's .pkl or .pt file") from error
-    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
-        reason = "damaged, or holds more than names and tensors; nothing in it was run"
-        raise UserError(f"{path}: refused, {reason}; fetch it again") from error
 
 
 def theirs(gan: Converted) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from utils import bounded
-from utils.errors import UserError
 
 DEPTH = 32  # of modules in modules
 TENSORS = 10_000  # of a network
@@ -195,20 +194,12 @@ def read_pickle(path: Path) -> Any:
 
     Raises UserError for a file that is missing, too large, damaged or asks for anything else; nothing in it is run.
     """
-    try:
-        with bounded.open_file(path, bounded.WEIGHTS) as file:
-            _scan(file)
-            file.seek(0)
-            return _Unpickler(file, encoding="latin1").load()
-    except Refused as error:
-        raise UserError(f"{path}: refused, {error}") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a network's .pkl or .pt file") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged file makes the unpickler raise a dozen kinds
-        reason = " ".join(str(error).split())[:150] or type(error).__name__
-        raise UserError(f"{path}: no pickle of a network, or damaged ({reason}); fetch it again") from error
+    remedy = "give a network's file of one of those programs"
+    # a damaged file makes the unpickler raise a dozen kinds
+    with bounded.reading(path, remedy, Exception), bounded.open_file(path, bounded.WEIGHTS) as file:
+        _scan(file)
+        file.seek(0)
+        return _Unpickler(file, encoding="latin1").load()
 
 
 def module_state(module: Any, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
