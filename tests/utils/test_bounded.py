@@ -347,7 +347,7 @@ def test_weights_are_a_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with (tmp_path / "w.pth").open("wb") as file:
         file.truncate(2 << 20)
     monkeypatch.setenv("DUET_MAX_WEIGHTS_MIB", "1")
-    with pytest.raises(UserError, match=r"w\.pth cannot be read \(has 2,097,152 bytes, more than the 1 MiB for a file of"):
+    with pytest.raises(UserError, match=r"w\.pth cannot be read \(has 2,097,152 bytes, more than the 1 MiB for a"):
         read_state_dict(tmp_path / "w.pth")
 
 
