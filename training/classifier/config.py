@@ -24,10 +24,6 @@ class ClassifierEmaConfig(Config):
     decay: Decay = 0.999  # per step; ramps up as (1 + step) / (10 + step)
 
 
-def _sgd() -> OptimizerConfig:
-    return OptimizerConfig(name="sgd", lr=0.1, weight_decay=5e-4, warmup_steps=200, schedule="cosine")
-
-
 class ClassifierConfig(RunConfig):
     """All settings of a classifier's training."""
 
@@ -39,7 +35,9 @@ class ClassifierConfig(RunConfig):
     model: ModelConfig = ModelConfig()
     finetune: FineTuneConfig = FineTuneConfig()
     loss: ClassifierLossConfig = ClassifierLossConfig()
-    optimizer: OptimizerConfig = _sgd()
+    optimizer: OptimizerConfig = OptimizerConfig(
+        name="sgd", lr=0.1, weight_decay=5e-4, warmup_steps=200, schedule="cosine"
+    )
     ema: ClassifierEmaConfig = ClassifierEmaConfig()
     augment: MixingAugment = MixingAugment()
     resizing: ResizingConfig = ResizingConfig()

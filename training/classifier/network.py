@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
@@ -78,16 +78,16 @@ def widen_narrow_maps(model: nn.Module) -> None:
     stride 2 those taps that see nothing but padding. Zeros beside the map are padding like any other, so the output
     stays as it is. Covered are odd kernels padded by half of them with zeros, as in torchvision's networks.
     """
+
+    def widened(module: Any, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+        (x,), stride = inputs, module.stride[1]
+        if x.shape[-1] >= stride or not torch.is_autocast_enabled("cpu"):
+            return None
+        return (F.pad(x, (0, stride - x.shape[-1])),)
+
     for module in model.modules():
         if not (isinstance(module, nn.Conv2d) and isinstance(module.padding, tuple)) or module.padding_mode != "zeros":
             continue
         stays_narrow = module.kernel_size[1] == 2 * module.padding[1] + 1  # the output has 1 px either way
         if module.stride[1] > 1 and stays_narrow:
-            module.register_forward_pre_hook(_widened)
-
-
-def _widened(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    (x,), stride = inputs, module.stride[1]  # type: ignore[index]
-    if x.shape[-1] >= stride or not torch.is_autocast_enabled("cpu"):
-        return None
-    return (F.pad(x, (0, stride - x.shape[-1])),)
+            module.register_forward_pre_hook(widened)

@@ -84,8 +84,7 @@ class GanEmaConfig(Config):
     ema_rampup: NonNegativeFloat | None = 0.05  # half-life at most this share of the images seen; null: no ramp
 
 
-def _adam() -> OptimizerConfig:
-    return OptimizerConfig(name="adam", lr=0.0025, betas=[0.0, 0.99])
+ADAM = OptimizerConfig(name="adam", lr=0.0025, betas=[0.0, 0.99])
 
 
 class GanConfig(RunConfig):
@@ -96,8 +95,8 @@ class GanConfig(RunConfig):
     generator: GeneratorConfig = GeneratorConfig()
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
     loss: GanLossConfig = GanLossConfig()
-    generator_optimizer: OptimizerConfig = _adam()
-    discriminator_optimizer: OptimizerConfig = _adam()
+    generator_optimizer: OptimizerConfig = ADAM
+    discriminator_optimizer: OptimizerConfig = ADAM
     compile: CompileSetting = "auto"  # torch.compile of what needs no double backward; auto: on accelerators
     # thousand images in which rates, gamma, p and half-life reach their ends
     schedule_kimg: PositiveFloat | None = None

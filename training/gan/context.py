@@ -104,13 +104,6 @@ class StepShare(NamedTuple):
     first: int  # this rank's first row
     metrics: dict[str, Tensor]  # what the step reports: 0-d, adding up over the ranks
 
-    @classmethod
-    def of(cls, step: int, images_seen: int, stage: Stage, micro_batch: int | None) -> "StepShare":
-        world = collectives.world_size()
-        size = stage.batch_size // world
-        micro = min(micro_batch or size, size)
-        return cls(step, images_seen, stage, stage.batch_size, size, micro, collectives.rank() * size, {})
-
     def micro_batches(self) -> list[slice]:
         """The rows of each forward pass."""
         stop = self.first + self.size

@@ -196,7 +196,10 @@ class GanTask(Task):
             if self.config.progressive.reset_optimizer:
                 self.generator_step.updater.reset()
                 self.discriminator_step.updater.reset()
-        return StepShare.of(step, self.stages.images_at(step), self._stage, self.config.micro_limit)
+        batch, seen = self._stage.batch_size, self.stages.images_at(step)
+        size = batch // collectives.world_size()
+        micro = min(self.config.micro_limit or size, size)
+        return StepShare(step, seen, self._stage, batch, size, micro, collectives.rank() * size, {})
 
     def shown(self) -> Any:
         """The average generator as the last step's stage has it: what is shown and evaluated."""
