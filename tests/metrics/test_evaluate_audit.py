@@ -201,19 +201,14 @@ def seen_run(tmp_path, sets):
 
 
 def test_without_a_whole_discriminator_the_samples_alone_are_audited(sets, tmp_path):
-    """There is none, or it is that of a smaller stage of growth."""
-    options = ["--extractor", "pixels", "--n", 60, "--audit"]
+    """There is none, or it is that of a smaller stage of growth. What is near is never told by a classifier."""
+    options = ["--extractor", f"classifier:{classifier_run(tmp_path / 'judge', data=sets)}", "--n", 60, "--audit"]
     for name, more in (("absent", {}), ("growing", {"discriminator": Growing(), "sizes": D_SIZES, "stage": [4, 1.0]})):
         run = gan_run(tmp_path / name, data=sets, **more)
         assert call(evaluate, "--checkpoint", run, *options) == 0
-        assert read_json(run / "eval" / "audit.json")["attacks"].keys() == {"generator"}
-
-
-def test_what_is_near_is_never_told_by_a_classifier(run, sets, tmp_path):
-    judge = classifier_run(tmp_path / "judge", data=sets)
-    options = ["--checkpoint", run, "--audit", "--n", 60, "--out", tmp_path / "out"]
-    assert call(evaluate, *options, "--extractor", f"classifier:{judge}") == 0
-    assert read_json(tmp_path / "out" / "audit.json")["extractor"] == "pixels"
+        found = read_json(run / "eval" / "audit.json")
+        assert found["attacks"].keys() == {"generator"}
+        assert found["extractor"] == "pixels"
 
 
 def test_verdicts():

@@ -77,7 +77,4 @@ def test_an_overconfident_classifier_is_mended_on_images_the_fit_has_not_seen():
     changed[judged] = 0  # the fit does not look at the judged half
     half = logits[fitted], changed[fitted]
     assert fit_temperature(*half) == found["value"]
-
-
-def test_too_few_images_have_no_temperature():
-    assert judged_temperature(torch.zeros(3, 2), torch.tensor([0, 1, 0]), seed=0) is None
+    assert judged_temperature(logits[:3], labels[:3], seed=0) is None
