@@ -12,6 +12,8 @@ from tests.utils.runlog.test_run_log import no_file_larger_than
 from training.base.config import LogConfig
 from training.engine import layer_log
 
+pytestmark = pytest.mark.usefixtures("slim")
+
 
 def scalars(run):
     """Tag -> [(step, value)] of the layers' events."""

@@ -204,6 +204,7 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path: Path, packed: P
     assert planned == pytest.approx(held, rel=0.01)
 
 
+@pytest.mark.usefixtures("slim")
 def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path: Path, packed: Path) -> None:
     """U15: the rate of the last update, for each optimizer; metrics.jsonl stays as it is."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)

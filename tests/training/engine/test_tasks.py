@@ -10,6 +10,8 @@ from training.engine.tasks import build_run_config
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("slim")
+
 
 @pytest.fixture
 def recipe(tmp_path, packed):
