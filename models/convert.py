@@ -35,7 +35,12 @@ def main(argv: list[str]) -> int:
     from utils import checkpoint as checkpoints
 
     converted = read(options.file)
-    names = class_names(options.classes, converted.shape["classes"])
+    count = converted.shape["classes"]
+    names = [str(number) for number in range(count)]
+    if options.classes is not None:
+        names = [name.strip() for name in options.classes.split(",")]
+        if len(names) != count or len(set(names)) != count or not all(names):
+            raise UserError(f"--classes has {len(set(names))} different names, the networks have {count} classes")
     content = checkpoint_of(converted, names)
     path = checkpoints.save(folder, content)
     checkpoints.point(folder, "last", path)
@@ -73,16 +78,6 @@ def read(path: Path) -> "Converted":
     except (Refused, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path}: cannot be converted: {reason}; give a StyleGAN2 or R3GAN network") from error
-
-
-def class_names(given: str | None, count: int) -> list[str]:
-    """Names for `count` classes; UserError unless as many different ones are given."""
-    if given is None:
-        return [str(number) for number in range(count)]
-    names = [name.strip() for name in given.split(",")]
-    if len(names) != count or len(set(names)) != count or not all(names):
-        raise UserError(f"--classes has {len(set(names))} different names, the networks have {count} classes")
-    return names
 
 
 def checkpoint_of(converted: "Converted", names: list[str]) -> dict[str, Any]:

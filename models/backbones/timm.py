@@ -42,10 +42,11 @@ def timm_backbone(name: str) -> TimmBackbone:
     known = isinstance(first, str) and isinstance(head, str) and hasattr(network, "group_matcher")
     if not (known and isinstance(network.get_submodule(head), nn.Linear) and "module" in maps):
         raise UserError(f"model {name}: timm does not describe its stages, or it has no linear head; choose another")
+    hub, repository = importlib.import_module("huggingface_hub"), about.get("hf_hub_id")  # timm needs it
     return TimmBackbone(
         names=(name,),
         network=lambda name, channels: _create(name, in_chans=channels),
-        files=functools.partial(_files, about.get("hf_hub_id")),
+        files=lambda _: {"DEFAULT": hub.hf_hub_url(repository, "model.safetensors")} if repository else {},
         stages={},
         pool=(),
         stems=False,
@@ -57,10 +58,6 @@ def timm_backbone(name: str) -> TimmBackbone:
         mean=about["mean"],
         std=about["std"],
     )
-
-
-def _files(hub: str | None, _name: str) -> dict[str, str]:
-    return {"DEFAULT": importlib.import_module("huggingface_hub").hf_hub_url(hub, "model.safetensors")} if hub else {}
 
 
 def _create(name: str, **options: Any) -> Any:

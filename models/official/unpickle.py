@@ -88,10 +88,6 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
     return np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
-def _scalar(dtype: Any, data: Any) -> Any:
-    return _array(data, dtype, (), "C").item()
-
-
 def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
     made = Array()
     made.array = _array(bytes(data), dtype, shape, order)
@@ -160,7 +156,8 @@ KNOWN: dict[str, Any] = {
     **{f"torch.{name}": getattr(torch, name) for name in ("float32", "float16", "bfloat16")},
 }
 for _numpy in ("numpy.core", "numpy._core"):
-    KNOWN |= {f"{_numpy}.multiarray._reconstruct": lambda *_: Array(), f"{_numpy}.multiarray.scalar": _scalar}
+    KNOWN[f"{_numpy}.multiarray._reconstruct"] = lambda *_: Array()
+    KNOWN[f"{_numpy}.multiarray.scalar"] = lambda dtype, data: _array(data, dtype, (), "C").item()
     KNOWN[f"{_numpy}.numeric._frombuffer"] = _frombuffer
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
-from tests.models.test_layers import draw, randomised
-from utils.seeding import forked
+from tests.models import test_discriminator, test_generator
+from tests.models.test_layers import draw
 
 CONTEXTS = [None, torch.bfloat16, torch.float16]
+SIZES = {"channel_base": 128, "channel_max": 8, "fp16_resolutions": 2}
 LABELS = torch.tensor([0, 2, 1, 1])
 
 
@@ -20,24 +20,14 @@ def precision(dtype):
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
-def build_generator(checkpoint, **more):
-    sizes: dict[str, Any] = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 128, "channel_max": 8}
-    config = GeneratorConfig(**sizes, activation_checkpointing=checkpoint, fp16_resolutions=2, **more)
-    with forked(0, "init", "checkpointing"):
-        return randomised(Generator(config, resolution=32, channels=3, classes=3)).float()
+def build_generator(checkpoint):
+    sizes: dict[str, Any] = {"z_dim": 4, "w_dim": 4, **SIZES}
+    return test_generator.build(32, 3, 3, activation_checkpointing=checkpoint, **sizes).float()
 
 
 def build_discriminator(checkpoint, architecture="residual", progressive=False):
-    config = DiscriminatorConfig(
-        architecture=architecture,
-        channel_base=128,
-        channel_max=8,
-        activation_checkpointing=checkpoint,
-        fp16_resolutions=2,
-    )
-    with forked(0, "init", "checkpointing"):
-        network = Discriminator(config, resolution=32, channels=3, classes=3, progressive=progressive)
-        return randomised(network).float()
+    more: dict[str, Any] = {"activation_checkpointing": checkpoint, "architecture": architecture, **SIZES}
+    return test_discriminator.build(32, 3, 3, progressive=progressive, **more).float()
 
 
 def gradients(network):
