@@ -127,13 +127,12 @@ def test_weights_scaled_rates_and_the_head_arrive(packed: Path) -> None:
 
 
 def test_balanced_sampling_and_balanced_weights_do_not_add_up(packed: Path) -> None:
-    data = {"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}}
-    config: Any = build_run_config(TREE | {"data": data}, [], "x")
+    config = config_of(packed, data={"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}})
     with Dataset(packed / "train.lmdb") as reader:
-        task = ClassifierTask(config, reader, None, CPU)
-    assert task.class_weights is not None
+        weights = ClassifierTask(config, reader, None, CPU).class_weights
+    assert weights is not None
     place = list(reader.classes).index("Sandal")
-    assert (task.class_weights[place] * 4 / task.class_weights[place - 1]).item() == pytest.approx(1.0)
+    assert (weights[place] * 4 / weights[place - 1]).item() == pytest.approx(1.0)
 
 
 def test_compile_is_asked_for_the_network(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
