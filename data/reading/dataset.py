@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data.decode import Box, RandomCrop, centre_box, crop_into, decode_crop, stored_image
+from data.decode import RandomCrop, centre_box, crop_into, decode_crop, stored_image
 from data.errors import DamageError, ImageError
 from data.lmdb.reader import LMDBReader
 from data.reading.sampler import SampleKeys
@@ -174,41 +174,33 @@ class Dataset(AbstractContextManager["Dataset"]):
             return
         size = -(-len(chosen) // (self.workers * CHUNKS))
         pieces = [range(start, min(start + size, len(chosen))) for start in range(0, len(chosen), size)]
-        jobs = [self._pool().submit(self._decode_piece, chosen, images, keys, piece) for piece in pieces]
+        if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):
+            self._threads = (os.getpid(), self.workers, ThreadPoolExecutor(self.workers, "decode"))
+        jobs = [self._threads[2].submit(self._decode_piece, chosen, images, keys, piece) for piece in pieces]
         errors = [error for job in jobs if (error := job.exception()) is not None]  # waits for all of them
         if errors:
             raise errors[0]
 
     def _decode_piece(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
         for place in piece:
-            record = int(chosen[place])
-            box = centre_box
+            index = int(chosen[place])
+            shard, out = self._shard(index), images[place]
+            record = index - shard.first
+            box = centre_box  # of height and width: the part of the image
             if self.crop is not None and keys is not None:
-                box = partial(self.crop.box, draws=numpy_generator(*keys.of(place, record)))
-            self._decode_one(record, images[place], box)
-
-    def _decode_one(self, record: int, out: np.ndarray, box: Callable[[int, int], Box]) -> None:
-        """Decode, crop and scale an image into `out`, uint8 [C, R, R]; `box` of height and width is the part."""
-        shard = self._shard(record)
-        place = record - shard.first
-        if shard.meta.encoding == "raw":
-            pixels = shard.raw_image(place)
-            crop_into(pixels, box(*pixels.shape[:2]), out)
-            return
-        handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
-        with handle.environment.begin(buffers=True) as transaction:
-            entry, payload = shard.encoded_record(transaction, place)
-            height, width, codec = (int(entry[name]) for name in ("height", "width", "codec"))
-            try:
-                decode_crop(payload, codec, box(height, width), (height, width), out)
-            except ImageError as error:
-                raise shard.damage(place, str(error)) from None
-
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):
-            pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
-            self._threads = (os.getpid(), self.workers, pool)
-        return self._threads[2]
+                box = partial(self.crop.box, draws=numpy_generator(*keys.of(place, index)))
+            if shard.meta.encoding == "raw":
+                pixels = shard.raw_image(record)
+                crop_into(pixels, box(*pixels.shape[:2]), out)
+                continue
+            handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
+            with handle.environment.begin(buffers=True) as transaction:
+                entry, payload = shard.encoded_record(transaction, record)
+                height, width, codec = (int(entry[name]) for name in ("height", "width", "codec"))
+                try:
+                    decode_crop(payload, codec, box(height, width), (height, width), out)
+                except ImageError as error:
+                    raise shard.damage(record, str(error)) from None
 
     # --- damaged records
 

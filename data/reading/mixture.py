@@ -20,7 +20,6 @@ class SyntheticSource(Protocol):
 
     path: str
     meta: Meta
-    resolution: int  # px
     workers: int
 
     def __len__(self) -> int: ...

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DamageError
 from data.reading.dataset import Dataset
-from data.reading.loader import Batch, InfiniteLoader, evaluation_batches, mirror_in_turn
+from data.reading.loader import Batch, InfiniteLoader, mirror_in_turn
 from data.reading.sampler import GlobalSampler, SampleKeys
-from tests.data.conftest import flip
 from tests.data.conftest import images as sample_images
 
 
@@ -35,15 +33,6 @@ def test_batches_are_the_samplers(packed: Path, prefetch: int) -> None:
         np.testing.assert_array_equal(batch.images, sample_images(20)[indices])
         np.testing.assert_array_equal(batch.labels, indices % 3)
     loader.close()
-
-
-def test_ranks_together_are_one_process(packed: Path) -> None:
-    whole, parts = make(packed, 0), [make(packed, 2, rank=rank, world_size=3) for rank in range(3)]
-    for _ in range(5):
-        batches = [next(loader) for loader in parts]
-        torch.testing.assert_close(torch.cat([batch.images for batch in batches]), next(whole).images, rtol=0, atol=0)
-    for loader in parts:
-        loader.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -88,18 +77,6 @@ def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
     assert loader_threads() == []
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_damage_is_raised_by_next_and_not_counted(packed: Path, prefetch: int) -> None:
-    record = int(GlobalSampler(20, batch_size=6, seed=1).next_batch()[0][2])
-    flip(packed, sample_images(20)[record].tobytes())
-    loader = make(packed, prefetch)
-    for _ in range(2):
-        with pytest.raises(DamageError, match=f"record {record} "):
-            next(loader)
-        assert loader.state_dict()["consumed"] == 0
-    assert loader_threads() == []
-
-
 def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = make(packed, 0)
     read = loader.reader.read
@@ -115,12 +92,6 @@ def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> N
     loader.wait_seconds = 0.0
     next(loader)
     assert 0.05 <= loader.wait_seconds < 2.5
-
-
-def test_evaluation_gives_every_sample_once(packed: Path) -> None:
-    batches = list(evaluation_batches(Dataset(packed), 6))
-    assert [len(batch) for batch in batches] == [6, 6, 6, 2]
-    np.testing.assert_array_equal(torch.cat([batch.images for batch in batches]), sample_images(20))
 
 
 def test_batch_to_device() -> None:

@@ -95,9 +95,7 @@ def test_equal_weights_are_no_weights(weight: float) -> None:
 
 def test_rounding_errors_of_weights_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # so coarse that the least excess would be seen
-    monkeypatch.setattr(
-        "data.reading.weighted_sampling.FRACTION_BITS", 1
-    )  # so coarse that the least excess would be seen
+    monkeypatch.setattr("data.reading.weighted_sampling.FRACTION_BITS", 1)
     labels = np.repeat([0, 1, 2], [3, 5, 7])
     sampler = weighted(balanced_weights(labels, ["a", "b", "c"]), 0, labels)
     for epoch in range(50):  # 5 draws of class b's 5 images
@@ -208,23 +206,17 @@ def test_bad_rates_are_named(rates: dict[str, float], message: str) -> None:
         class_weights(np.array([0, 1, 1]), ["cat", "dog"], rates)
 
 
-@pytest.mark.parametrize("text", ["1\n0.5\n2e3\n", "\ufeff1\r\n 0.5\r\n2000", "1.0\n.5\n2000\n"])
-def test_weights_from_text(tmp_path: Path, text: str) -> None:
+def test_weights_from_files(tmp_path: Path) -> None:
     path = tmp_path / "weights.txt"
-    path.write_text(text, encoding="utf-8", newline="")
-    weights = load_sample_weights(path, 3)
-    assert weights.dtype == np.float64
-    np.testing.assert_array_equal(weights, [1, 0.5, 2000])
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.uint8])
-def test_weights_from_numpy(tmp_path: Path, dtype: type) -> None:
-    path = tmp_path / "weights.npy"
-    np.save(path, np.array([1, 0, 3], dtype))
-    weights = load_sample_weights(str(path), 3)
-    assert weights.dtype == np.float64
-    np.testing.assert_array_equal(weights, [1, 0, 3])
-    weights[0] = 2  # not a view of the file
+    for text in ("1\n0.5\n2e3\n", "\ufeff1\r\n 0.5\r\n2000", "1.0\n.5\n2000\n"):
+        path.write_text(text, encoding="utf-8", newline="")
+        weights = load_sample_weights(path, 3)
+        assert (str(weights.dtype), weights.tolist()) == ("float64", [1, 0.5, 2000])
+    for dtype in (np.float64, np.float32, np.int64, np.uint8):
+        np.save(tmp_path / "weights.npy", np.array([1, 0, 3], dtype))
+        weights = load_sample_weights(str(tmp_path / "weights.npy"), 3)
+        assert (str(weights.dtype), weights.tolist()) == ("float64", [1, 0, 3])
+        weights[0] = 2  # not a view of the file
 
 
 @pytest.mark.parametrize(
@@ -239,19 +231,6 @@ def test_weights_from_numpy(tmp_path: Path, dtype: type) -> None:
         (b"1\n2\nnan\n", "line 3 is nan"),
         (b"\xff\xfe1\n2\n3\n", "line 1: "),
         (b"0\n0\n0\n", "all weights are 0"),
-    ],
-)
-def test_bad_text_names_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "weights.txt"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
-        load_sample_weights(path, 3)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
         (np.ones(2), "has 2 weights"),
         (np.ones((3, 1)), r"float64 \[3, 1\]"),
         (np.ones(3, np.complex128), "complex128"),
@@ -261,9 +240,12 @@ def test_bad_text_names_file_and_line(tmp_path: Path, content: bytes, message: s
         (np.zeros(3), "all weights are 0"),
     ],
 )
-def test_bad_array_names_the_file(tmp_path: Path, array: np.ndarray, message: str) -> None:
-    path = tmp_path / "weights.npy"
-    np.save(path, array)
+def test_bad_weights_in_a_file_are_named(tmp_path: Path, content: bytes | np.ndarray, message: str) -> None:
+    path = tmp_path / ("weights.txt" if isinstance(content, bytes) else "weights.npy")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
     with pytest.raises(UserError, match=message) as caught:
         load_sample_weights(path, 3)
     assert str(path) in str(caught.value)

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.decode import RandomCrop
-from data.errors import DamageError
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, InfiniteLoader
 from data.reading.sampler import GlobalSampler
@@ -310,36 +309,6 @@ def test_files_and_threads_are_shared(grown: Path) -> None:
     del loader
     gc.collect()
     assert gone() is None
-    assert loader_threads() == []
-
-
-def test_waiting_is_measured_over_stages(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Dataset.read
-
-    def slow(self: Dataset, indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        time.sleep(0.02)
-        return read(self, indices, **options)
-
-    monkeypatch.setattr(Dataset, "read", slow)
-    loader = make(grown)
-    for batches in (6, 1):
-        started, loader.wait_seconds = time.perf_counter(), 0.0
-        for _ in range(batches):
-            next(loader)
-        assert 0.02 * batches <= loader.wait_seconds <= time.perf_counter() - started
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_damage_of_a_level_is_raised_and_not_counted(tmp_path: Path, prefetch: int) -> None:
-    path, whole = tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE)
-    pack_arrays(path, whole, np.arange(COUNT) % 3, CLASSES, smallest=8)
-    loader = make(path, prefetch=prefetch)
-    record = int(next(expected(1))[0][2])
-    flip(path, halved(whole[record : record + 1], 8).tobytes())
-    for _ in range(2):
-        with pytest.raises(DamageError, match=f"record {record} "):
-            next(loader)
-        assert loader.state_dict()["consumed"] == loader.step == 0
     assert loader_threads() == []
 
 

@@ -17,27 +17,11 @@ from utils.errors import EXIT_OK, UserError
 from utils.script import run_cli
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("train", "train"),
-        ("Train", "train"),
-        ("TRAINING", "training"),
-        ("training_set", "training"),
-        ("test-set", "test"),
-        ("Testing", "testing"),
-        ("valset", "val"),
-        ("Validation", "validation"),
-        ("trains", ""),
-        ("set", ""),
-        ("", ""),
-    ],
-)
-def test_names_of_splits(text: str, name: str) -> None:
-    assert split_name(text) == name
-
-
-def test_the_first_name_of_a_split() -> None:
+def test_names_of_splits() -> None:
+    names = ["train", "Train", "TRAINING", "training_set", "test-set", "Testing", "valset", "Validation"]
+    expected = ["train", "train", "training", "training", "test", "testing", "val", "validation"]
+    assert list(map(split_name, names)) == expected
+    assert [split_name(name) for name in ("trains", "set", "")] == ["", "", ""]
     names = ["valid", "Test", "cat", "training"]
     assert [first_of(split, names) for split in ("train", "test", "val")] == ["training", "Test", "valid"]
     assert first_of("test", ["validation", "val"]) == "val"
@@ -52,7 +36,8 @@ def folder(place: Path, *names: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
 @pytest.mark.parametrize(
-    ("train", "test"), [("training", "testing"), ("Train", "Test"), ("TRAIN", "Valid"), ("training_set", "test_set")]
+    ("train", "test"),
+    [("train", "val"), ("training", "testing"), ("Train", "Test"), ("TRAIN", "Valid"), ("training_set", "test_set")],
 )
 def test_split_folders_under_other_names(tmp_path: Path, kind: str, train: str, test: str) -> None:
     where = folder(tmp_path / "x", f"{train}/cat/a.png", f"{train}/dog/b.png", f"{test}/cat/c.png", f"{test}/dog/d.png")
@@ -228,18 +213,6 @@ def test_parquet_labels_under_other_names(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="fine and coarse could be labels: pass --label-column fine"):
         open_source(str(tmp_path / "d.parquet"))
-
-
-def test_dataset_json_with_two_labels_for_a_file(tmp_path: Path) -> None:
-    folder(tmp_path / "x", "a.png", "b.png")
-    for labels, error in (([["a.png", 0], ["b.png", 1], ["a.png", 1]], True), ([["a.png", 0], ["a.png", 0]], False)):
-        pairs = labels if error else [*labels, ["b.png", 1]]
-        (tmp_path / "x" / "dataset.json").write_text(json.dumps({"labels": pairs}))
-        if error:
-            with pytest.raises(UserError, match=r"dataset\.json gives a\.png the labels 0 and 1: remove one"):
-                open_source(str(tmp_path / "x"))
-        else:
-            assert open_source(str(tmp_path / "x")).labels().tolist() == [0, 1]
 
 
 def test_classes_in_the_names_of_files(tmp_path: Path) -> None:
