@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +103,3 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def train_in_process(config: Path, run: Path, *more: str) -> int:
     """`train.py` on this process's thread; its exit code."""
     return run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more])
-
-
-def kill_at_checkpoint(config: Path, run: Path, step: int, *more: str) -> None:
-    """Start training, kill -9 it as soon as the checkpoint of `step` is there."""
-    process = start("train.py", "--config", config, "--run-dir", run, *more)
-    wanted = run / "checkpoints" / f"step-{step:08d}.pt"
-    deadline = time.monotonic() + 200
-    while not wanted.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    _, errors = process.communicate()
-    assert wanted.exists(), errors

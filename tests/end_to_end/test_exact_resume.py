@@ -204,9 +204,7 @@ def differences_with(spoilt: str | None, stopped: tuple[Trained, Path, list[str]
 
 
 @pytest.mark.parametrize(("part", "seen"), [("loader", "batches"), ("window", "metrics.jsonl")])
-def test_a_wrong_state_is_seen(
-    part: str, seen: str, stopped: tuple[Trained, Path, list[str]], tmp_path: Path
-) -> None:
+def test_a_wrong_state_is_seen(part: str, seen: str, stopped: tuple[Trained, Path, list[str]], tmp_path: Path) -> None:
     assert seen in differences_with(part, stopped, tmp_path)
 
 

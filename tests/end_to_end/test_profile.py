@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.end_to_end.helpers import differing, state_of, write_config
-from tests.end_to_end.test_train_kill_resume import rows, train_in_process
+from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
 from tests.training.engine.test_profile import phases_of
 from training.engine.profile import WARM_UP
 from utils.script import run_cli

@@ -14,8 +14,6 @@ import generate
 import predict
 from data.reading.dataset import Dataset
 from tests.end_to_end.helpers import events_of, graph_scopes, start, train_in_process, write_config
-from tests.end_to_end.helpers import kill_at_checkpoint as kill_at_checkpoint  # others import them from here
-from tests.end_to_end.helpers import rows as rows
 from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim")

@@ -9,8 +9,8 @@ import torch
 from data.reading.dataset import Dataset
 from data.records import pack_arrays
 from models import convert
-from tests.end_to_end.helpers import differing, state_of, write_config
-from tests.end_to_end.test_train_kill_resume import kill_at_checkpoint, rows, train_in_process
+from tests.end_to_end import ranks
+from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
 from tests.models.official import layouts
 from utils.checkpoint import file_sha256
 from utils.config.yaml_files import read_yaml
@@ -110,7 +110,8 @@ def test_killed_after_a_transfer_and_resumed_equals_straight(tmp_path: Path, don
     config = write_config(tmp_path / "recipe.yaml", "gan", other)
     straight, killed, again = tmp_path / "straight", tmp_path / "killed", tmp_path / "again"
     assert train_in_process(config, straight, "--init-from", str(donor)) == 0
-    kill_at_checkpoint(config, killed, 2, "--init-from", str(donor))
+    argv = ["--config", str(config), "--run-dir", str(killed), "--init-from", str(donor)]
+    ranks.run(argv, tmp_path / "notes", kill_at=3 * 16, saved=2)
     assert train_in_process(config, killed) == 0  # without the option: it is the run's, not the command's
     assert differing(state_of(straight, 8), state_of(killed, 8)) == []
     assert rows(straight) == rows(killed)
@@ -124,7 +125,8 @@ def test_all_processes_start_from_the_same_weights(tmp_path: Path, donor: Path, 
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     more = ["--init-from", str(donor), "--max-steps", "1", "--micro-batch", "8"]
     assert train_in_process(config, tmp_path / "one", *more) == 0
-    assert train_in_process(config, tmp_path / "two", *more, "--procs", "2") == 0
+    argv = ["--config", str(config), "--run-dir", str(tmp_path / "two"), *more]
+    ranks.run(argv, tmp_path / "notes", world=2)
     one, two = state_of(tmp_path / "one", 1), state_of(tmp_path / "two", 1)
     for name in ("generator", "discriminator", "generator_ema"):
         for key, value in one[name].items():

@@ -27,7 +27,7 @@ from inference.influence_scores import (
 from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
 from tests.conftest import sample_images
-from tests.end_to_end.test_train_kill_resume import train_in_process
+from tests.end_to_end.helpers import train_in_process
 from tests.metrics.conftest import gan_run
 from utils.checkpoint import load, newest_first
 from utils.errors import UserError

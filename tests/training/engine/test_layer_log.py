@@ -6,8 +6,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from models.hooks import LayerStatistics
-from tests.end_to_end.helpers import differing, state_of, write_config
-from tests.end_to_end.test_train_kill_resume import train_in_process
+from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.utils.runlog.test_run_log import no_file_larger_than
 from training.base.config import LogConfig
 from training.engine import layer_log

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import train
-from tests.end_to_end.helpers import differing, state_of, write_config
-from tests.end_to_end.test_train_kill_resume import rows, train_in_process
+from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
 from training.engine.loop import Loop
 from training.engine.lr_find import Curve, Sweep, search, valley, write
 from training.engine.metric_window import MetricWindow
