@@ -123,18 +123,16 @@ def line(result: dict[str, Any]) -> str:
     """A result as text."""
     if "error" in result:
         return printable(f"{result['file']}: {result['error']}")
-    found = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
-    text = f"{result['file']}: {found}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
-    return printable(text + (f"; {way(result['counterfactual'])}" if "counterfactual" in result else ""))
-
-
-def way(found: dict[str, Any]) -> str:
-    """A counterfactual as text."""
-    if "error" in found:
-        return f"no counterfactual: {found['error']}"
-    where = "" if found["arrived"] else "never there, at best "
-    change = f"pixels change by {found['pixel_change']:.3f} ({found['image']})"
-    return f"{where}{found['class']} {found['probability']:.3f}, {change}"
+    text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
+    text = f"{result['file']}: {text}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
+    strip = result.get("counterfactual")
+    if strip and "error" in strip:
+        text += f"; no counterfactual: {strip['error']}"
+    elif strip:
+        where = "" if strip["arrived"] else "never there, at best "
+        text += f"; {where}{strip['class']} {strip['probability']:.3f}"
+        text += f", pixels change by {strip['pixel_change']:.3f} ({strip['image']})"
+    return printable(text)
 
 
 if __name__ == "__main__":

@@ -169,12 +169,6 @@ class Editor:
         """Those that directions are learned from: others than the same seed's samples that are shown."""
         return self.starts(label, self.config.samples, seed=seed_of(self.sampler.seed, "edit") % 2**32)
 
-    def _spread(self, *labels: int) -> float:
-        """The length of the deviations within the classes: root of the mean of their variances, of all dimensions."""
-        codes = [self._samples(label).code for label in labels]
-        points = [(code.mean(1) if self.space == "w" else code).float().cpu() for code in codes]
-        return float(torch.stack([p.var(0, correction=0) for p in points]).mean(0).sqrt().double().norm())
-
     def _direction(self, source: int, target: int) -> Direction:
         """The way from a class to another. Raises UserError where there is none."""
         start = Start.join([self._samples(source), self._samples(target)])
@@ -186,7 +180,11 @@ class Editor:
         unit = steer(slopes, pixels, pixel_weight=config.pixel_weight, keep_weight=config.keep_weight)
         if not unit.any():
             raise UserError(f"nothing moves {self.names[source]} towards {self.names[target]}")
-        return Direction(source, target, (unit * self._spread(source, target)).float())
+        codes = [self._samples(label).code for label in (source, target)]
+        points = [(code.mean(1) if self.space == "w" else code).float().cpu() for code in codes]
+        # the length of the deviations within the classes: root of the mean of their variances, of all dimensions
+        spread = float(torch.stack([p.var(0, correction=0) for p in points]).mean(0).sqrt().double().norm())
+        return Direction(source, target, (unit * spread).float())
 
     def _sensitivity(self, start: Start, labels: list[int]) -> tuple[Tensor, Tensor]:
         """How steeply the logits of `labels` rise, float64 [labels, size], and `pixel_rows`, float64 [m, size]."""

@@ -126,12 +126,6 @@ def rate_of(checkpoint: dict[str, Any]) -> float:
         raise UserError(f"{checkpoint.get('file')}: state.optimizer has no rates; use another checkpoint") from None
 
 
-def weights_of(snapshots: Sequence[Snapshot]) -> list[float]:
-    """The checkpoints' shares in a score: their rates, scaled to a sum of 1; equal where all rates are 0."""
-    total = sum(snapshot.rate for snapshot in snapshots)
-    return [snapshot.rate / total if total else 1 / len(snapshots) for snapshot in snapshots]
-
-
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
     """`head_gradients` of uint8 images [n, C, H, W] with labels [n]."""
     device = device_of(model)
@@ -151,9 +145,14 @@ class Part:
 
 
 def passes(snapshots: Sequence[Snapshot], reader: Dataset, *, batch_size: int = 64) -> Iterator[Part]:
-    """All training images, by each checkpoint in turn."""
+    """All training images, by each checkpoint in turn.
+
+    The checkpoints' shares are their rates, scaled to a sum of 1; equal where all rates are 0.
+    """
+    total = sum(snapshot.rate for snapshot in snapshots)
     with Bar(total=len(reader) * len(snapshots), desc="images", unit="image") as bar:
-        for snapshot, share in zip(snapshots, weights_of(snapshots), strict=True):
+        for snapshot in snapshots:
+            share = snapshot.rate / total if total else 1 / len(snapshots)
             model = snapshot.load()
             if model.classes != len(reader.classes):
                 raise UserError(f"the images have {len(reader.classes)} classes, the classifier {model.classes}")

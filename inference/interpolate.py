@@ -150,21 +150,19 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[AddFrame]:
     with building(path) as temporary, av.open(str(temporary), "w", format=kind[1:], options=of_file) as container:
         stream: Any = container.add_stream(codec, rate=fps)
         stream.pix_fmt, stream.options = pixel_format, options
-        convert = _to_yuv if kind == ".mp4" else _Palettes(fps)
+        palettes = _Palettes(fps) if kind == ".gif" else None
 
         def add(frame: np.ndarray) -> None:
             pixels = np.ascontiguousarray(np.broadcast_to(frame, (*frame.shape[:2], 3)))
             pixels = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
             if not stream.codec_context.is_open:
                 stream.height, stream.width = pixels.shape[:2]
-            container.mux(stream.encode(convert(av.VideoFrame.from_ndarray(pixels, format="rgb24"))))
+            picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            yuv = picture.reformat(format="yuv420p", dst_colorspace="itu709") if palettes is None else palettes(picture)
+            container.mux(stream.encode(yuv))
 
         yield add
         container.mux(stream.encode())  # the frames that the encoder still held back
-
-
-def _to_yuv(frame: Any) -> Any:
-    return frame.reformat(format="yuv420p", dst_colorspace="itu709")
 
 
 class _Palettes:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from data.reading.dataset import Dataset, dataset_for_model
 from inference.export.formats import FORMATS, Format, import_extra
-from inference.export.subject import Inputs, Runner, Subject, as_runner, classifier_subject, generator_subject
+from inference.export.subject import (
+    InBfloat16,
+    Inputs,
+    Runner,
+    Subject,
+    as_runner,
+    classifier_subject,
+    generator_subject,
+)
 from inference.settings import ExportConfig
 from utils.errors import TrainingHalted, UserError
 from utils.files import check_writable, replace_file
@@ -116,7 +124,8 @@ def examine(
 
     `exported` is its name, its bytes and how it runs. Raises UserError if the original's own outputs are not finite.
     """
-    networks = {"fp32 eager": subject.network, "folded": subject.fast(), "bf16": subject.in_bfloat16()}
+    bf16 = InBfloat16(subject.fast(), autocast=not subject.is_classifier)  # a classifier whole
+    networks = {"fp32 eager": subject.network, "folded": subject.fast(), "bf16": bf16}
     if not subject.is_classifier:
         del networks["folded"]  # there is nothing to fold
     name, size, run_exported = exported

@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -51,24 +51,19 @@ def write_folder(subject: Subject, path: Path) -> None:
     more: dict[str, Any] = {"programs": {name: list(program.names.values()) for name, program in made.items()}}
     seed = None
     if isinstance(subject.network, Drawing):
-        seed, generator = 0, subject.network.generator
+        seed, generator = 0, cast(Any, subject.network.generator)
         _draw_samples(generator, path / "samples.png")
-        more |= {"z_dim": generator.z_dim, "noise": _noise_names(generator)}
-        more |= {"num_ws": generator.num_ws} if generator.has_styles else {}
+        more |= {"z_dim": generator.z_dim, "noise": []}
+        if generator.has_styles:  # the stored maps by their names in the state, in the order of the layers
+            names = {id(x): name for name, x in generator.named_buffers()}
+            more["noise"] = [names[id(layer.noise_const)] for layer in generator.styled_layers()]
+            more["num_ws"] = generator.num_ws
     config = described(subject.checkpoint, licence=subject.licence, more=more)
     if not config["figures"]:
         say("note: the card has no figures; evaluate.py --checkpoint RUN finds some, which the next export takes up")
     texts = {"config.json": json.dumps(config, indent=1, allow_nan=False) + "\n", PAGE: inspect.getsource(page)}
     for name, text in (texts | {"README.md": readme(subject.title, config, seed=seed)}).items():
         (path / name).write_text(text, encoding="utf-8")
-
-
-def _noise_names(generator: Any) -> list[str]:
-    """The stored noise maps by their names in the state, in the order of the layers; none without styles."""
-    if not generator.has_styles:
-        return []
-    names = {id(x): name for name, x in generator.named_buffers()}
-    return [names[id(layer.noise_const)] for layer in generator.styled_layers()]
 
 
 def _draw_samples(network: Any, path: Path) -> None:

@@ -83,10 +83,6 @@ class Subject:
         """The network with BatchNorm folded; a generator, which has none, itself."""
         return fold_batchnorm(self.network) if self.is_classifier else self.network
 
-    def in_bfloat16(self) -> nn.Module:
-        """The fast network in bfloat16: a classifier whole, a generator as autocast has it."""
-        return InBfloat16(self.fast(), autocast=not self.is_classifier)
-
     def rows(self, count: int) -> Inputs:
         """Inputs of `count` rows, those of the check over and over."""
         columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]

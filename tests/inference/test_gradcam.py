@@ -298,7 +298,6 @@ def test_refusals(tmp_path, capsys, more, told):
     ],
 )
 def test_the_layer_that_is_looked_at_unasked_has_places_to_tell_apart(stem, side, layer):
-    """U19."""
     model = Classifier(ModelConfig(stem=stem), channels=1, classes=3, resolution=side)
     assert predictions.default_layer(model) == layer
     assert model.training  # as it was

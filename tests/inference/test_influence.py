@@ -1,6 +1,7 @@
 """Per-sample gradients against loops of backward passes, influence against its definition, and wrong labels found."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,6 @@ from inference.influence_scores import (
     rate_of,
     sample_gradients,
     suspicion,
-    weights_of,
 )
 from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
@@ -75,7 +75,7 @@ def loop_of_backwards(model, images, labels, names):
 
 @pytest.mark.parametrize("chunk", [None, 1, 2])
 def test_sample_gradients_are_those_of_single_backward_passes(chunk):
-    """N9: by a loop (None, on a CPU) and by vmap."""
+    """By a loop (None, on a CPU) and by vmap."""
     model, (images, labels) = net(), batch()
     names = [name for name, _ in model.named_parameters()]
     expected = loop_of_backwards(model, images, labels, names)
@@ -108,7 +108,6 @@ def test_a_model_in_training_mode_is_refused():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_heads_closed_form_is_what_autograd_finds(bias):
-    """N9."""
     model, (images, labels) = net(bias=bias), batch()
     names = ["fc.weight", "fc.bias"][: 1 + bias]
     each = sample_gradients(model, images, labels, names)
@@ -200,6 +199,8 @@ def test_influence_is_its_definition(flipped):
             own = loop_of_backwards(model, inputs[1:2], torch.tensor([2]), names)[0]
             expected += rate / sum(rates) * (loop_of_backwards(model, inputs, labels, names) @ own)
         torch.testing.assert_close(scores[[3, 100, 201]], expected, rtol=1e-3, atol=1e-6 * scores.abs().max().item())
+        without_rates = [replace(snapshot, rate=0.0) for snapshot in snapshots]
+        assert {part.share for part in passes(without_rates, reader, batch_size=240)} == {1 / 3}
 
 
 def test_a_step_on_a_helpful_image_lowers_the_loss():
@@ -218,12 +219,7 @@ def test_a_step_on_a_helpful_image_lowers_the_loss():
         assert (before - after) / 1e-6 == pytest.approx(score, rel=1e-4)
 
 
-def test_weights_of_checkpoints():
-    def snapshots(*rates):
-        return [Snapshot(rate, lambda: None) for rate in rates]  # type: ignore[arg-type, return-value]
-
-    assert weights_of(snapshots(0.3, 0.1)) == pytest.approx([0.75, 0.25])
-    assert weights_of(snapshots(0.0, 0.0)) == [0.5, 0.5]
+def test_the_largest_scores_and_the_rate_without_an_optimizer():
     assert rate_of({"state": {}}) == 1
     assert most(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
 
