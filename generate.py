@@ -174,8 +174,7 @@ def project(options: Namespace) -> str:
     from inference import projection
 
     target = projection.read_target(options.image, checkpoint, resize=options.resize)
-    how = {"space": options.space, "features": options.features, "weights": options.weights, "save_to": options.save}
-    lines = projection.project(sampler, checkpoint["classes"], target, options.out, config, **how)
+    lines = projection.project(sampler, checkpoint["classes"], target, options.out, config, save_to=options.save)
     return "\n".join([*lines, f"wrote {options.out}" + (f" and {options.save}" if options.save else "")])
 
 

@@ -194,9 +194,6 @@ def find(
     target: Tensor,  # uint8 [1, C, H, H]
     config: ProjectionConfig,
     *,
-    space: str = "both",  # one of SPACES; w+ starts where w ended if both are searched
-    features: str | None = None,  # one of FEATURES; None: resnet50 where its weights are, else pixels
-    weights: str | Path | None = None,  # of the features
     tick: Callable[[], object] = lambda: None,  # called after each step
 ) -> Found:
     """Search. Of several chosen classes the one whose mean image looks most like the target is where it starts.
@@ -204,7 +201,7 @@ def find(
     Raises UserError for a generator without w, and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
-    network = build_features(features, weights, sampler.device)
+    network = build_features(config.features, config.weights, sampler.device)
     if network is None and config.pixel_weight == 0:
         raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1
@@ -213,7 +210,7 @@ def find(
     projector = Projector(generator, distance, config, seed=sampler.seed)
     start = projector.start(sampler.chosen)
     spaces: dict[str, Projection] = {}
-    for name in SPACES[space]:
+    for name in SPACES[config.space]:
         before = next(reversed(spaces.values()), start)
         spaces[name] = projector.search(name, before, refine=bool(spaces), tick=tick)
     return Found(projector.label, start, spaces)
@@ -226,14 +223,11 @@ def project(
     out: Path,
     config: ProjectionConfig,
     *,
-    space: str = "both",
-    features: str | None = None,
-    weights: str | Path | None = None,
     save_to: Path | None = None,  # a .safetensors file for what was found
 ) -> list[str]:
     """`find`, and a PNG of the target and what was found, with its distances; returns lines that say the same."""
-    with Bar(total=config.steps * len(SPACES[space]), desc="projecting", unit="step", delay=1) as bar:
-        result = find(sampler, target, config, space=space, features=features, weights=weights, tick=bar.update)
+    with Bar(total=config.steps * len(SPACES[config.space]), desc="projecting", unit="step", delay=1) as bar:
+        result = find(sampler, target, config, tick=bar.update)
     spaces = result.spaces
     label = "" if result.label is None else names[result.label]
     heads = ["target", *("\n".join([name, *nearest.distances]) for name, nearest in spaces.items())]

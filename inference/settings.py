@@ -33,6 +33,9 @@ class FilmConfig:
 class ProjectionConfig:
     """How a projection searches."""
 
+    space: str = "both"  # one of SPACES; w+ starts where w ended if both are searched
+    features: str | None = None  # one of FEATURES; None: resnet50 where its weights are, else pixels
+    weights: str | Path | None = None  # of the features
     steps: int = 500  # of each of the two searches
     lr: float = 0.1  # Adam's, at its highest
     shake: float = 0.05  # w's noise at the start, in units of the spread of w

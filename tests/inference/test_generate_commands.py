@@ -269,7 +269,6 @@ def test_a_checkpoint_without_word_of_its_data(tmp_path):
 
 
 def test_a_projection_without_weights_compares_pixels_and_says_so(runs, sample_image, tmp_path, capsys, no_weights):
-    """U11: it failed for a file that nobody had spoken of."""
     options = ["--image", sample_image, "--steps", 2, "--space", "w"]
     assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "a.png", *options) == 0
     told = capsys.readouterr()

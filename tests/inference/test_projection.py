@@ -177,12 +177,6 @@ def test_noise_is_searched_for_if_asked(generator, own):
     assert projector(generator, own, noise_mode="none").start([0]).noise == "none"
 
 
-def test_steps_are_counted(generator, own):
-    search, ticks = projector(generator, own, steps=7), []
-    search.search("w", search.start([0]), tick=lambda: ticks.append(1))
-    assert len(ticks) == 7
-
-
 def test_float64_is_searched_in_float64(monkeypatch):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
