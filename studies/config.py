@@ -35,13 +35,6 @@ class StudyData(Config):
         if self.held_out + self.held_back >= 1:
             raise UserError("held_out and held_back leave no image to train on; make their sum less than 1")
 
-    def check_source(self) -> None:
-        """Raise UserError unless exactly one kind of images is named."""
-        if (self.source is None) == (self.path is None):
-            raise UserError("data: give either source (a named set) or path and test_path (packed files)")
-        if (self.path is None) != (self.test_path is None):
-            raise UserError("data.path and data.test_path: give both, the packed training and test images")
-
 
 class Recipe(Config):
     """What is trained, and how it differs from a recipe of configs/."""
@@ -78,7 +71,11 @@ class StudyConfig(Config):
     quick: dict[str, Any] = {}
 
     def check(self) -> None:
-        self.data.check_source()
+        data = self.data
+        if (data.source is None) == (data.path is None):
+            raise UserError("data: give either source (a named set) or path and test_path (packed files)")
+        if (data.path is None) != (data.test_path is None):
+            raise UserError("data.path and data.test_path: give both, the packed training and test images")
         for name in ("classifier", "gan"):
             recipe: Recipe = getattr(self, name)
             if not recipe.config and recipe.run is None:

@@ -9,7 +9,7 @@ import yaml
 from data.reading.dataset import Dataset
 from data.records import pack_arrays
 from studies.augment import sample_counts
-from studies.config import StudyData, quickened, tokens
+from studies.config import StudyConfig, StudyData, quickened, tokens
 from studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, divide, expected_counts, make_parts, training_counts
 from tests.conftest import REPOSITORY
 from training.engine.tasks import build_run_config
@@ -119,4 +119,4 @@ def test_off_in_a_recipes_overrides_stays_off():
 )
 def test_data_that_cannot_be_is_refused(settings, words):
     with pytest.raises(UserError, match=words):
-        StudyData(**settings).check_source()
+        StudyConfig(data=StudyData(**settings))
