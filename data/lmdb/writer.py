@@ -274,6 +274,8 @@ def _writing(path: Path) -> Iterator[None]:
     """What the disk refuses inside becomes a UserError."""
     try:
         yield
+    except bounded.Refused as error:
+        raise UserError(f"{path}: {error}; choose another name, or remove what is there") from None
     except (lmdb.Error, OSError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot write ({why}); free some space or choose another folder") from None
