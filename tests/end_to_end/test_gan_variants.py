@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+import evaluate
 import generate
 import train
+from models.restore import generator_from
 from tests.end_to_end.helpers import differing, graph_scopes, state_of
+from utils.checkpoint import load, resolve
 from utils.script import run_cli
 
 NETS = """
@@ -43,6 +46,7 @@ micro_batch: 4
     + """
 loss: {objective: wasserstein, gradient_penalty_weight: 10, r1_gamma: 0.1, r1_interval: 2}
 """,
+    "unconditional": NETS + "conditional: false",  # of labelled images
     "progressive": NETS + "progressive: {start: 8, fade_kimg: 0.024, stable_kimg: 0.016, batch_sizes: {8: 16}}",
 }
 COMMON = """
@@ -86,6 +90,15 @@ def test_a_variant_trains_resumes_and_is_used(
         assert 0 < strengths[0] < strengths[-1] <= 0.5
     if name == "wasserstein":
         assert {"loss/gradient_penalty"} <= named
+    if name == "unconditional":
+        held = load(resolve(straight))
+        assert (held["classes"], held["shape"]["classes"], generator_from(held).classes) == ([], 0, 0)
+        run(evaluate.main, "--checkpoint", straight, "--extractor", "pixels", "--n", "20", "--out", tmp_path / "out")
+        document = json.loads((tmp_path / "out" / "metrics.json").read_text())
+        assert document["recognised"] is None
+        refused = ["grid", "--checkpoint", str(straight), "--out", str(tmp_path / "x.png"), "--classes", "a"]
+        assert run_cli(generate.main, refused) == 2
+        assert "this generator is unconditional" in capsys.readouterr().err
     if name == "progressive":
         images = [row["images"] for row in rows if "images" in row]
         assert images == [24, 40, 56, 64]  # 16 at 8 px are one step, then steps of 8 fade 16 px in

@@ -203,6 +203,14 @@ class RunConfig(Config):
         """Samples of the smallest forward pass that is tried; larger ones hold a multiple of it."""
         return 2  # BatchNorm has no statistics of one, and pairs are mixed
 
+    def shape(self, reader: Any) -> dict[str, int]:
+        """What networks for the images of `reader` are built from, and a checkpoint's models again."""
+        return {
+            "channels": reader.meta.channels,
+            "classes": len(reader.meta.classes),
+            "resolution": reader.resolution,
+        }
+
     def for_trial(self, samples: int) -> Self:
         """The config of a task that makes a few steps of so many samples, beyond the run's, to be measured."""
         return self.changed(

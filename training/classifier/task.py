@@ -68,7 +68,7 @@ class ClassifierTask(Task):
         self.micro = MicroBatch(config.micro_batch, self.share)
         self.first = collectives.rank() * self.share
         meta = reader.meta
-        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
+        self.shape = config.shape(reader)
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
         if config.model.weights is not None:

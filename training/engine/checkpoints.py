@@ -52,7 +52,7 @@ class CheckpointManager:
             "task": self.config.task,
             "step": step,
             "config": to_tree(self.config),
-            "classes": list(meta.classes),
+            "classes": list(meta.classes)[: about["shape"]["classes"]],  # none of an unconditional generator
             "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
             "lineage": self.lineage.document(),
             "versions": self._versions or versions(),

@@ -107,7 +107,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         val_reader = data.open_held_out(config.data, reader)
         data.check_data(config, reader, val_reader)
     data.check_same_images(config.data, reader, val_reader)
-    shape = {"channels": reader.meta.channels, "classes": len(reader.meta.classes), "resolution": reader.resolution}
+    shape = config.shape(reader)
     with collectives.raising_together():  # before anything of the configured sizes is made; machines differ
         preflight.check_memory(config, partial(entry.outline, config, shape), shape, device)
     choice = speed.choose(config, reader, device, kept=began_in == config.precision)
@@ -122,7 +122,8 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     taken = None
     if donor is not None:
         resolution = task.shape["resolution"]
-        taken = transfer.transfer(donor, task.registry(), resolution=resolution, classes=reader.meta.classes)
+        classes = reader.meta.classes[: task.shape["classes"]]  # none, if it is unconditional
+        taken = transfer.transfer(donor, task.registry(), resolution=resolution, classes=classes)
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
     takes = speed.forecast(choice, task.images_at(config.steps))

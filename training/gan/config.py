@@ -92,6 +92,7 @@ class GanConfig(RunConfig):
 
     task: Literal["gan"] = "gan"
     architecture: str = DEFAULT  # of both networks: stylegan2, r3gan or dcgan
+    conditional: bool = True  # on the images' classes, where they have some; false: labels are not looked at
     generator: GeneratorConfig = GeneratorConfig()
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
     loss: GanLossConfig = GanLossConfig()
@@ -120,6 +121,9 @@ class GanConfig(RunConfig):
                 f"ada.mode adaptive reads the sign of D(real), which means nothing with loss.objective "
                 f"{self.loss.objective}: take ada.mode fixed or scheduled"
             )
+        for key in ("classifier", "mismatch_weight", "auxiliary_weight"):
+            if getattr(self.loss, key) and not self.conditional:
+                raise UserError(f"conditional false: loss.{key} needs the classes; leave it out")
         if "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name):
             raise UserError("optimizer muon is for classifiers: take adam for a GAN")
         if self.data.synthetic.weight != 1:
@@ -151,6 +155,9 @@ class GanConfig(RunConfig):
     def smallest_batch(self) -> int:
         matching = self.loss.feature_matching_group if self.loss.feature_matching_weight else 1
         return lcm(self.discriminator.group, matching, 2)  # path lengths are of half a batch
+
+    def shape(self, reader: Any) -> dict[str, int]:
+        return super().shape(reader) | ({} if self.conditional else {"classes": 0})
 
     def for_trial(self, samples: int) -> Self:
         """Of the full networks, as in a growing run's last stage."""

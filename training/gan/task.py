@@ -58,18 +58,17 @@ class GanTask(Task):
     def __init__(self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device) -> None:
         self.stages = config.stages(reader.resolution)
         config.check_batches(self.stages, collectives.world_size())
-        if val_reader is not None and val_reader.classes and reader.classes:  # its evaluation draws samples by label
-            check_same_classes(config.data, reader, val_reader)
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
-        meta = reader.meta
-        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
+        self.shape = config.shape(reader)
+        if val_reader is not None and val_reader.classes and self.shape["classes"]:  # samples are drawn by its labels
+            check_same_classes(config.data, reader, val_reader)
         self._stage = self.stages.at(0)
         self._build_networks()
         self.precision = Precision(config.precision, device)
         kimg = config.schedule_kimg  # in which scheduled settings reach their ends
         schedule_images = self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
         draws = GanDraws(config.seed, device, label_shares(config.data, reader))
-        given: Any = {"seed": config.seed, "channels": meta.channels, "device": device}
+        given: Any = {"seed": config.seed, "channels": self.shape["channels"], "device": device}
         transfer = config.init_from is not None
         ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=transfer)
         networks = (self.generator, self.discriminator)
@@ -86,7 +85,7 @@ class GanTask(Task):
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         # now, not at the first evaluation: it may be refused
-        given = {"device": device, "channels": meta.channels, "weights": config.evaluation.weights}
+        given = {"device": device, "channels": self.shape["channels"], "weights": config.evaluation.weights}
         self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], **given))
 
     @staticmethod
