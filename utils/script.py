@@ -56,7 +56,7 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
             return code or EXIT_USER
         return code
     except BrokenPipeError:  # the reader of our output has seen enough: `| head`
-        silence_stdout()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is still buffered goes
         return 128 + signal.SIGPIPE
     except Expected as error:
         if debug:
@@ -140,11 +140,6 @@ def lost() -> str:
     if not isinstance(file, _Tolerant) or file.refused is None or file.refused.errno in GONE:
         return ""
     return str(file.refused.strerror)
-
-
-def silence_stdout() -> None:
-    """Let what is still buffered go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told_once(kind: type[BaseException], error: BaseException, where: types.TracebackType | None) -> None:

@@ -17,6 +17,15 @@ FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Arit
 ADAM = {"step", "exp_avg", "exp_avg_sq"}
 # of a group of parameters: what torch does not fill in itself
 NEEDED = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "counters"}
+LIKE: tuple[tuple[Any, Any, str], ...] = (  # the kind of our own value, what goes for it, in words
+    (dict, dict, "a mapping of names"),
+    ((list, tuple), (list, tuple), "a list"),
+    (bool, bool, "true or false"),
+    (str, str, "text"),
+    (int, int, "a whole number"),
+    (float, (int, float), "a number"),
+    (type(None), (type(None), int, float), "a number or nothing"),
+)
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -36,23 +45,16 @@ def check_tensors(name: str, state: Any, wanted: Mapping[str, Tensor] | None = N
         if not isinstance(key, str):
             raise Unfit(f"a key of {name}", key, "a name")
         check_tensor(f"{name}.{key}", value)
-    if wanted is None:
-        return
-    for key, own in wanted.items():
+        if wanted is not None and key not in wanted:
+            raise ValueError(f"{name}.{key} is none of the network's")
+    for key, own in (wanted or {}).items():
         if key not in state:
             raise ValueError(f"{name}.{key} is missing")
-        _same(f"{name}.{key}", state[key], own)
-    extra = next((key for key in state if key not in wanted), None)
-    if extra is not None:
-        raise ValueError(f"{name}.{extra} is none of the network's")
-
-
-def _same(name: str, value: Tensor, own: Tensor) -> None:
-    if own.dtype == torch.get_default_dtype() != value.dtype == torch.float32:
-        own = own.float()  # a program in float64 loads what was stored in float32
-    there, here = ([str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in (value, own))
-    if there != here:
-        raise ValueError(f"{name} is {there[0]} {there[1:]}, but must be {here[0]} {here[1:]}")
+        if own.dtype == torch.get_default_dtype() != state[key].dtype == torch.float32:
+            own = own.float()  # a program in float64 loads what was stored in float32
+        there, here = ([str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in (state[key], own))
+        if there != here:
+            raise ValueError(f"{name}.{key} is {there[0]} {there[1:]}, but must be {here[0]} {here[1:]}")
 
 
 def loaded(build: Callable[[], nn.Module], checkpoint: Mapping[str, Any], part: str, file: str) -> nn.Module:
@@ -89,19 +91,18 @@ def check_part(name: str, part: Any, state: Any) -> None:
     if isinstance(network, nn.Module) and own and all(isinstance(value, Tensor) for value in own.values()):
         check_tensors(name, state, own)
     elif isinstance(own, dict) and "param_groups" in own:
-        check_optimizer(name, own, state)
+        _check_optimizer(name, own["param_groups"], state)
     else:
         check_like(name, own, state)
 
 
-def check_optimizer(name: str, own: Mapping[str, Any], state: Any) -> None:
+def _check_optimizer(name: str, known_groups: list[dict[str, Any]], state: Any) -> None:
     """Groups and tensors of torch's optimizers. Whether the groups are the same ones is for who loads them."""
-    if not isinstance(state, dict):
-        raise Unfit(name, state, "a mapping of names")
+    check_like(name, {"": None}, state)
     groups, tensors = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise Unfit(f"{name}.param_groups", groups, "a list of groups")
-    for place, (group, known) in enumerate(zip(groups, own["param_groups"], strict=False)):
+    for place, (group, known) in enumerate(zip(groups, known_groups, strict=False)):
         missing = next((key for key in known if key in NEEDED and key not in group), None)
         if missing is not None:
             raise ValueError(f"{name}.param_groups[{place}].{missing} is missing")
@@ -143,30 +144,20 @@ def check_like(name: str, own: Any, value: Any) -> None:
         check_tensor(name, value)
         if value.shape != own.shape:
             raise ValueError(f"{name} has the shape {list(value.shape)}, but must have {list(own.shape)}")
-    elif isinstance(own, dict):
-        if not isinstance(value, dict):
-            raise Unfit(name, value, "a mapping of names")
+        return
+    accepted, words = next(like[1:] for like in LIKE if isinstance(own, like[0]))
+    unfit_number = isinstance(value, int) and (isinstance(value, bool) != isinstance(own, bool) or abs(value) >= 2**63)
+    if not isinstance(value, accepted) or unfit_number:
+        raise Unfit(name, value, words)
+    if isinstance(own, dict):
         for key, item in value.items():
-            if key in own:
+            if not own:
+                check_like(f"{name}.{key}", 0.0, item)
+            elif key in own:
                 check_like(f"{name}.{key}", own[key], item)
-            elif not own and (isinstance(item, bool) or not isinstance(item, (int, float))):
-                raise Unfit(f"{name}.{key}", item, "a number")
     elif isinstance(own, (list, tuple)):
-        if not isinstance(value, (list, tuple)):
-            raise Unfit(name, value, "a list")
         kinds = {type(item) for item in own} or {int, float, str}
         kinds |= {int, float} if kinds & {int, float} else set()
         for place, item in enumerate(value):
             if type(item) not in kinds:
                 raise Unfit(f"{name}[{place}]", item, "of the type of its fellows")
-    elif isinstance(own, (bool, str)):
-        if type(value) is not type(own):
-            raise Unfit(name, value, "text" if isinstance(own, str) else "true or false")
-    elif isinstance(own, int):
-        if type(value) is not int or not -(2**63) <= value < 2**63:
-            raise Unfit(name, value, "a whole number")
-    elif isinstance(own, float):
-        if type(value) not in (int, float):
-            raise Unfit(name, value, "a number")
-    elif own is None and not (value is None or isinstance(value, (int, float))):
-        raise Unfit(name, value, "a number or nothing")

@@ -34,44 +34,43 @@ def hyphens(text: str) -> str:
 
 def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
     """`" (did you mean 'x'?)"` when a known name is near, else an empty string. A mapping: what is shown for a name."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    shown = [known[key] if isinstance(known, Mapping) else key for key in near]
-    return f" (did you mean {shown[0]!r}?)" if near else ""
+    labels = known if isinstance(known, Mapping) else dict(zip(known, known, strict=True))
+    near = difflib.get_close_matches(name, labels, n=1, cutoff=0.6)
+    return f" (did you mean {labels[near[0]]!r}?)" if near else ""
 
 
-# what people type -> the key that is meant, without its section, or a sentence that says what to give
-MEANT = {
-    **dict.fromkeys(
-        ("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"),
-        "a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of "
-        "images / batch_size steps (the plan of --dry-run has both)",
-    ),
-    **dict.fromkeys(("learning_rate", "base_lr", "max_lr", "peak_lr"), "lr"),
-    **dict.fromkeys(("freeze", "frozen", "freeze_backbone", "freeze_layers"), "finetune.freeze"),
-    **dict.fromkeys(("pretrained", "pretrained_weights", "checkpoint_path", "initial_checkpoint"), "model.weights"),
-    **dict.fromkeys(("arch", "backbone", "model_name", "network"), "model.name"),
-    **dict.fromkeys(("num_classes", "n_classes"), "model.classes"),
-    **dict.fromkeys(("smoothing", "ls"), "loss.label_smoothing"),
-    **dict.fromkeys(("iters", "iterations", "max_iter", "max_iters", "num_steps", "total_steps", "n_iter"), "steps"),
-    **dict.fromkeys(("bs", "batch", "batchsize", "train_batch_size"), "batch_size"),
-    **dict.fromkeys(("wd", "l2"), "weight_decay"),
-    **dict.fromkeys(("image_size", "img_size", "imgsz", "resolution", "size"), "data.resolution"),
-    **dict.fromkeys(("num_workers", "n_workers"), "data.workers"),
-    **dict.fromkeys(("data_dir", "dataset", "train_path", "train_dir", "root"), "data.path"),
-    **dict.fromkeys(("val_dir", "val_data", "validation_path", "test_path"), "data.val_path"),
-    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision", "dtype"), "precision"),
-    **dict.fromkeys(("gamma", "r1", "r1_weight", "lambda_gp"), "loss.r1_gamma"),
-    **dict.fromkeys(("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val"), "clip_norm"),
-    **dict.fromkeys(("warmup", "warmup_epochs"), "warmup_steps"),
-    **dict.fromkeys(("scheduler", "sched", "lr_scheduler"), "schedule"),
-    **dict.fromkeys(("opt", "optim"), "optimizer.name"),
-    **dict.fromkeys(("mirror", "hflip", "horizontal_flip", "random_flip"), "augment.flip"),
-    **dict.fromkeys(("aug", "augmentation"), "ada.mode"),
-    **dict.fromkeys(("latent_dim", "nz", "z_size"), "z_dim"),
-    **dict.fromkeys(("save_every", "save_interval", "snap"), "checkpoint.every"),
-    **dict.fromkeys(("log_every", "log_interval"), "log.every"),
-    **dict.fromkeys(("eval_every", "eval_interval", "val_interval"), "evaluation.every"),
-}
+IN_STEPS = """a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of \
+images / batch_size steps (the plan of --dry-run has both)"""
+# the key that is meant, without its section: what people type
+MEANT = """
+steps: iters iterations max_iter max_iters num_steps total_steps n_iter
+batch_size: bs batch batchsize train_batch_size
+precision: amp fp16 bf16 mixed_precision dtype
+lr: learning_rate base_lr max_lr peak_lr
+warmup_steps: warmup warmup_epochs
+schedule: scheduler sched lr_scheduler
+optimizer.name: opt optim
+weight_decay: wd l2
+clip_norm: grad_clip clip_grad max_grad_norm gradient_clip_val
+model.name: arch backbone model_name network
+model.weights: pretrained pretrained_weights checkpoint_path initial_checkpoint
+model.classes: num_classes n_classes
+finetune.freeze: freeze frozen freeze_backbone freeze_layers
+z_dim: latent_dim nz z_size
+loss.r1_gamma: gamma r1 r1_weight lambda_gp
+loss.label_smoothing: smoothing ls
+augment.flip: mirror hflip horizontal_flip random_flip
+ada.mode: aug augmentation
+data.path: data_dir dataset train_path train_dir root
+data.val_path: val_dir val_data validation_path test_path
+data.resolution: image_size img_size imgsz resolution size
+data.workers: num_workers n_workers
+checkpoint.every: save_every save_interval snap
+log.every: log_every log_interval
+evaluation.every: eval_every eval_interval val_interval
+"""
+SYNONYMS = {word: row.split(":")[0] for row in MEANT.splitlines() for word in row.split()[1:]}
+SYNONYMS |= dict.fromkeys(("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"), IN_STEPS)
 
 
 class UnknownKey(UserError):
@@ -80,11 +79,11 @@ class UnknownKey(UserError):
     def __init__(self, source: str, name: str, known: Sequence[str], options: Sequence[str] = ()) -> None:
         self.source, self.name, self.known = source, name, known
         section, _, leaf = name.rpartition(".")
-        meant = MEANT.get(leaf, leaf)
+        meant = SYNONYMS.get(leaf, leaf)
         if " " in meant:
             super().__init__(f"{source}: there is no {name}; {meant}")
             return
-        keys = [key for key in known if f".{key}".endswith(f".{meant}")] if leaf in MEANT or not section else []
+        keys = [key for key in known if f".{key}".endswith(f".{meant}")] if leaf in SYNONYMS or not section else []
         keys = [key for key in keys if section and key.startswith(f"{section}.")] or keys
         if keys:
             hint = f" (did you mean {' or '.join(map(repr, keys))}?)"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 PATIENCE = timedelta(hours=6)  # for what rank 0 does alone, as long as it is alive
 LOOK_SECONDS = 10.0  # how often a rank that waits so long looks whether the others are alive
 
-_control: dist.ProcessGroup | None = None  # None: the default group
-_patient: dist.ProcessGroup | None = None
+_control: Any = None  # a process group; None: the default one
+_patient: Any = None
 _look: Callable[[], object] | None = None
 _alone = False
 
@@ -116,14 +116,9 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
         # with a device given, NCCL refuses tensors of other devices; a process with several devices must not give one
         device_id=None if device.type == "cpu" or several else device,
     )
-    _patient = _gloo_group(PATIENCE)
+    _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     if backend != "gloo":
-        _control = _gloo_group(timeout)
-
-
-def _gloo_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    return group if isinstance(group, dist.ProcessGroup) else None
+        _control = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def set_timeout(seconds: float) -> None:
@@ -132,14 +127,10 @@ def set_timeout(seconds: float) -> None:
     """
     if world_size() == 1:
         return
-    if _control is not None:
-        _set_group_timeout(timedelta(seconds=seconds), _control)
-    _set_group_timeout(timedelta(seconds=seconds if _control is None else 2 * seconds), None)
-
-
-def _set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # younger than torch 2.11
-    setter(timeout, group)
+    if _control is not None:
+        setter(timedelta(seconds=seconds), _control)
+    setter(timedelta(seconds=seconds if _control is None else 2 * seconds), None)
 
 
 def watch_while_waiting(look: Callable[[], object] | None) -> None:
@@ -152,9 +143,8 @@ def is_peer_error(error: BaseException) -> bool:
     """Whether `error` is a collective operation's, because another rank is gone or does not answer."""
     if isinstance(error, (PeerLost, dist.DistError)):
         return True
-    told = str(error)
     signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-    return world_size() > 1 and isinstance(error, RuntimeError) and any(sign in told for sign in signs)
+    return world_size() > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def stop(*, lost: bool = False) -> None:
@@ -183,10 +173,10 @@ def group(device: torch.device) -> Iterator[None]:
         if not is_peer_error(error):
             lost = getattr(error, "of_rank", None) is None  # else all leave
             raise
-        told = str(error).strip().splitlines()[0]
-        reason = f"another process is gone or does not answer ({told}); {AGAIN}"
+        why = str(error).strip().splitlines()[0]
+        reason = f"another process is gone or does not answer ({why}); {AGAIN}"
         # our launcher tells of those that are gone
-        raise TrainingHalted(reason, rank_specific=True, quiet=LAUNCHED in os.environ and "peer" in told) from error
+        raise TrainingHalted(reason, rank_specific=True, quiet=LAUNCHED in os.environ and "peer" in why) from error
     finally:
         stop(lost=lost)
 
@@ -231,51 +221,35 @@ def broadcast_object(value: T) -> T:
 
 def from_main_process(action: Callable[[], T]) -> T:
     """Rank 0's result of `action()` (plain data) on every rank; its UserError is raised on all of them."""
-    if world_size() == 1:
-        return action()
-    outcome: tuple[T | None, UserError | None] = (None, None)
-    if is_main():
-        try:
-            outcome = (action(), None)
-        except UserError as error:
-            outcome = (None, error)
-    barrier()  # waits longer than a broadcast would
-    value, problem = broadcast_object(outcome)
-    if problem is not None:
-        problem.of_rank = 0
-        raise problem
-    return value  # type: ignore[return-value]
+    value: T | None = None
+    with raising_together():
+        if is_main():
+            value = action()
+    return broadcast_object(value)  # type: ignore[return-value]
 
 
-def gather_objects(value: T) -> list[T]:
-    """Every rank's object (plain data), on every rank."""
+def gather_objects(value: T, *, patient: bool = True) -> list[T]:
+    """Every rank's object (plain data), on every rank; if `patient` one may take longer than the timeout."""
     if world_size() == 1:
         return [value]
-    barrier()  # waits longer than a gather would
-    found: list[T | None] = [None] * world_size()
-    dist.all_gather_object(found, value, group=_control)
-    return found  # type: ignore[return-value]
+    if patient:
+        barrier()
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, value, group=_control)
+    return everyone
 
 
 def gather_to_main(action: Callable[[], T]) -> list[T]:
     """Every rank's result of `action()` (plain data, tensors on the CPU) on rank 0, in the ranks' order; nothing on the
     others. The lowest rank's UserError is raised on all. A rank that does not come within the timeout is lost.
     """
+    with raising_together(patient=False):
+        result = action()
     if world_size() == 1:
-        return [action()]
-    own: T | None = None
-    problem: UserError | None = None
-    try:
-        own = action()
-    except UserError as error:
-        problem = error
-    if all_reduce_max(int(problem is not None)):
-        with raising_together():
-            if problem is not None:
-                raise problem
-    found: list[T | None] | None = [None] * world_size() if is_main() else None
-    dist.gather_object(own, found, group=_control)
-    return found or []  # type: ignore[return-value]
+        return [result]
+    everyone: list[Any] | None = [None] * world_size() if is_main() else None
+    dist.gather_object(result, everyone, group=_control)
+    return everyone or []
 
 
 def main_first(action: Callable[[], T]) -> T:
@@ -291,14 +265,16 @@ def main_first(action: Callable[[], T]) -> T:
 
 
 @contextmanager
-def raising_together() -> Iterator[None]:
+def raising_together(*, patient: bool = True) -> Iterator[None]:
     """Around work without collective operations: the lowest rank's UserError is raised on all ranks."""
     own: UserError | None = None
     try:
         yield
     except UserError as error:
         own = error
-    for number, problem in enumerate(gather_objects(own)):
+        if world_size() == 1:
+            raise
+    for number, problem in enumerate(gather_objects(own, patient=patient)):
         if problem is not None:
             problem.of_rank = number
             raise problem
@@ -361,10 +337,6 @@ def unequal_ranks(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -
     everyone = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(everyone, own)
     table = torch.stack(everyone).cpu()  # [ranks, parts]
-    found = {}
-    for column, name in enumerate(parts):
-        usual = table[:, column].mode().values if world_size() > 2 else table[0, column]
-        others = (table[:, column] != usual).nonzero().flatten().tolist()
-        if others:
-            found[name] = others
-    return found
+    usual = table.mode(0).values if world_size() > 2 else table[0]
+    ranks = {name: unlike.nonzero().flatten().tolist() for name, unlike in zip(parts, (table != usual).T, strict=True)}
+    return {name: those for name, those in ranks.items() if those}

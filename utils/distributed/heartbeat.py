@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from utils.processes import process_state
 
+FILE = "rank-{}.json"
 KEYS = {"pid", "host", "step", "beats", "left", "lost_peer"}
 INTERVAL = 3.0  # seconds between two signs of life
 LOOK = 0.2  # seconds between two looks at them
@@ -39,7 +40,8 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path, rank: int, *, parent: int | None = None, interval: float = INTERVAL) -> None:
-        self.path, self.rank, self.parent, self.interval = _file(folder, rank), rank, parent, interval
+        self.path = folder / "heartbeat" / FILE.format(rank)
+        self.rank, self.parent, self.interval = rank, parent, interval
         self.step = 0
         self._beats = 0
         self._left: str | None = None  # why this process leaves
@@ -97,13 +99,9 @@ def clear(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _file(folder: Path, rank: int) -> Path:
-    return folder / "heartbeat" / f"rank-{rank}.json"
-
-
 def _read(folder: Path, rank: int) -> dict[str, Any] | None:
     try:
-        path = _file(folder, rank)
+        path = folder / "heartbeat" / FILE.format(rank)
         sign = json.loads(path.read_text())
         return sign | {"touched": path.stat().st_mtime_ns} if isinstance(sign, dict) and sign.keys() >= KEYS else None
     except (OSError, ValueError):
@@ -114,18 +112,14 @@ def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
     """What is known at once: of a process that has announced its end, and of one on this machine."""
     if sign is None:
         return Silent(rank, True, f"rank {rank} has left")
-    if sign["lost_peer"]:
-        return None
-    where = f"process {sign['pid']}, last seen in step {sign['step']}"
-    if sign["left"] is not None:
+    if sign["left"] is not None and not sign["lost_peer"]:
         return Silent(rank, True, f"rank {rank} has left in step {sign['step']}: {sign['left']}")
-    if sign["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return None
-    state = process_state(sign["pid"])
-    if state in (None, "Z", "X"):
-        return Silent(rank, True, f"rank {rank} is gone ({where})")
-    if state in ("T", "t"):
-        return Silent(rank, False, f"rank {rank} is stopped ({where})")
+    here = sign["host"] == socket.gethostname() and Path("/proc/self/stat").exists()
+    state = process_state(sign["pid"]) if here and not sign["lost_peer"] else ""
+    if state in (None, "Z", "X", "T", "t"):
+        gone = state not in ("T", "t")
+        what = "gone" if gone else "stopped"
+        return Silent(rank, gone, f"rank {rank} is {what} (process {sign['pid']}, last seen in step {sign['step']})")
     return None
 
 
@@ -139,9 +133,9 @@ def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2
     end = time.monotonic() + patience
     while True:
         now = {rank: _read(folder, rank) for rank in before}
-        found = [told for rank, sign in now.items() if (told := _seen(rank, sign)) is not None]
-        if found:
-            return sorted(found)
+        silent = [each for rank, sign in now.items() if (each := _seen(rank, sign)) is not None]
+        if silent:
+            return silent
         if time.monotonic() > end:
             break
         time.sleep(min(LOOK, patience))
@@ -150,9 +144,9 @@ def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2
         then = before[rank]
         if then is not None and (sign["beats"], sign["touched"]) == (then["beats"], then["touched"]):
             reason = f"rank {rank} gives no sign of life (host {sign['host']}, last seen in step {sign['step']})"
-            found.append(Silent(rank, False, reason))
-    if not found and alive:
-        slowest = min(alive, key=lambda rank: alive[rank]["step"])
-        if alive[slowest]["step"] < max(sign["step"] for sign in alive.values()):
-            found.append(Silent(slowest, False, f"rank {slowest} is alive but still in step {alive[slowest]['step']}"))
-    return found
+            silent.append(Silent(rank, False, reason))
+    steps = {rank: sign["step"] for rank, sign in alive.items()}
+    if not silent and len(set(steps.values())) > 1:
+        slowest = min(steps, key=lambda rank: steps[rank])
+        silent = [Silent(slowest, False, f"rank {slowest} is alive but still in step {steps[slowest]}")]
+    return silent

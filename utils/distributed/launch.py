@@ -73,12 +73,6 @@ def obeyed_signals() -> list[signal.Signals]:
     return [signum for signum in STOP_SIGNALS if not (deaf and signum == signal.SIGHUP)]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def add_options(add: Callable[..., object]) -> None:
     """`--gpus` and `--procs`, for a parser's `add_argument`."""
     add("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
@@ -94,37 +88,32 @@ def start_processes(
     None: this process is to do the work, alone or as one of them; it sees the GPUs that were named. Raises UserError
     for options that cannot be.
     """
-    named = parse_gpus(gpus) if gpus else []
-    if procs is not None and procs < 1:
-        raise UserError("--procs must be 1 or more")
-    if procs is not None and procs > MOST_PROCESSES:
-        raise UserError(f"--procs {procs}: at most {MOST_PROCESSES} on a machine; give as many as it has cores")
-    _check_launcher(gpus, procs)
-    if named and not under_launcher():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)  # before CUDA starts, here and in the processes below
-    processes = procs or len(named) or 1
-    if named and len(named) % processes:
-        raise UserError(f"--gpus {gpus}: {len(named)} cannot be shared by --procs {processes}; give a multiple")
-    if processes > 1 and not under_launcher():
-        return launch([str(Path(script).resolve()), *argv], processes, resumes=resumes)
-    return None
-
-
-def _check_launcher(gpus: str | None, procs: int | None) -> None:
-    """Raise UserError where torchrun has started the processes already, and other ones are asked for."""
-    if not under_launcher() or LAUNCHED in os.environ:  # our launcher hands the options on
-        return
-    world = os.environ["WORLD_SIZE"]
-    if gpus is not None:
-        raise UserError(
-            f"--gpus {gpus}: torchrun has started the processes; leave --gpus out and call it with --nproc-per-node N "
-            f"and CUDA_VISIBLE_DEVICES={gpus}"
-        )
-    if procs is not None and str(procs) != world:
-        raise UserError(
-            f"--procs {procs}: torchrun has started {world} process{'es' * (world != '1')}; leave --procs out, its "
-            "--nproc-per-node says how many"
-        )
+    devices = parse_gpus(gpus) if gpus else []
+    processes = len(devices) or 1 if procs is None else procs
+    if not 1 <= processes <= MOST_PROCESSES:
+        most = f"at least 1, at most {MOST_PROCESSES} on a machine"
+        raise UserError(f"--procs {processes}: {most}; give as many as it has cores")
+    if under_launcher() and LAUNCHED not in os.environ:  # torchrun; our launcher hands the options on
+        world = os.environ["WORLD_SIZE"]
+        if gpus is not None:
+            raise UserError(
+                f"--gpus {gpus}: torchrun has started the processes; leave --gpus out and call it with "
+                f"--nproc-per-node N and CUDA_VISIBLE_DEVICES={gpus}"
+            )
+        if procs is not None and str(procs) != world:
+            raise UserError(
+                f"--procs {procs}: torchrun has started {world} process{'es' * (world != '1')}; leave --procs out, "
+                "its --nproc-per-node says how many"
+            )
+    if devices and len(devices) % processes:
+        raise UserError(f"--gpus {gpus}: {len(devices)} cannot be shared by --procs {processes}; give a multiple")
+    if under_launcher():
+        return None
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)  # before CUDA starts, here and in the processes below
+    if processes == 1:
+        return None
+    return launch([str(Path(script).resolve()), *argv], processes, resumes=resumes)
 
 
 def wanted_device(device: str | None, gpus: str | None, procs: int | None) -> str | None:
@@ -148,15 +137,12 @@ def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> i
     """Run `python command...` as `processes` ranks, forward signals, return the first failing rank's exit code or 0.
     `resumes`: what is done goes on where it ended if it is started again.
     """
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        LAUNCHED: "1",
-    }
-    if "OMP_NUM_THREADS" not in os.environ:
-        common["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address, port = probe.getsockname()  # one that is free
+    world, threads = str(processes), str(max(1, (os.cpu_count() or 1) // processes))
+    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    common |= {LAUNCHED: "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     children = [
         subprocess.Popen(
             [sys.executable, *command],
@@ -184,8 +170,7 @@ def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes
     that a `forwarded` signal has ended had not begun to train: 3.
     """
     failed_at: float | None = None
-    code, killed = 0, ""
-    running = True
+    code, killed, running = 0, "", True
     while running:
         running = None in [child.poll() for child in children]
         for index, child in enumerate(children):

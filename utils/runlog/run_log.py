@@ -51,7 +51,9 @@ class Events:
         self._folder = folder
         self._writer: SummaryWriter | None = None
         self.refused = False  # by the disk: nothing more is written
-        _hush_writer_threads()
+        if threading.excepthook is not _excepthook:
+            _USUAL.append(threading.excepthook)
+            threading.excepthook = _excepthook
         try:
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         except OSError as error:
@@ -60,32 +62,28 @@ class Events:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of `step`."""
         for name, value in values.items():
-            self._call("add_scalar", name, value, step)
+            self.add("scalar", name, value, step)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Add a uint8 [H, W] or [H, W, 3] image."""
-        self._call("add_image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
+        self.add("image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Add text, which is shown as Markdown."""
-        self._call("add_text", name, text, step)
-
-    def graph(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Trace a model and add its graph; TensorBoard shows one of a folder."""
-        self._call("add_graph", model, inputs, use_strict_trace=False)
+    def add(self, what: str, *arguments: Any, **options: Any) -> None:
+        """As the writer's `add_scalar`, `add_text`, ..., while it can write."""
+        try:
+            if self._writer is not None:
+                getattr(self._writer, f"add_{what}")(*arguments, **options)
+        except OSError as error:  # of this call, or of the thread that wrote an earlier one
+            self._refuse(error)
 
     def close(self) -> None:
         """Flush everything to the disk."""
-        self._call("close")
-        self._writer = None
-
-    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
-        """A method of the writer, while there is one."""
         try:
             if self._writer is not None:
-                getattr(self._writer, method)(*arguments, **options)
-        except OSError as error:  # of this call, or of the thread that wrote an earlier one
+                self._writer.close()
+        except OSError as error:
             self._refuse(error)
+        self._writer = None
 
     def _refuse(self, error: OSError) -> None:
         say_refused(self._folder, error, "TensorBoard")
@@ -97,20 +95,14 @@ class Events:
                 inner.event_writer.close()  # ends its thread; SummaryWriter.close() flushes first, which raises
 
 
-_usual_excepthook = threading.excepthook
-
-
-def _hush_writer_threads() -> None:
-    """What ends a SummaryWriter's thread is raised again where it is next called; no traceback besides."""
-    global _usual_excepthook
-    if threading.excepthook is not _excepthook:
-        _usual_excepthook, threading.excepthook = threading.excepthook, _excepthook
+_USUAL = [threading.excepthook]
 
 
 def _excepthook(ended: threading.ExceptHookArgs) -> None:
+    """What ends a SummaryWriter's thread is raised again where it is next called; no traceback besides."""
     writes = type(ended.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
     if not (writes and isinstance(ended.exc_value, OSError)):
-        _usual_excepthook(ended)
+        _USUAL[-1](ended)
 
 
 class _SideBySide(nn.ModuleDict):
@@ -146,7 +138,8 @@ class RunLog:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
             config = self._folder / "config.yaml"
             if config.is_file():  # shown as code in Markdown
-                self._events.text(step, "config", textwrap.indent(config.read_text(encoding="utf-8"), "    "))
+                text = textwrap.indent(config.read_text(encoding="utf-8"), "    ")
+                self._events.add("text", "config", text, step)
         self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
 
     def advance(self) -> None:
@@ -229,7 +222,7 @@ class RunLog:
             warnings.simplefilter("ignore")
             with torch.no_grad():  # without gradients nothing is computed again, which cannot be traced
                 together(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
-                self._events.graph(together, inputs)
+                self._events.add("graph", together, inputs, use_strict_trace=False)
         for module, training in modes.items():  # the tracer leaves all of them in the mode of the outermost
             module.training = training
 

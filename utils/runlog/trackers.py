@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -29,32 +29,22 @@ from utils.script import exit_cli
 Values = Mapping[str, float]
 
 
-class Session(Protocol):
-    """An open run of a tracker."""
+class Session:
+    """An open run of a tracker: of wandb, or of trackio, which has taken over its words."""
 
     id: str  # with which the run is opened again
-
-    def log(self, step: int, values: Values) -> None:
-        """The values of one step; several calls may have the same step, and none an earlier one."""
-
-    def close(self) -> None:
-        """Send or write what is left."""
-
-
-class _Run:
-    """A run of wandb, or of trackio, which has taken over its words."""
-
-    id: str
     _run: Any
 
     def log(self, step: int, values: Values) -> None:
+        """The values of one step; several calls may have the same step, and none an earlier one."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        """Send or write what is left."""
         self._run.finish()
 
 
-class _Wandb(_Run):
+class _Wandb(Session):
     """WANDB_MODE is offline unless it is set: `wandb sync RUN/wandb/offline-*` sends the run later."""
 
     def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
@@ -67,7 +57,7 @@ class _Wandb(_Run):
         self._run = wandb.init(**about, config=config, id=self.id, resume="allow", mode=mode, settings=quiet)
 
 
-class _Trackio(_Run):
+class _Trackio(Session):
     """In trackio's own database (TRACKIO_DIR); `trackio show --project duet` shows it."""
 
     def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
@@ -77,7 +67,7 @@ class _Trackio(_Run):
         self._run = trackio.init(project="duet", name=self.id, config=config, resume="allow", embed=False)
 
 
-class _MLflow:
+class _MLflow(Session):
     """In `mlflow.db` beside the run's folder unless MLFLOW_TRACKING_URI is set."""
 
     def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
@@ -93,7 +83,7 @@ class _MLflow:
                 self._client.log_param(known, key, value)
         else:
             self._client.update_run(known, status="RUNNING")
-        self.id: str = known
+        self.id = known
 
     def log(self, step: int, values: Values) -> None:
         for key, value in values.items():
@@ -103,11 +93,8 @@ class _MLflow:
         self._client.set_terminated(self.id)
 
 
-TRACKERS: dict[str, Callable[[Path, dict[str, Any], str | None], Session]] = {
-    "wandb": _Wandb,
-    "trackio": _Trackio,
-    "mlflow": _MLflow,
-}
+Open = Callable[[Path, dict[str, Any], str | None], Session]
+TRACKERS: dict[str, Open] = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _MLflow}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_what_cannot_fit_is_refused_in_seconds(
 
 
 def test_no_machine_has_so_many_processes() -> None:
-    with pytest.raises(UserError, match="--procs 1000000000: at most 1024 on a machine"):
+    with pytest.raises(UserError, match="--procs 1000000000: at least 1, at most 1024 on a machine"):
         main(["--config", "configs/quickstart_gan.yaml", "--procs", "1000000000"])
 
 
