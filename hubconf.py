@@ -89,7 +89,7 @@ def resnet_classifier(
     """
     if checkpoint is not None:
         content = _content(checkpoint, which, sizes)
-        return _told(_ours("models.restore").classifier_from(content, device), content["classes"])
+        return _described(_ours("models.restore").classifier_from(content, device), content["classes"])
     networks = _ours("models.classifier")
     return _new(networks.Classifier, networks.ModelConfig, 10, sizes, device, seed)
 
@@ -107,7 +107,7 @@ _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None 
 
 
 def _generator(name: str) -> _Any:
-    """The entry point of an architecture of models/registry.py."""
+    """The entry point of an architecture of models/registry.py; "any": of a checkpoint's, whatever it is."""
     gan = _ours("models.registry")
 
     def entry(
@@ -117,24 +117,18 @@ def _generator(name: str) -> _Any:
             architecture = gan.ARCHITECTURES[name]
             return _new(architecture.generator, architecture.generator_config, 0, sizes, device, seed)
         content = _content(checkpoint, which, sizes)
-        found = content["config"].get("architecture", gan.DEFAULT)
-        if content["task"] == "gan" and found != name:
-            wrong = f"{checkpoint}: its generator is of architecture {found}; load {found!r}"
+        actual = content["config"].get("architecture", gan.DEFAULT)
+        if content["task"] == "gan" and name not in (actual, "any"):
+            wrong = f"{checkpoint}: its generator is of architecture {actual}; load {actual!r}"
             raise _ours("utils.errors").UserError(wrong)
-        return _restored_generator(content, device)
+        model = _ours("models.restore").generator_from(content, device)
+        return _described(model, content["classes"] if model.classes else ())
 
     entry.__name__, entry.__doc__ = name, _GENERATOR.format(name)
     return entry
 
 
-def _any_generator(checkpoint: str, which: str, device: str) -> _Any:
-    """The checkpoint's generator, of whatever architecture (`duet.load_generator`)."""
-    return _restored_generator(_content(checkpoint, which, {}), device)
-
-
-def _restored_generator(content: dict, device: str) -> _Any:
-    model = _ours("models.restore").generator_from(content, device)
-    return _told(model, content["classes"] if model.classes else ())
+_any_generator = _generator("any")  # of duet.load_generator
 
 
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:
@@ -152,10 +146,10 @@ def _new(network: _Any, config: _Any, classes: int, sizes: dict, device: str, se
     keys = {name: value for name, value in sizes.items() if name not in shape}
     with _ours("utils.seeding").forked(seed, "init", "hub"):
         model = network(_ours("utils.config.build").build(config, keys, source="sizes"), **shape).to(device).eval()
-    return _told(model, ())
+    return _described(model, ())
 
 
-def _told(model: _Any, names: _Any) -> _Any:
+def _described(model: _Any, names: _Any) -> _Any:
     """The network with what its user must know."""
     model.class_names, model.image_range = list(names), (-1.0, 1.0)
     model.image_shape = (model.channels, model.resolution, model.resolution)

@@ -32,7 +32,7 @@ def load_generator(checkpoint: str | Path, *, which: str = "last", device: str =
 
     Arguments, attributes and errors as of `load_classifier`; what else a generator can do: `stylegan2` in hubconf.py.
     """
-    return _hub()._any_generator(str(checkpoint), which, device)
+    return _hub()._any_generator(str(checkpoint), which=which, device=device)
 
 
 def _hub() -> ModuleType:

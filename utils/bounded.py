@@ -22,13 +22,7 @@ from typing import Protocol
 from utils.errors import UserError
 
 STEP = 1 << 20  # bytes read at a time from what does not say how long it is
-OTHERS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
+OTHERS = {"d": "a folder", "p": "a named pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l` has it
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ def check(path: str | Path, kind: FileLimit) -> os.stat_result:
         raise Refused("is no file name: it holds a NUL character", path)
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        what = next((name for test, name in OTHERS if test(status.st_mode)), "something else")
+        what = OTHERS.get(stat.filemode(status.st_mode)[0], "something else")
         raise Refused(f"is {what}, not a regular file", path)
     if reason := too_large(status.st_size, kind):
         raise Refused(reason, path)
