@@ -14,7 +14,6 @@ from data.records import pack_arrays
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
 from tests.metrics.conftest import gan_run
-from tests.slim import slim_down
 from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
@@ -110,5 +109,4 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_its_own(records: R
 
 
 if __name__ == "__main__":
-    slim_down()
     worker.main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -19,10 +19,13 @@ from metrics.evaluate_gan import evaluate_generator
 from metrics.features.extractors import ClassifierFeatures, PixelFeatures
 from metrics.features.sets import RealFeatures
 from models.restore import classifier_from, generator_from
+from tests.conftest import REPOSITORY
 from tests.distributed import worker
 from tests.end_to_end.helpers import rows
 from tests.end_to_end.ranks import run
+from tests.faults.torchrun import SITE
 from tests.metrics.conftest import classifier_run, gan_run, pack, read_json
+from tests.slim import slim_down
 from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.distributed.launch import launch
@@ -83,6 +86,7 @@ def classifier_figures(folder: Path, batch_size: int) -> dict[str, Any]:
 
 
 def main(out: str, folder: str) -> None:
+    slim_down()
     torch.set_num_threads(1)
     collectives.start(torch.device("cpu"))
     found: dict[str, Any] = {}
@@ -94,8 +98,8 @@ def main(out: str, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed images and untrained runs."""
+def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Path:
+    """Packed images and untrained runs, the classifier's slim."""
     path = tmp_path_factory.mktemp("evaluation")
     files = {"path": str(path / "train.lmdb"), "val_path": str(path / "test.lmdb")}
     pack(files["path"], count=400, seed=1)
@@ -167,8 +171,9 @@ def test_evaluation_in_training(folder: Path, task: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
 def test_the_script_on_two_processes_writes_what_one_does(
-    folder: Path, task: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, task: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{SITE}:{REPOSITORY}")
     more = ["--robustness", "--ood", str(folder / "train.lmdb")]
     if task == "gan":
         more = ["--extractor", "classifier,pixels", "--classifier", str(folder / "classifier")]

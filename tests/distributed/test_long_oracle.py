@@ -15,7 +15,6 @@ from data.records import pack_arrays
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference, untrained_classifier
-from tests.slim import slim_down
 from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
@@ -45,7 +44,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def records(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Records:
     """What each world size recorded, from 32 random 16 px images of three classes: grey ones for the GANs."""
     folder = tmp_path_factory.mktemp("oracle")
     rng = np.random.default_rng(0)
@@ -99,8 +98,6 @@ def test_unsynchronised_statistics_are_those_of_micro_batches(records: Records, 
 
 
 if __name__ == "__main__":
-    if sys.argv[3].startswith("classifier"):  # the one that gives the GANs a loss is not
-        slim_down()
     for tree in worker.TREES.values():
         tree["steps"] = STEPS
     worker.main(sys.argv[1], sys.argv[2], sys.argv[3:], STEPS)

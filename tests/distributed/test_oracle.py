@@ -48,7 +48,7 @@ class Records(dict[int, dict[str, list[dict[str, Any]]]]):
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def records(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Records:
     """Of 32 random 16 px grey images of three classes."""
     folder = tmp_path_factory.mktemp("oracle")
     rng = np.random.default_rng(0)

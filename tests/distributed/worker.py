@@ -1,4 +1,5 @@
-"""One rank of the oracle runs in float64: trains tiny tasks and writes losses, gradients and weights of every step.
+"""One rank of the oracle runs in float64: trains tiny tasks, classifiers being slim, and writes losses, gradients and
+weights of every step.
 
 `python -m tests.distributed.worker OUT DATA VARIANT...`; rank and world size come from the environment. A variant is
 `task:micro_batch`, micro_batch 0 being a process's whole share.
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.slim import slim_down
 from training.base.data import make_loader, open_training
 from training.engine.metric_window import MetricWindow
 from training.engine.tasks import TASKS, build_run_config
@@ -109,6 +111,7 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
 
 
 def main(out: str, data: str, variants: list[str], steps: int | None = None) -> None:
+    slim_down()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     collectives.start(torch.device("cpu"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import ENVIRONMENT, REPOSITORY, Outcome
+from tests.faults.conftest import ENVIRONMENT, REPOSITORY, Command, Outcome
 
 WAIT = 120  # seconds: these tests wait for what must come, on machines that may be busy
 LONG = ["--steps", "100000", "--evaluation.every", "0", "--log.samples-every", "0", "--checkpoint.every", "4"]
@@ -129,7 +129,9 @@ def test_fault_05_rank_0_stopped(start: Start, run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "processes"), [("SIGTERM", 2), ("SIGINT", 1), pytest.param("SIGUSR1", 1, marks=pytest.mark.slow)]
 )
-def test_fault_06_07_a_signal_saves_and_leaves(start: Start, run: Path, name: str, processes: int) -> None:
+def test_fault_06_07_a_signal_saves_and_leaves(
+    start: Start, command: Command, gan_recipe: list[str], run: Path, name: str, processes: int
+) -> None:
     """All ranks finish the same step and save once; nobody is left; the same command resumes."""
     process = start("--procs", str(processes))
     until(lambda: saved(run), process)
@@ -146,8 +148,7 @@ def test_fault_06_07_a_signal_saves_and_leaves(start: Start, run: Path, name: st
     assert "SIG" in (run / "report.html").read_text()  # a stopped run has a report too (U9)
     assert not any(alive(pid) for pid in pids)
     assert not list((run / "heartbeat").glob("rank-*.json")) or all(sign(run, r)["left"] for r in range(processes))
-    again = start("--procs", str(processes), "--max-steps", str(told["step"] + 1))
-    assert outcome(again).code == 0
+    command(*gan_recipe, *LONG, "--procs", str(processes), "--max-steps", str(told["step"] + 1)).success()
     assert last(run) == told["step"] + 1
 
 
@@ -175,7 +176,9 @@ def test_fault_09_a_second_interrupt_leaves_at_once(start: Start, run: Path) -> 
 
 
 @pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_fault_32_a_killed_launcher(start: Start, run: Path, gan_recipe: list[str], launcher: str) -> None:
+def test_fault_32_a_killed_launcher(
+    start: Start, command: Command, run: Path, gan_recipe: list[str], launcher: str
+) -> None:
     """It leaves nobody behind, and the lock is free."""
     if launcher == "torchrun":
         gan_recipe[:0] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -191,7 +194,7 @@ def test_fault_32_a_killed_launcher(start: Start, run: Path, gan_recipe: list[st
     assert unlocked(run)
     step = last(run)
     del gan_recipe[: gan_recipe.index("train.py")]
-    assert outcome(start("--max-steps", str(step + 1))).code == 0
+    command(*gan_recipe, *LONG, "--max-steps", str(step + 1)).success()
     assert last(run) == step + 1
 
 
@@ -208,19 +211,18 @@ def test_a_signal_before_the_first_step(start: Start, run: Path, processes: int)
     assert line.endswith("nothing was lost, the same command resumes")
 
 
-def test_a_killed_run_goes_on_by_its_own_config_before_its_first_checkpoint(start: Start, run: Path) -> None:
+def test_a_killed_run_goes_on_by_its_own_config_before_its_first_checkpoint(
+    start: Start, command: Command, run: Path
+) -> None:
     process = start("--checkpoint.every", "100000")
     until(lambda: (run / "status.json").exists() and sign(run, 0).get("step"), process)
     process.kill()
     process.communicate()
-    command = ["train.py", "--config", str(run / "config.yaml"), "--device", "cpu", "--max-steps", "2"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, last(run)) == (0, 2), done.stderr
+    command("train.py", "--config", run / "config.yaml", "--device", "cpu", "--max-steps", "2").success()
+    assert last(run) == 2
 
 
-def test_what_a_person_sees_of_a_run(start: Start, run: Path) -> None:
+def test_what_a_person_sees_of_a_run(start: Start, command: Command, gan_recipe: list[str], run: Path) -> None:
     """status.json's step moves on with the checkpoints; both signals are answered; an orderly stop leaves no heartbeat,
     and fewer steps than were done are refused.
     """
@@ -233,10 +235,6 @@ def test_what_a_person_sees_of_a_run(start: Start, run: Path) -> None:
     assert "SIGINT: saving after this step" in done.err
     assert not (run / "heartbeat").exists()
     before = (run / "config.yaml").read_text()
-    refused = outcome(start("--steps", "4"))
-    assert refused.code == 2
-    assert f"--steps 4: the run has done {last(run)} already" in refused.err
+    command(*gan_recipe, *LONG, "--steps", "4").refusal(f"--steps 4: the run has done {last(run)} already")
     assert (run / "config.yaml").read_text() == before
-    refused = outcome(start("--data.resolution", "8"))
-    assert refused.code == 2
-    assert "does not fit" in refused.err
+    command(*gan_recipe, *LONG, "--data.resolution", "8").refusal("does not fit")

@@ -9,10 +9,11 @@ import pytest
 
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.faults.conftest import own_process
 from tests.faults.torchrun import PATIENCE, ended, torchrun
-from utils.script import run_cli
 
 LAST = 8  # step of the recipes' end; they save every second one
+QUIET = ("--log.samples-every", "0", "--evaluation.every", "0")
 ONE_NODE = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
 RESTARTS = (*ONE_NODE, "--max-restarts=1", "--monitor-interval=0.1")
 
@@ -28,17 +29,12 @@ def status(run: Path) -> dict:
     return json.loads((run / "status.json").read_text())
 
 
-def undisturbed(config: Path, run: Path) -> Path:
-    """Two processes of `--procs`, to the end."""
-    assert run_cli(train.main, ["--config", str(config), "--run-dir", str(run), "--procs", "2"]) == 0
-    return run
-
-
 def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> None:
     """Rank 1 is killed at `step`; all ranks go on from the last checkpoint, and the end is an undisturbed run's."""
-    config, run = write_config(tmp_path / "recipe.yaml", task, packed), tmp_path / "run"
-    straight = undisturbed(config, tmp_path / "straight")
-    code, out = ended(torchrun(config, run, options=RESTARTS, DUET_FAIL_AT=f"1:{step}:kill"))
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    own_process("train.py", "--config", config, "--run-dir", straight, "--procs", "2", *QUIET).success()
+    code, out = ended(torchrun(config, run, *QUIET, options=RESTARTS, DUET_FAIL_AT=f"1:{step}:kill"))
     assert code == 0, out
     saved = step - step % 2
     # torchrun names the first process that ended, and its SIGTERM may end rank 0 before that has told anything

@@ -34,6 +34,7 @@ FILE = 256 << 20  # bytes of the largest file that it may write
 ROOT = Path(__file__).parents[2]
 FRAME = re.compile(rf'File "{ROOT}/((?!\.venv|tests/)[^"]+)", line ([0-9]+)')  # of a traceback, in the program
 MODULES = ("train", "evaluate", "predict", "generate", "data.pack", "data.inspect", "reporting.report")
+LAZY = ("lmdb", "pyarrow.parquet", "jinja2", "matplotlib.figure", "matplotlib.backends.backend_svg")  # of MODULES
 
 
 class Unprepared(Exception):
@@ -75,10 +76,12 @@ class Outcome:
 def warm_up() -> None:
     """Import everything, once for all forks."""
     import torch
+    from PIL import Image
 
     torch.set_num_threads(1)
-    for name in ("training.engine.run", "inference.predictions", "metrics.evaluate_gan", *MODULES):
+    for name in ("training.engine.run", "inference.predictions", "metrics.evaluate_gan", *MODULES, *LAZY):
         importlib.import_module(name)
+    Image.init()
     gc.collect()
     gc.freeze()  # or every fork would copy the memory of all that was imported when it collects garbage
 
