@@ -145,7 +145,7 @@ def check_like(name: str, own: Any, value: Any) -> None:
         if value.shape != own.shape:
             raise ValueError(f"{name} has the shape {list(value.shape)}, but must have {list(own.shape)}")
         return
-    accepted, words = next(like[1:] for like in LIKE if isinstance(own, like[0]))
+    accepted, words = next((like[1:] for like in LIKE if isinstance(own, like[0])), (object, "anything"))
     unfit_number = isinstance(value, int) and (isinstance(value, bool) != isinstance(own, bool) or abs(value) >= 2**63)
     if not isinstance(value, accepted) or unfit_number:
         raise Unfit(name, value, words)

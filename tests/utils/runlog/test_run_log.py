@@ -172,6 +172,7 @@ def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
 
 def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
     seen: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr("utils.runlog.run_log._USUAL", [])
     monkeypatch.setattr(threading, "excepthook", seen.append)
     Events(tmp_path).close()
 
