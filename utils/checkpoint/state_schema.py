@@ -25,6 +25,7 @@ LIKE: tuple[tuple[Any, Any, str], ...] = (  # the kind of our own value, what go
     (int, int, "a whole number"),
     (float, (int, float), "a number"),
     (type(None), (type(None), int, float), "a number or nothing"),
+    (object, object, "anything"),
 )
 
 
@@ -145,7 +146,7 @@ def check_like(name: str, own: Any, value: Any) -> None:
         if value.shape != own.shape:
             raise ValueError(f"{name} has the shape {list(value.shape)}, but must have {list(own.shape)}")
         return
-    accepted, words = next((like[1:] for like in LIKE if isinstance(own, like[0])), (object, "anything"))
+    accepted, words = next(like[1:] for like in LIKE if isinstance(own, like[0]))
     unfit_number = isinstance(value, int) and (isinstance(value, bool) != isinstance(own, bool) or abs(value) >= 2**63)
     if not isinstance(value, accepted) or unfit_number:
         raise Unfit(name, value, words)
