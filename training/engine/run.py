@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from reporting.report import write_report
 from training.base import data
 from training.base.config import RunConfig
 from training.base.task import Task
@@ -234,6 +233,8 @@ def _start_heartbeat(folder: Path) -> Heartbeat:
 
 def _report(folder: Path) -> None:
     """Write the run's report and say where it is. On a full disk a warning: what was trained is safe."""
+    from reporting.report import write_report  # a dry run writes none, and its parts take a tenth of a second
+
     try:
         say(f"report: {write_report(folder)}")
     except UserError as error:
