@@ -23,6 +23,7 @@ from data.sources import open_source, tables
 from data.sources.remote import RemoteSource
 from inference.predictions import read_image
 from models.weights import read_state_dict
+from tests.data.sources.source_files import item_refused, refused
 from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
@@ -140,11 +141,9 @@ def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
     with (tmp_path / "sparse.png").open("wb") as file:
         file.truncate(60 << 30)
     source = open_source(str(tmp_path))
-    with pytest.raises(ImageError, match="is a device"):
-        source.item(1)
+    item_refused(source, 1, "is a device")
     told = r"has 64,424,509,440 bytes, more than the 256 MiB for an image file: make it smaller or set DUET_MAX_IMAGE"
-    with pytest.raises(ImageError, match=told):
-        source.item(0)
+    item_refused(source, 0, told)
     with pytest.raises(ImageError, match=told):
         read_image(tmp_path / "sparse.png", {"shape": {"channels": 3, "resolution": 8}})
 
@@ -193,8 +192,7 @@ def test_h10_url_without_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         stream = Endless()
         monkeypatch.setattr(MemoryFileSystem, "open", lambda *args, **options: contextlib.nullcontext(stream))
         monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "3")
-        with pytest.raises(ImageError, match=r"^has more than the 3 MiB for an image file: make it smaller"):
-            source.item(1)
+        item_refused(source, 1, r"^has more than the 3 MiB for an image file: make it smaller")
         assert stream.given == (3 << 20) + 1
 
 
@@ -212,8 +210,7 @@ def test_h10_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _idx_bomb(tmp_path, 64 << 20)
     monkeypatch.setenv("DUET_MAX_ARRAY_MIB", "8")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match=r"has more than the 8 MiB for a file of many images.*DUET_MAX_ARRAY_MIB"):
-        open_source(str(tmp_path))
+    refused(tmp_path, r"has more than the 8 MiB for a file of many images.*DUET_MAX_ARRAY_MIB")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40 << 10  # KiB
 
 
@@ -232,8 +229,7 @@ def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("DUET_MAX_TABLE_MIB", "1")
     table = arrow.table({"image": [b"a"], "label": ["x" * (2 << 20)]})
     parquet.write_table(table, tmp_path / "y.parquet", compression="zstd", use_dictionary=False)
-    with pytest.raises(UserError, match=r"has .* more than the 1 MiB for a list"):
-        open_source(str(tmp_path / "y.parquet"))
+    refused(tmp_path / "y.parquet", r"has .* more than the 1 MiB for a list")
 
 
 @pytest.mark.parametrize("column", ["image", "label"])
@@ -271,8 +267,7 @@ def _varint(number: int, length: int = 0) -> bytes:
 def test_h10_parquet_that_claims_too_many_rows(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"image": arrow.nulls(200_000, arrow.binary())}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"says that it holds 200,000 rows in [0-9,]+ bytes; get it again"):
-        open_source(str(tmp_path / "x.parquet"))
+    refused(tmp_path / "x.parquet", r"says that it holds 200,000 rows in [0-9,]+ bytes; get it again")
 
 
 def test_h10_zip_member(tmp_path: Path) -> None:

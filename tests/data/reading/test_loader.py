@@ -22,19 +22,6 @@ def make(path: Path, prefetch: int, *, rank: int = 0, world_size: int = 1, devic
     return InfiniteLoader(Dataset(path), sampler, device=device, prefetch=prefetch)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_are_the_samplers(packed: Path, prefetch: int) -> None:
-    loader, sampler = make(packed, prefetch), GlobalSampler(20, batch_size=6, seed=1)
-    for _ in range(8):  # beyond two epochs
-        batch, indices = next(loader), sampler.next_batch()[0]
-        assert batch.images.dtype == torch.uint8
-        assert batch.labels.dtype == torch.int64
-        assert len(batch) == 6
-        np.testing.assert_array_equal(batch.images, sample_images(20)[indices])
-        np.testing.assert_array_equal(batch.labels, indices % 3)
-    loader.close()
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_state_counts_what_was_handed_out(packed: Path, prefetch: int) -> None:
     loader = make(packed, prefetch)

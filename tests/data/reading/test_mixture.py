@@ -47,11 +47,6 @@ def test_the_share_is_exact(share: str) -> None:
         assert abs(drawn - wanted * 12) < 1  # rounded down or up
         seen += drawn
         assert seen == wanted * 12 * number // 1
-    assert share != "1/4" or seen == 300
-
-
-def test_a_whole_number_of_a_batch_is_in_every_batch() -> None:
-    assert {int((indices >= REAL).sum()) for indices in batches(sampler_of("1/4"), 50)} == {3}
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -54,21 +54,6 @@ def test_every_epoch_holds_every_sample_once(count: int, batch: int, seed: int, 
 
 
 @settings(derandomize=True, deadline=None)
-@given(count=sizes, share=shares, world=worlds, batches=st.integers(1, 8))
-def test_ranks_make_the_global_batch(count: int, share: int, world: int, batches: int) -> None:
-    size = share * world
-    single = GlobalSampler(count, batch_size=size, seed=7)
-    ranks = [GlobalSampler(count, batch_size=size, seed=7, rank=rank, world_size=world) for rank in range(world)]
-    for number in range(batches):
-        assert {sampler.consumed for sampler in [single, *ranks]} == {number * size}
-        expected, _ = single.next_batch()
-        parts = [sampler.next_batch()[0] for sampler in ranks]
-        assert {len(part) for part in parts} == {share}
-        np.testing.assert_array_equal(np.concatenate(parts), expected)
-    assert {sampler.consumed for sampler in [single, *ranks]} == {batches * size}
-
-
-@settings(derandomize=True, deadline=None)
 @given(
     count=sizes,
     share=shares,
@@ -92,23 +77,6 @@ def test_resume_at_any_point_with_any_ranks(
     for sampler in ranks:
         sampler.load_state_dict(one.state_dict())
     np.testing.assert_array_equal(np.concatenate([take(sampler, 3) for sampler in ranks], axis=1), straight[before:])
-
-
-@settings(derandomize=True, deadline=None)
-@given(count=sizes, share=shares, world=worlds, before=st.integers(0, 9))
-def test_keys_hold_the_epochs_of_the_indices(count: int, share: int, world: int, before: int) -> None:
-    sampler = GlobalSampler(count, batch_size=share * world, seed=0, rank=world - 1, world_size=world)
-    sampler.advance(before)
-    start = sampler.consumed
-    indices, keys = sampler.next_batch()
-    epochs = keys.epochs
-    assert keys.seed == 0
-    assert not keys.repeats.any()
-    assert epochs.dtype == np.int64
-    assert epochs.shape == indices.shape
-    first = start + (world - 1) * share
-    for place, (index, epoch) in enumerate(zip(indices, epochs.tolist(), strict=True), start=first):
-        assert GlobalSampler(count, batch_size=1, seed=0).order(epoch)[place - epoch * count] == index
 
 
 @settings(derandomize=True, deadline=None)
@@ -174,18 +142,6 @@ def test_groups_keep_class_totals_within_one(samples: list[tuple[float, int]], s
         for label in set(labels.tolist()):
             expected = sum(share for share, other in zip(shares, labels, strict=True) if other == label)
             assert abs(np.sum(drawn == label) - expected) <= 1 + Fraction(1, 10**9)  # lengths are rounded
-
-
-@settings(derandomize=True, deadline=None)
-@given(extra=st.lists(st.integers(0, 3), max_size=60), seed=st.integers(0, 3))
-def test_balanced_classes_are_seen_equally_often(extra: list[int], seed: int) -> None:
-    labels = np.array([0, 1, 2, 3, *extra])
-    weights = balanced_weights(labels, list("abcd"))
-    np.testing.assert_allclose(np.bincount(labels, weights), 1)
-    sampler = weighted(weights, seed, labels)
-    for epoch in range(2):
-        totals = np.bincount(labels[sampler.order(epoch)], minlength=4)
-        assert np.abs(totals - len(labels) / 4).max() <= 1
 
 
 COUNTS = (1, 5, 16, 37)  # sizes of the packed sets

@@ -22,20 +22,6 @@ def weighted(weights: list[float] | np.ndarray, seed: int = 0, groups: np.ndarra
     return GlobalSampler(len(weights), batch_size=1, seed=seed, weights=np.array(weights, np.float64), groups=groups)
 
 
-def test_advance_is_next_batch_without_indices() -> None:
-    read, skipped = (GlobalSampler(10, batch_size=4, seed=0) for _ in range(2))
-    take(read, 7)
-    skipped.advance(7)
-    np.testing.assert_array_equal(read.next_batch()[0], skipped.next_batch()[0])
-    assert read.consumed == skipped.consumed == 32
-
-
-def test_epochs_and_seeds_differ() -> None:
-    first, second = take(GlobalSampler(50, batch_size=50, seed=0), 2)
-    assert not np.array_equal(first, second)
-    assert not np.array_equal(first, GlobalSampler(50, batch_size=50, seed=1).next_batch()[0])
-
-
 def test_indivisible_batch_names_the_divisor() -> None:
     with pytest.raises(UserError, match="batch_size 10 is not divisible by 4 processes: try 8"):
         GlobalSampler(100, batch_size=10, seed=0, world_size=4)

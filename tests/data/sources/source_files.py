@@ -9,8 +9,10 @@ import lmdb
 import pytest
 from PIL import Image
 
-from data.sources import Source
+from data.errors import ImageError
+from data.sources import Source, open_source
 from tests.data.conftest import save
+from utils.errors import UserError
 
 
 def content_of(shade: int) -> bytes:
@@ -22,6 +24,17 @@ def content_of(shade: int) -> bytes:
 
 def contents(source: Source) -> list[Any]:
     return [source.item(index).content for index in range(len(source))]
+
+
+def refused(where: object, message: str, **options: Any) -> None:
+    """That no source opens there, in these words."""
+    with pytest.raises(UserError, match=message):
+        open_source(str(where), **options)
+
+
+def item_refused(source: Source, index: int, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
+        source.item(index)
 
 
 def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:

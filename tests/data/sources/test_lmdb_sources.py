@@ -14,8 +14,7 @@ from data.records import pack_arrays
 from data.sources import open_source
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
-from tests.data.sources.source_files import contents, rosinality
-from utils.errors import UserError
+from tests.data.sources.source_files import contents, item_refused, refused, rosinality
 
 
 @pytest.mark.parametrize("subdir", [True, False])
@@ -29,8 +28,7 @@ def test_rosinality(tmp_path: Path, subdir: bool) -> None:
     for size, side in ((128, 128), (64, 1024)):
         with open_source(str(path), size=size) as source:
             assert source.item(0).content == f"{side} 0".encode()
-    with pytest.raises(UserError, match="has no splits: leave --split out"):
-        open_source(str(path), split="test")
+    refused(path, "has no splits: leave --split out", split="test")
 
 
 def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
@@ -50,24 +48,19 @@ def test_rosinality_damage(tmp_path: Path) -> None:
         source.item(1)
     for length, message in ((b"many", "not a number"), (b"0", "not a number"), (b"99", "but `length` is 99")):
         change(path, b"length", length)
-        with pytest.raises(UserError, match=message):
-            open_source(str(path))
+        refused(path, message)
     change(path, b"length", None)
-    with pytest.raises(UserError, match="no record `length`"):
-        open_source(str(path))
+    refused(path, "no record `length`")
     os.truncate(path, path.stat().st_size - 4096)
-    with pytest.raises(UserError, match="x is truncated"):
-        open_source(str(path))
+    refused(path, "x is truncated")
 
 
 def test_foreign_lmdb(tmp_path: Path) -> None:
     with lmdb.open(str(tmp_path / "x")) as environment, environment.begin(write=True) as txn:
         txn.put(b"__len__", b"3")
-    with pytest.raises(UserError, match=r"data\.mdb is an LMDB file of another program"):
-        open_source(str(tmp_path / "x"))
+    refused(tmp_path / "x", r"data\.mdb is an LMDB file of another program")
     (tmp_path / "y.lmdb").write_bytes(b"text" * 10)
-    with pytest.raises(UserError, match=r"y\.lmdb is not an LMDB file"):
-        open_source(str(tmp_path / "y.lmdb"))
+    refused(tmp_path / "y.lmdb", r"y\.lmdb is not an LMDB file")
 
 
 def test_packed_again(packed: Path, tmp_path: Path) -> None:
@@ -94,7 +87,6 @@ def test_damaged_packed_image_is_named(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "x.lmdb", images)
     flip(tmp_path / "x.lmdb", images[2].tobytes())
     with open_source(str(tmp_path / "x.lmdb")) as source:
-        with pytest.raises(ImageError, match="is damaged"):
-            source.item(2)
+        item_refused(source, 2, "is damaged")
         assert source.item_name(2).endswith("x.lmdb: record 2")
         np.testing.assert_array_equal(source.item(3).content, images[3].transpose(1, 2, 0))

@@ -19,6 +19,7 @@ from data.reading.dataset import Dataset
 from data.sources import named, open_source
 from data.sources.named import cache_folder, find_idx, read_idx
 from tests.data.sources.make_sample import idx_gz
+from tests.data.sources.source_files import refused
 from utils.errors import UserError
 
 
@@ -47,10 +48,8 @@ def test_idx_files(tmp_path: Path, suffix: str) -> None:
 
 def test_wrong_idx_files(tmp_path: Path) -> None:
     write_idx(tmp_path, "train", IMAGES, LABELS[:5])
-    with pytest.raises(UserError, match="do not match"):
-        open_source(str(tmp_path))
-    with pytest.raises(UserError, match="lacks t10k"):
-        open_source(str(tmp_path), split="test")
+    refused(tmp_path, "do not match")
+    refused(tmp_path, "lacks t10k", split="test")
     path = tmp_path / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz cannot be read"):
@@ -62,17 +61,13 @@ def test_wrong_idx_files(tmp_path: Path) -> None:
     plain.write_bytes(b"hello")
     with pytest.raises(UserError, match="plain is not an idx file"):
         read_idx(plain)
-    with pytest.raises(UserError, match="idx needs --root"):
-        open_source("idx")
+    refused("idx", "idx needs --root")
 
 
 def test_root_must_exist_and_fit(photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
-        open_source("fashion-mnist", root=tmp_path / "typo")
-    with pytest.raises(UserError, match="--root does not apply"):
-        open_source(str(photos), root=tmp_path)
-    with pytest.raises(UserError, match="--root does not apply"):
-        open_source("sample", root=tmp_path)
+    refused("fashion-mnist", "no such folder", root=tmp_path / "typo")
+    refused(photos, "--root does not apply", root=tmp_path)
+    refused("sample", "--root does not apply", root=tmp_path)
 
 
 class FakeDownload:
@@ -124,15 +119,13 @@ def test_failed_download_is_one_line(
 ) -> None:
     monkeypatch.setattr(named, "DEBIAN", tmp_path / "not-installed")
     monkeypatch.setattr(download, "error", RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n"))
-    with pytest.raises(UserError, match=r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root"):
-        open_source("fashion-mnist")
+    refused("fashion-mnist", r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root")
 
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError("<no route>")
 
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
-    with pytest.raises(UserError, match=r"CIFAR-10 .*\(<no route>\): pass --root"):
-        open_source("cifar10")
+    refused("cifar10", r"CIFAR-10 .*\(<no route>\): pass --root")
 
 
 COLOUR = np.random.default_rng(1).integers(0, 256, (15, 32, 32, 3), dtype=np.uint8)
@@ -199,17 +192,13 @@ def test_cifar10_formats(
 def test_cifar10_damage(tmp_path: Path) -> None:
     write_npm(tmp_path)
     (tmp_path / "data_batch_3.png").unlink()
-    with pytest.raises(UserError, match=r"data_batch_3\.png is missing"):
-        open_source("cifar10", root=tmp_path)
+    refused("cifar10", r"data_batch_3\.png is missing", root=tmp_path)
     (tmp_path / "test_lables.json").write_text("[1, 2]")
-    with pytest.raises(UserError, match=r"test_lables\.json: .* do not make 2 images"):
-        open_source("cifar10", split="test", root=tmp_path)
+    refused("cifar10", r"test_lables\.json: .* do not make 2 images", split="test", root=tmp_path)
     (tmp_path / "test_lables.json").write_text("[1, 2, 3, 4, 10]")
-    with pytest.raises(UserError, match="labels go from 1 to 10"):
-        open_source("cifar10", split="test", root=tmp_path)
+    refused("cifar10", "labels go from 1 to 10", split="test", root=tmp_path)
     (tmp_path / "test_batch.png").write_bytes(b"text")
-    with pytest.raises(UserError, match=r"test_batch\.png cannot be read"):
-        open_source("cifar10", split="test", root=tmp_path)
+    refused("cifar10", r"test_batch\.png cannot be read", split="test", root=tmp_path)
 
 
 def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +207,12 @@ def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Monk
     write_python(tmp_path)
     evil = f"cos\nsystem\n(S'touch {tmp_path}/was-here'\ntR."
     (tmp_path / "test_batch").write_text(evil)
-    with pytest.raises(UserError, match=r"CIFAR-10 was not found here and cannot be downloaded \([^\n]*corrupted"):
-        open_source("cifar10", split="test", root=tmp_path)
+    refused(
+        "cifar10",
+        r"CIFAR-10 was not found here and cannot be downloaded \([^\n]*corrupted",
+        split="test",
+        root=tmp_path,
+    )
     assert not (tmp_path / "was-here").exists()
     pickle.loads(evil.encode())
     assert (tmp_path / "was-here").exists()

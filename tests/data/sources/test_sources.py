@@ -12,7 +12,7 @@ import pytest
 from data.errors import ImageError
 from data.sources import Source, open_source
 from tests.data.conftest import save
-from utils.errors import UserError
+from tests.data.sources.source_files import item_refused, refused
 
 
 def zipped(folder: Path, target: Path, extra: dict[str, bytes] | None = None) -> Path:
@@ -66,13 +66,10 @@ def test_linked_class_folder(photos: Path, tmp_path: Path) -> None:
 
 
 def test_split_that_is_not_there(photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no split folders: leave --split out"):
-        open_source(str(photos), split="test")
+    refused(photos, "no split folders: leave --split out", split="test")
     save(tmp_path / "other" / "train" / "cat" / "a.png")
-    with pytest.raises(UserError, match="no test split, only train"):
-        open_source(str(tmp_path / "other"), split="test")
-    with pytest.raises(UserError, match="split 'dev'"):
-        open_source(str(photos), split="dev")
+    refused(tmp_path / "other", "no test split, only train", split="test")
+    refused(photos, "split 'dev'", split="dev")
 
 
 def test_wrapping_folder_is_entered(photos: Path, tmp_path: Path) -> None:
@@ -97,28 +94,19 @@ def test_empty_class_folder_is_a_problem(photos: Path, tmp_path: Path, kind: str
 def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UserError, match=r"empty holds no images \(it is empty\)"):
-        open_source(str(empty))
+    refused(empty, r"empty holds no images \(it is empty\)")
     (empty / "a.txt").write_text("text")
     (empty / "b.txt").write_text("text")
-    with pytest.raises(UserError, match=r"holds no images \(only 2 \.txt\); supported are .*\.jpg"):
-        open_source(str(empty))
-    with pytest.raises(
-        UserError, match=r"a.txt is not a source of images; give a folder, a .zip, .tar, .csv, .parquet, .arrow"
-    ):
-        open_source(str(empty / "a.txt"))
+    refused(empty, r"holds no images \(only 2 \.txt\); supported are .*\.jpg")
+    refused(empty / "a.txt", r"a.txt is not a source of images; give a folder, a .zip, .tar, .csv, .parquet, .arrow")
     instead = "archives of this kind are not read; unpack it first or make a zip"
     for name, told in {"a.TAR.GZ": "its images cannot be found without", "a.7z": instead, "a.rar": instead}.items():
         (empty / name).write_bytes(b"archive")
-        with pytest.raises(UserError, match=f"{name}: {told}"):
-            open_source(str(empty / name))
-    with pytest.raises(UserError, match=r"photso: no such folder.*did you mean 'photos'"):
-        open_source(str(tmp_path / "photso"))
-    with pytest.raises(UserError, match="did you mean 'fashion-mnist'"):
-        open_source("fashion-minst")
+        refused(empty / name, f"{name}: {told}")
+    refused(tmp_path / "photso", r"photso: no such folder.*did you mean 'photos'")
+    refused("fashion-minst", "did you mean 'fashion-mnist'")
     save(photos / "loose.png")
-    with pytest.raises(UserError, match=r"both at the top \(loose.png\) and in sub-folders"):
-        open_source(str(photos))
+    refused(photos, r"both at the top \(loose.png\) and in sub-folders")
 
 
 def manifest(labels: object) -> dict[str, bytes]:
@@ -157,8 +145,7 @@ def test_stylegan_zip(tmp_path: Path) -> None:
 )
 def test_wrong_manifest(tmp_path: Path, content: bytes, message: str) -> None:
     save(tmp_path / "x" / "img.png")
-    with pytest.raises(UserError, match=message):
-        open_source(str(zipped(tmp_path / "x", tmp_path / "x.zip", {"dataset.json": content})))
+    refused(zipped(tmp_path / "x", tmp_path / "x.zip", {"dataset.json": content}), message)
 
 
 def test_damaged_zips(photos: Path, tmp_path: Path) -> None:
@@ -170,11 +157,9 @@ def test_damaged_zips(photos: Path, tmp_path: Path) -> None:
     path.write_bytes(content.replace(image, bytes(damaged)))
     with open_source(str(path)) as source:
         assert source.item(0).content
-        with pytest.raises(ImageError, match=r"cannot be unpacked.*CRC"):
-            source.item(1)
+        item_refused(source, 1, r"cannot be unpacked.*CRC")
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"photos\.zip cannot be read"):
-        open_source(str(path))
+    refused(path, r"photos\.zip cannot be read")
 
 
 def test_zip_members_never_touch_the_disk(tmp_path: Path) -> None:
@@ -210,8 +195,7 @@ def test_zip_member_larger_than_it_says(tmp_path: Path) -> None:
     patched(path, 24, (1 << 16).to_bytes(4, "little"))
     with open_source(str(path)) as source:
         tracemalloc.start()
-        with pytest.raises(ImageError, match=r"cannot be unpacked.*CRC"):
-            source.item(0)
+        item_refused(source, 0, r"cannot be unpacked.*CRC")
         assert tracemalloc.get_traced_memory()[1] < 5 << 20
         tracemalloc.stop()
 
