@@ -23,7 +23,7 @@ from data.sources import open_source, tables
 from data.sources.remote import RemoteSource
 from inference.predictions import read_image
 from models.weights import read_state_dict
-from tests.data.sources.source_files import item_refused, refused
+from tests.data.sources.source_files import item_refused, parquet, refused
 from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
@@ -215,9 +215,8 @@ def test_h10_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    cells = [bytes(3 << 20), b"x"]
-    parquet.write_table(arrow.table({"image": cells}), tmp_path / "x.parquet", compression="zstd", use_dictionary=False)
+    cells, packed = [bytes(3 << 20), b"x"], {"compression": "zstd", "use_dictionary": False}
+    parquet(tmp_path / "x.parquet", {"image": cells}, **packed)
     assert (tmp_path / "x.parquet").stat().st_size < 10_000
     assert open_source(str(tmp_path / "x.parquet")).item(0).content == cells[0]
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
@@ -227,8 +226,7 @@ def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         source.item(0)
     monkeypatch.setenv("DUET_MAX_TABLE_MIB", "1")
-    table = arrow.table({"image": [b"a"], "label": ["x" * (2 << 20)]})
-    parquet.write_table(table, tmp_path / "y.parquet", compression="zstd", use_dictionary=False)
+    parquet(tmp_path / "y.parquet", {"image": [b"a"], "label": ["x" * (2 << 20)]}, **packed)
     refused(tmp_path / "y.parquet", r"has .* more than the 1 MiB for a list")
 
 
@@ -237,11 +235,10 @@ def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(
     tmp_path: Path, column: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pyarrow makes room for what each page says, up to 2 GiB: the process that reads has less."""
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path, size = tmp_path / "x.parquet", 180 << 20
     value = bytes(size) if column == "image" else "a" * size
-    parquet.write_table(arrow.table({"image": [b"x"], "label": ["a"]} | {column: [value]}), path, compression="zstd")
-    metadata = parquet.read_metadata(path).row_group(0)
+    parquet(path, {"image": [b"x"], "label": ["a"]} | {column: [value]}, compression="zstd")
+    metadata = pytest.importorskip("pyarrow.parquet").read_metadata(path).row_group(0)
     said = _varint(metadata.column(["image", "label"].index(column)).total_uncompressed_size)
     content = path.read_bytes()
     end = len(content) - int.from_bytes(content[-8:-4], "little") - 8
@@ -265,8 +262,8 @@ def _varint(number: int, length: int = 0) -> bytes:
 
 
 def test_h10_parquet_that_claims_too_many_rows(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"image": arrow.nulls(200_000, arrow.binary())}), tmp_path / "x.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet(tmp_path / "x.parquet", {"image": arrow.nulls(200_000, arrow.binary())}, rows=1 << 20)
     refused(tmp_path / "x.parquet", r"says that it holds 200,000 rows in [0-9,]+ bytes; get it again")
 
 

@@ -39,6 +39,10 @@ def test_missing_folders_are_an_error_or_made(tmp_path):
         replace_file(tmp_path / "a" / "x", b"1")
     write_atomic(str(tmp_path / "a" / "b" / "x"), b"1")
     assert (tmp_path / "a" / "b" / "x").read_bytes() == b"1"
+    for taken in (tmp_path / "a" / "b" / "x" / "y", tmp_path / "a"):  # below a file, and in a folder's place
+        with pytest.raises(UserError, match="cannot write"):
+            write_atomic(taken, b"2")
+    assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"1"]
 
 
 def test_writable_is_checked_without_leaving_anything(tmp_path):

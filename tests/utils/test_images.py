@@ -3,8 +3,6 @@ import pytest
 import torch
 from PIL import Image
 
-from utils.errors import UserError
-from utils.files import write_atomic
 from utils.images import PADDING, grid, save_captioned, save_png, save_rows, save_table
 
 
@@ -36,17 +34,6 @@ def test_saved_file_holds_the_grid_and_nothing_else_is_left(tmp_path, channels):
         pixels = np.asarray(image).reshape(4, 6, channels)
     np.testing.assert_array_equal(pixels, grid(sample_images(4, channels=channels), columns=2))
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
-
-
-def test_a_place_that_cannot_be_written_is_told_and_the_old_file_stays(tmp_path):
-    (tmp_path / "file").write_bytes(b"old")
-    with pytest.raises(UserError, match="cannot write"):
-        write_atomic(tmp_path / "file" / "below.png", b"new")
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(UserError, match="cannot write"):
-        write_atomic(tmp_path / "taken", b"new")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "taken"]
-    assert (tmp_path / "file").read_bytes() == b"old"
 
 
 # --- images with words: every pixel where it belongs, words within their places

@@ -83,7 +83,9 @@ def test_rounding_errors_of_weights_draw_nothing(monkeypatch: pytest.MonkeyPatch
     # so coarse that the least excess would be seen
     monkeypatch.setattr("data.reading.weighted_sampling.FRACTION_BITS", 1)
     labels = np.repeat([0, 1, 2], [3, 5, 7])
-    sampler = weighted(balanced_weights(labels, ["a", "b", "c"]), 0, labels)
+    weights = balanced_weights(labels, ["a", "b", "c"])
+    np.testing.assert_allclose(np.bincount(labels, weights), 1)
+    sampler = weighted(weights, 0, labels)
     for epoch in range(50):  # 5 draws of class b's 5 images
         assert np.bincount(sampler.order(epoch), minlength=15)[3:8].tolist() == [1] * 5
 

@@ -1,10 +1,8 @@
 """Batches of changing size and resolution: one order of samples, each at its stage's level, whatever interrupts it."""
 
 import copy
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from data.reading.dataset import Dataset
 from data.reading.loader import Batch, InfiniteLoader
 from data.reading.sampler import GlobalSampler
 from data.reading.stages import at_resolution, stages_text
-from data.reading.weighted_sampling import balanced_weights
 from data.records import pack_arrays
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
@@ -55,20 +52,19 @@ def make(
     world_size: int = 1,
     prefetch: int = 0,
     batches_per_step: int = 1,
-    **sampling: Any,
 ) -> InfiniteLoader:
     reader = path if isinstance(path, Dataset) else Dataset(path)
-    sampler = GlobalSampler(len(reader), batch_size=world_size, seed=1, rank=rank, world_size=world_size, **sampling)
+    sampler = GlobalSampler(len(reader), batch_size=world_size, seed=1, rank=rank, world_size=world_size)
     return InfiniteLoader(
         reader, sampler, device="cpu", prefetch=prefetch, stages=stages, batches_per_step=batches_per_step
     )
 
 
 def expected(
-    batches: int, stages: Sequence[tuple[int, int, int]] = SPANS, per_step: int = 1, **sampling: Any
+    batches: int, stages: Sequence[tuple[int, int, int]] = SPANS, per_step: int = 1
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Records and images of the global batches: the epochs one after the other, cut by the stages."""
-    sampler = GlobalSampler(COUNT, batch_size=1, seed=1, **sampling)
+    sampler = GlobalSampler(COUNT, batch_size=1, seed=1)
     order = np.concatenate([sampler.order(epoch) for epoch in range(60)])
     whole, position = sample_images(COUNT, side=SIDE), 0
     for number in range(batches):
@@ -138,14 +134,6 @@ def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject
         assert (state["step"], state["batch"]) == divmod(total, per_step)
 
 
-def test_weights_and_groups_are_those_of_the_sampler(grown: Path) -> None:
-    labels = np.arange(COUNT) % 3
-    sampling: dict[str, Any] = {"weights": balanced_weights(labels, CLASSES), "groups": labels}
-    loader = make(grown, **sampling)
-    for records, images in expected(9, **sampling):
-        same(next(loader), records, images)
-
-
 def test_one_span_is_the_infinite_loader(grown: Path) -> None:
     staged = make(grown, [(0, 32, 6)])
     plain = InfiniteLoader(Dataset(grown), GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=0)
@@ -153,19 +141,6 @@ def test_one_span_is_the_infinite_loader(grown: Path) -> None:
         torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
     assert staged.state_dict() == plain.state_dict() | {"step": 8, "batch": 0}
     plain.load_state_dict(staged.state_dict())  # growth may be switched off: the order goes on
-
-
-def test_random_crops_go_on_with_the_order(tmp_path: Path) -> None:
-    """A crop depends on seed, epoch and record alone: a stage that goes on with the order has new crops."""
-    pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png")
-    crop = RandomCrop()
-    loader = make(Dataset(tmp_path / "p.lmdb", resolution=16, crop=crop), [(0, 8, 12), (3, 16, 12)])
-    sampler = GlobalSampler(COUNT, batch_size=12, seed=1)
-    for number in range(6):
-        indices, keys = sampler.next_batch()
-        with Dataset(tmp_path / "p.lmdb", resolution=8 if number < 3 else 16, crop=crop) as alone:
-            images, _ = alone.read(indices, keys=keys)
-        np.testing.assert_array_equal(next(loader).images, images)
 
 
 # --- the state
@@ -266,20 +241,11 @@ def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pyte
     loader.close()
 
 
-def test_files_and_threads_are_shared(grown: Path) -> None:
+def test_files_are_shared(grown: Path) -> None:
     reader = Dataset(grown)
     level = at_resolution(reader, 8)
     assert level.shards[0].handle() is reader.shards[0].handle()
     assert at_resolution(reader, 32) is reader
-    loader = make(grown, prefetch=2)
-    for _ in range(6):
-        next(loader)
-    assert len(loader_threads()) == 1  # the last stage's: it has no end, while one with an end may have read all of it
-    gone = weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert gone() is None
-    assert loader_threads() == []
 
 
 def test_damaged_records_are_counted_over_stages(tmp_path: Path) -> None:

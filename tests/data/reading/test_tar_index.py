@@ -4,6 +4,7 @@ import os
 import pickle
 import tarfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,42 +150,31 @@ def test_more_tars_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert OPEN > 2
 
 
-def broken(path: Path, how: str) -> str:
-    """Shards of which one cannot be used; what is to be given as data.path."""
-    members = samples(0, 1, 0, 1)
-    if how == "link":
-        tar(path / "a.tar", members)
-        with tarfile.open(path / "a.tar", "a") as archive:
-            info = tarfile.TarInfo("../../\x1b[31mevil\n.jpg")
-            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            archive.addfile(info)
-        return str(path)
-    if how == "broken image":
-        members["000002.jpg"] = content_of(2)[:60]
-    elif how == "no class":
-        members["000001.cls"] = members["000003.cls"] = "3"
-    elif how == "unclear":
-        members = samples("{}", '{"kind": "a"}', '{"kind": "b"}', '{"kind": "a"}', '{"kind": "b"}', suffix="json")
-    elif how == "split inside":
-        members = {f"{split}/{n % 2}/{n}.jpg": content_of(n) for split in ("train", "val") for n in range(4)}
-    elif how == "compressed":
-        tar(path / "a.tar.gz", members, "w:gz")
-        return str(path / "a.tar.gz")
-    elif how == "splits":
-        tar(path / "val-0.tar", members)
-        tar(path / "train-0.tar", members)
-        return str(path)
-    tar(path / "a.tar", members)
-    if how == "truncated":
-        os.truncate(path / "a.tar", 2048)
-    elif how == "pipe":
-        os.mkfifo(path / "b.tar")
-    elif how == "missing":
-        return f"{path}/{{a,b}}.tar"
-    elif how == "mixed":
-        pack_arrays(path / "b.lmdb", sample_images(4))
-        return f"{path}/*"
-    return str(path)
+def add_link(folder: Path) -> None:
+    with tarfile.open(folder / "a.tar", "a") as archive:
+        info = tarfile.TarInfo("../../\x1b[31mevil\n.jpg")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(info)
+
+
+WHOLE = samples(0, 1, 0, 1)
+SHARDS: dict[str, dict[str, dict[str, bytes | str]]] = {  # else: one whole tar
+    "broken image": {"a.tar": WHOLE | {"000002.jpg": content_of(2)[:60]}},
+    "no class": {"a.tar": WHOLE | {"000001.cls": "3", "000003.cls": "3"}},
+    "unclear": {"a.tar": samples("{}", *('{"kind": "a"}', '{"kind": "b"}') * 2, suffix="json")},
+    "split inside": {
+        "a.tar": {f"{part}/{n % 2}/{n}.jpg": content_of(n) for part in ("train", "val") for n in range(4)}
+    },
+    "compressed": {"a.tar.gz": WHOLE},
+    "splits": {"val-0.tar": WHOLE, "train-0.tar": WHOLE},
+}
+SPOIL: dict[str, Callable[[Path], Any]] = {
+    "link": add_link,
+    "truncated": lambda folder: os.truncate(folder / "a.tar", 2048),
+    "pipe": lambda folder: os.mkfifo(folder / "b.tar"),
+    "mixed": lambda folder: pack_arrays(folder / "b.lmdb", sample_images(4)),
+}
+GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else: the folder
 
 
 @pytest.mark.parametrize(
@@ -207,8 +197,13 @@ def test_what_cannot_be_read_is_one_line(
     how: str, said: str, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", "classifier", tmp_path)
-    given = broken(tmp_path / "set", how)
-    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--data.path", given, "--device", "cpu"]
+    folder = tmp_path / "set"
+    for name, members in SHARDS.get(how, {"a.tar": WHOLE}).items():
+        tar(folder / name, members, "w:gz" if how == "compressed" else "w")
+    if how in SPOIL:
+        SPOIL[how](folder)
+    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
+    options += ["--data.path", str(folder / GIVEN.get(how, ""))]
     assert run_cli(train.main, options) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,27 @@ def manifest(folder: Path, text: str, encoding: str = "utf-8") -> str:
     return str(folder / "list.csv")
 
 
-def parquet(path: Path, table: dict[str, Any], *, names: list[str] | None = None, rows: int = 2) -> Path:
-    arrow = pytest.importorskip("pyarrow")
-    made = arrow.table(table)
+def arrow_table(table: dict[str, Any], names: Sequence[str] = (), columns: Sequence[str] = ("label",)) -> Any:
+    """Columns, of which some hold classes of these names, as Hugging Face's library writes them down."""
+    made = pytest.importorskip("pyarrow").table(table)
     if names:
-        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+        features = {"info": {"features": {column: {"names": names, "_type": "ClassLabel"} for column in columns}}}
         made = made.replace_schema_metadata({"huggingface": json.dumps(features)})
+    return made
+
+
+def parquet(
+    path: Path,
+    table: dict[str, Any],
+    *,
+    names: Sequence[str] = (),
+    columns: Sequence[str] = ("label",),
+    rows: int = 2,
+    **options: Any,
+) -> Path:
+    made = arrow_table(table, names, columns)
     path.parent.mkdir(exist_ok=True)
-    pytest.importorskip("pyarrow.parquet").write_table(made, path, row_group_size=rows)
+    pytest.importorskip("pyarrow.parquet").write_table(made, path, row_group_size=rows, **options)
     return path
 
 

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from data.errors import ImageError
 from data.pack import main, pack
 from data.sources import open_source, tables
-from tests.data.sources.source_files import cells, content_of, contents, item_refused, refused
+from tests.data.sources.source_files import arrow_table, cells, content_of, contents, item_refused, refused
 from utils.errors import UserError
 from utils.script import run_cli
 
@@ -25,12 +26,9 @@ pa = pytest.importorskip("pyarrow")
 REPOSITORY = Path(__file__).parents[3]
 
 
-def arrow(path: Path, table: dict[str, Any], *, names: list[str] | None = None, rows: int = 2, **options: Any) -> Path:
+def arrow(path: Path, table: dict[str, Any], *, names: Sequence[str] = (), rows: int = 2, **options: Any) -> Path:
     """A file as the library writes it: a stream of batches, the features in the schema's metadata."""
-    made = pa.table(table)
-    if names:
-        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
-        made = made.replace_schema_metadata({"huggingface": json.dumps(features)})
+    made = arrow_table(table, names)
     path.parent.mkdir(exist_ok=True, parents=True)
     with (
         pa.OSFile(str(path), "wb") as file,
@@ -40,7 +38,7 @@ def arrow(path: Path, table: dict[str, Any], *, names: list[str] | None = None, 
     return path
 
 
-def saved(folder: Path, *shards: dict[str, Any], names: list[str] | None = None) -> Path:
+def saved(folder: Path, *shards: dict[str, Any], names: Sequence[str] = ()) -> Path:
     """A folder of `Dataset.save_to_disk`."""
     files = [f"data-{n:05d}-of-{len(shards):05d}.arrow" for n in range(len(shards))]
     for name, table in zip(files, shards, strict=True):

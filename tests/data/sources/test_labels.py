@@ -1,6 +1,5 @@
 """What is a split, a class, a label: the usual names, and a question where it is unclear (H2, H3)."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -175,32 +174,25 @@ def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_parquet_labels_under_other_names(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
     image = cells(1, 2, 3, 4)
     source = open_source(str(parquet(tmp_path / "a.parquet", {"image": image, "class": ["b", "a", "b", "a"]})))
     assert (source.classes, source.labels().tolist()) == (["a", "b"], [1, 0, 1, 0])
     assert "the labels are those of the column class" in source.remarks[0]
-    table = arrow.table({"image": image, "breed": [1, 0, 1, 1], "size": [1, 1, 2, 2]})
-    features = {"info": {"features": {"breed": {"names": ["pug", "lab"], "_type": "ClassLabel"}}}}
-    labelled = table.replace_schema_metadata({"huggingface": json.dumps(features)})
-    write = pytest.importorskip("pyarrow.parquet").write_table
-    write(labelled, tmp_path / "b.parquet")
-    source = open_source(str(tmp_path / "b.parquet"))
+    table = {"image": image, "breed": [1, 0, 1, 1], "size": [1, 1, 2, 2]}
+    named = str(parquet(tmp_path / "b.parquet", table, names=["pug", "lab"], columns=["breed"]))
+    source = open_source(named)
     assert (source.classes, source.labels().tolist()) == (["pug", "lab"], [1, 0, 1, 1])
     assert "the column breed; without: --label-column none" in source.remarks[0]
-    assert open_source(str(tmp_path / "b.parquet"), label_column="none").classes == []
-    write(table, tmp_path / "c.parquet")
-    source = open_source(str(tmp_path / "c.parquet"))
+    assert open_source(named, label_column="none").classes == []
+    plain = str(parquet(tmp_path / "c.parquet", table, rows=4))
+    source = open_source(plain)
     assert source.classes == []
     assert "although the column breed has 2 values for 4 images" in source.remarks[0]
-    assert open_source(str(tmp_path / "c.parquet"), label_column="size").labels().tolist() == [1, 1, 2, 2]
-    refused(tmp_path / "c.parquet", "the column image is struct", label_column="image")
-    two = {"fine": features["info"]["features"]["breed"], "coarse": features["info"]["features"]["breed"]}
-    table = arrow.table({"image": image, "fine": [1, 0, 1, 1], "coarse": [1, 1, 0, 0]})
-    write(
-        table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": two}})}), tmp_path / "d.parquet"
-    )
-    refused(tmp_path / "d.parquet", "fine and coarse could be labels: pass --label-column fine")
+    assert open_source(plain, label_column="size").labels().tolist() == [1, 1, 2, 2]
+    refused(plain, "the column image is struct", label_column="image")
+    columns = {"fine": [1, 0, 1, 1], "coarse": [1, 1, 0, 0]}
+    two = parquet(tmp_path / "d.parquet", {"image": image} | columns, names=["pug", "lab"], columns=list(columns))
+    refused(two, "fine and coarse could be labels: pass --label-column fine")
 
 
 def test_classes_in_the_names_of_files(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parquet files as sources."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,10 @@ def test_parquet_split_that_is_not_there(tmp_path: Path) -> None:
     ("table", "message"),
     [
         ({"left": [b"1"], "right": [b"2"]}, r"left and right could be images.*left .binary., right .binary."),
-        ({"file": ["a.png"]}, r"no column holds bytes, perhaps only paths.*its columns are file .string."),
+        (
+            {"file": ["a.png"]},
+            r"no column holds bytes, perhaps only paths: give the folder.*columns are file .string.",
+        ),
         ({"image": [b"1"], "labels": [0], "target": [0]}, "labels and target could be labels"),
         ({"image": [b"1"], "label": [0.5]}, "column label is double"),
         ({"image": [b"1"], "label": [1]}, "labels go up to 1, but there are only 1 images"),
@@ -109,12 +113,7 @@ def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]
 
 
 def test_h24_what_to_give_instead(tmp_path: Path) -> None:
-    """A column of paths, and the top of a snapshot of the hub."""
-    table = {"image": ["a.png", "b.png"], "label": [0, 1]}
-    refused(
-        parquet(tmp_path / "x.parquet", table),
-        "no column holds bytes, perhaps only paths: give the folder of the images, or",
-    )
+    """At the top of a snapshot of the hub."""
     (tmp_path / "hub").mkdir()
     parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", {"image": cells(1), "label": ["a"]})
     (tmp_path / "hub" / "README.md").write_text("about")
@@ -132,33 +131,35 @@ def test_h24_names_that_no_image_has_are_left_out(tmp_path: Path) -> None:
     assert (meta.classes, meta.histogram) == (["bee", "dog"], [1, 2])
 
 
-def test_damaged_parquet(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
-    path = tmp_path / "x.parquet"
-    table = arrow.table({"image": [content_of(shade) for shade in range(4)]})
-    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True, "row_group_size": 2}
-    pytest.importorskip("pyarrow.parquet").write_table(table, path, **options)
-    content = path.read_bytes()
-    flip(path, content_of(2), 40)
+@pytest.fixture
+def plain(tmp_path: Path) -> Callable[..., Path]:
+    """Four images whose bytes stand in the file as they are; a bit of the third is flipped."""
+
+    def write(**options: Any) -> Path:
+        options |= {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+        path = parquet(tmp_path / "x.parquet", {"image": [content_of(shade) for shade in range(4)]}, **options)
+        flip(path, content_of(2), 40)
+        return path
+
+    return write
+
+
+def test_damaged_parquet(plain: Callable[..., Path]) -> None:
+    path = plain()
     source = open_source(str(path))
     assert source.item(1).content == content_of(1)
     for index in (2, 3, 2):
         item_refused(source, index, r"cannot be read.*CRC")
     assert source.item(0).content == content_of(0)
+    content = path.read_bytes()
     for damaged in (content[:-20], content[:50], b"", b"text" * 10):
         path.write_bytes(damaged)
         refused(path, r"x\.parquet cannot be read")
 
 
-def test_damage_between_pieces_of_a_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_between_pieces_of_a_row_group(plain: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PIECE_ROWS", 1)
-    path = tmp_path / "x.parquet"
-    table = pytest.importorskip("pyarrow").table({"image": [content_of(shade) for shade in range(4)]})
-    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
-    pages = {"write_batch_size": 1, "data_page_size": 1}  # a row each
-    pytest.importorskip("pyarrow.parquet").write_table(table, path, **options, **pages)
-    flip(path, content_of(2), 40)
-    source = open_source(str(path))
+    source = open_source(str(plain(rows=4, write_batch_size=1, data_page_size=1)))  # a page for each row
     for index in (0, 1, 2, 2, 3, 1, 2, 0):
         if index < 2:
             assert source.item(index).content == content_of(index)
@@ -170,9 +171,8 @@ def test_damage_between_pieces_of_a_row_group(tmp_path: Path, monkeypatch: pytes
 def test_parquet_memory_is_flat(tmp_path: Path, rows: int) -> None:
     arrow = pytest.importorskip("pyarrow")
     noise = np.random.default_rng(0).integers(0, 256, (1000, 20_000), dtype=np.uint8)
-    path, table = tmp_path / "x.parquet", arrow.table({"image": [row.tobytes() for row in noise]})
     # Small pages: a page is the least that can be read.
-    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=rows, write_batch_size=16)
+    path = parquet(tmp_path / "x.parquet", {"image": [row.tobytes() for row in noise]}, rows=rows, write_batch_size=16)
     source, before, most = open_source(str(path)), arrow.total_allocated_bytes(), 0
     for index in range(1000):
         assert source.item(index).content == noise[index].tobytes()

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -162,34 +162,35 @@ def test_links_and_special_members_are_not_followed(tmp_path: Path) -> None:
         "a link", "a link", "not a regular file", "not a regular file")]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["cut", "between", "head", "joined", "negative", "long name", "compressed", "empty"])
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {  # of a tar, where a member of its middle begins
+    "cut": lambda content, at: content[: at + 700],
+    "between": lambda content, at: content[:at],  # two members: only the mark of the end is missing
+    "head": lambda content, at: (
+        content[: at + 100] + b"\xee" * 100 + content[at + 200 :]
+    ),  # tarfile ends without a word
+    "joined": lambda content, at: content * 2,
+    "negative": lambda content, at: content[:at] + header("000020.jpg", -(1 << 20)) + content[at + 512 :],
+    "long name": lambda content, at: (
+        content[:at] + header("././@LongLink", 1 << 40, tarfile.GNUTYPE_LONGNAME) + content[at + 512 :]
+    ),
+    "compressed": lambda content, at: b"\x1f\x8b\x08" + bytes(2000),
+    "empty": lambda content, at: b"",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
 def test_damage_is_one_line_and_loses_nothing_in_silence(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tar(tmp_path / "x.tar", samples(*[n % 2 for n in range(40)]))
-    content = bytearray(path.read_bytes())
-    at = content.index(b"000020.jpg")
-    if how == "cut":
-        del content[at + 700 :]
-    elif how == "between":  # two members: only the mark of the end is missing
-        del content[at:]
-    elif how == "head":  # tarfile itself ends here without a word
-        content[at + 100 : at + 200] = b"\xee" * 100
-    elif how == "joined":
-        content *= 2
-    elif how == "negative":
-        info = tarfile.TarInfo("000020.jpg")
-        info.size = -(1 << 20)
-        content[at : at + 512] = info.tobuf(tarfile.GNU_FORMAT)
-    elif how == "long name":
-        info = tarfile.TarInfo("././@LongLink")
-        info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1 << 40
-        content[at : at + 512] = info.tobuf(tarfile.GNU_FORMAT)
-    elif how == "compressed":
-        content = bytearray(b"\x1f\x8b\x08" + bytes(2000))
-    else:
-        content = bytearray()
-    path.write_bytes(content)
+    content = path.read_bytes()
+    path.write_bytes(DAMAGE[how](content, content.index(b"000020.jpg")))
     assert run_cli(main, [str(path), str(tmp_path / "x.lmdb"), "--workers", "0"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error

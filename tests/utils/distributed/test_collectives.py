@@ -16,7 +16,20 @@ def test_alone():
     assert collectives.from_main_process(lambda: 7) == collectives.main_first(lambda: 7) == 7
     assert collectives.gather_to_main(lambda: 7) == [7]
     assert collectives.all_reduce_sum_(torch.tensor([2.0])).item() == 2.0
+    assert collectives.gather_objects(3) == [3]
+    with collectives.raising_together():
+        pass
     collectives.stop()
+
+
+def test_errors_pass_alone():
+    def refuse():
+        raise UserError("no such file")
+
+    with pytest.raises(UserError, match="no such file"), collectives.raising_together():
+        refuse()
+    with pytest.raises(UserError, match="no such file"):
+        collectives.from_main_process(refuse)
 
 
 class FakeWork:
@@ -53,22 +66,6 @@ def test_who_leaves_after_the_barrier_is_not_missed(monkeypatch, completes):
                 collectives.barrier()
     finally:
         collectives.watch_while_waiting(None)
-
-
-def test_raising_together_alone():
-    assert collectives.gather_objects(3) == [3]
-    with pytest.raises(UserError, match="no such file"), collectives.raising_together():
-        raise UserError("no such file")
-    with collectives.raising_together():
-        pass
-
-
-def test_errors_of_rank_zero_pass():
-    def refuse():
-        raise UserError("no such file")
-
-    with pytest.raises(UserError, match="no such file"):
-        collectives.from_main_process(refuse)
 
 
 @pytest.mark.parametrize("told", ["[/x/pair.cc:5] Connection closed by peer", "Timed out waiting 600000ms"])
