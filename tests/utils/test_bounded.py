@@ -9,6 +9,7 @@ import resource
 import socket
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -215,7 +216,8 @@ def test_h10_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells, packed = [bytes(3 << 20), b"x"], {"compression": "zstd", "use_dictionary": False}
+    cells = [bytes(3 << 20), b"x"]
+    packed: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
     parquet(tmp_path / "x.parquet", {"image": cells}, **packed)
     assert (tmp_path / "x.parquet").stat().st_size < 10_000
     assert open_source(str(tmp_path / "x.parquet")).item(0).content == cells[0]

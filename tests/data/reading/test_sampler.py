@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,12 @@ def take(sampler: GlobalSampler, batches: int) -> np.ndarray:
     return np.stack([sampler.next_batch()[0] for _ in range(batches)])
 
 
+def rated(rates: dict[str, float]) -> np.ndarray:
+    return class_weights(np.array([0, 1, 1]), ["cat", "dog"], rates)
+
+
 def weighted(weights: list[float] | np.ndarray, seed: int = 0, groups: np.ndarray | None = None) -> GlobalSampler:
     return GlobalSampler(len(weights), batch_size=1, seed=seed, weights=np.array(weights, np.float64), groups=groups)
-
-
-def test_indivisible_batch_names_the_divisor() -> None:
-    with pytest.raises(UserError, match="batch_size 10 is not divisible by 4 processes: try 8"):
-        GlobalSampler(100, batch_size=10, seed=0, world_size=4)
-    with pytest.raises(UserError, match="empty"):
-        GlobalSampler(0, batch_size=10, seed=0)
-    with pytest.raises(UserError, match="batch_size 0"):
-        GlobalSampler(10, batch_size=0, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -140,34 +136,43 @@ def test_weighted_order_is_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("options", "error", "message"),
     [
-        ([1, -1, -2], "index 1 is -1.0"),
-        ([1, 1, math.nan], "index 2 is nan"),
-        ([math.inf, 1, 1], "index 0 is inf"),
-        ([0, 0, 0], "all weights are 0"),
-        ([1, 2], r"shape \(2,\), expected \(3,\)"),
-        ([[1, 2, 3]], r"shape \(1, 3\), expected \(3,\)"),
+        ({"batch_size": 10, "world_size": 4}, UserError, "batch_size 10 is not divisible by 4 processes: try 8"),
+        ({"count": 0}, UserError, "empty"),
+        ({"batch_size": 0}, UserError, "batch_size 0"),
+        ({"weights": [1, 2, 3], "groups": np.zeros(2, np.int64)}, ValueError, "groups are"),
+        ({"weights": [1, 2, 3], "groups": np.zeros(3)}, ValueError, "groups are"),
+        ({"weights": [1, 2, 3], "shuffle": False}, ValueError, "shuffle"),
+        ({"weights": [1, -1, -2]}, UserError, "index 1 is -1.0"),
+        ({"weights": [1, 1, math.nan]}, UserError, "index 2 is nan"),
+        ({"weights": [math.inf, 1, 1]}, UserError, "index 0 is inf"),
+        ({"weights": [0, 0, 0]}, UserError, "all weights are 0"),
+        ({"weights": [1, 2]}, UserError, r"shape \(2,\), expected \(3,\)"),
+        ({"weights": [[1, 2, 3]]}, UserError, r"shape \(1, 3\), expected \(3,\)"),
     ],
 )
-def test_bad_weights_are_named(weights: list, message: str) -> None:
+def test_what_makes_no_order_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    if "weights" in options:
+        options = options | {"weights": np.array(options["weights"], np.float64)}
+    with pytest.raises(error, match=message):
+        GlobalSampler(**{"count": 3, "batch_size": 1, "seed": 0} | options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: balanced_weights(np.array([0, 2, 0]), ["cat", "dog", "emu"]), "class 'dog' has no images"),
+        (lambda: balanced_weights(np.zeros(3, np.int64), []), "no labels"),
+        (lambda: rated({"dgo": 2.0}), r"no class 'dgo' \(did you mean 'dog'\?\)"),
+        (lambda: rated({"cat": -0.5}), "rate of 'cat' is -0.5"),
+        (lambda: rated({"cat": math.nan}), "rate of 'cat' is nan"),
+        (lambda: rated({"cat": 0.0, "dog": 0.0}), "class_rates: all weights are 0"),
+    ],
+)
+def test_classes_that_give_no_weights_are_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        GlobalSampler(3, batch_size=1, seed=0, weights=np.array(weights, np.float64))
-
-
-def test_bad_groups_are_refused() -> None:
-    for groups in (np.zeros(2, np.int64), np.zeros(3)):
-        with pytest.raises(ValueError, match="groups are"):
-            GlobalSampler(3, batch_size=1, seed=0, weights=np.arange(3.0), groups=groups)
-    with pytest.raises(ValueError, match="shuffle"):
-        GlobalSampler(3, batch_size=1, seed=0, weights=np.arange(3.0), shuffle=False)
-
-
-def test_class_without_images_cannot_be_balanced() -> None:
-    with pytest.raises(UserError, match="class 'dog' has no images"):
-        balanced_weights(np.array([0, 2, 0]), ["cat", "dog", "emu"])
-    with pytest.raises(UserError, match="no labels"):
-        balanced_weights(np.zeros(3, np.int64), [])
+        call()
 
 
 def test_class_rates() -> None:
@@ -178,20 +183,6 @@ def test_class_rates() -> None:
     np.testing.assert_array_equal(class_weights(np.zeros(2, np.int64), [], {}), np.ones(2))
     copies = np.bincount(labels[weighted(class_weights(labels, names, {"cat": 6.0}), 0, labels).order(0)], minlength=3)
     assert copies[0] in (2, 3)  # 6/9 of four draws
-
-
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ({"dgo": 2.0}, r"no class 'dgo' \(did you mean 'dog'\?\)"),
-        ({"cat": -0.5}, "rate of 'cat' is -0.5"),
-        ({"cat": math.nan}, "rate of 'cat' is nan"),
-        ({"cat": 0.0, "dog": 0.0}, "class_rates: all weights are 0"),
-    ],
-)
-def test_bad_rates_are_named(rates: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        class_weights(np.array([0, 1, 1]), ["cat", "dog"], rates)
 
 
 def test_weights_from_files(tmp_path: Path) -> None:

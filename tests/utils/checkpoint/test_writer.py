@@ -9,7 +9,7 @@ import torch
 from tests.utils.checkpoint.files import content, names
 from utils.checkpoint import load, save
 from utils.checkpoint import writer as checkpoint_writer
-from utils.checkpoint.writer import Background, HashingFile, Snapshot
+from utils.checkpoint.writer import Background, Snapshot
 
 
 def everything():
@@ -101,16 +101,6 @@ def test_the_hash_is_the_files(tmp_path):
     path = tmp_path / "x.pt"
     told = checkpoint_writer.write(Snapshot(content(state={"big": big, "small": torch.ones(3)}), own=False), path)
     assert told == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_a_hashing_file_takes_what_is_written_in_order(tmp_path):
-    with open(tmp_path / "x", "wb") as raw:
-        file = HashingFile(raw)
-        assert file.write(b"abc") == 3
-        assert file.write(memoryview(b"defg")) == 4
-        file.flush()
-    assert (tmp_path / "x").read_bytes() == b"abcdefg"
-    assert file.hexdigest() == hashlib.sha256(b"abcdefg").hexdigest()
 
 
 def test_what_would_not_fit_is_not_begun(tmp_path, monkeypatch):

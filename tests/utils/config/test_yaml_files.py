@@ -39,11 +39,11 @@ def test_what_is_out_of_bounds_is_refused_in_seconds(tmp_path: Path, text: str) 
 @pytest.mark.parametrize("text", ["[" * 30_000, "{a: 1, a: 2}", "&a [*a]", LAUGHS, "9" * 5000])
 def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(text: str) -> None:
     """Deep lists there ended the process: PyYAML.s parser is recursive."""
-    with pytest.raises(UserError, match=r"^command line: data.class_rates: .*(given twice|levels|alias|characters)"):
-        build(ClassifierConfig, {}, ["--data.class_rates", text])
-    with pytest.raises(UserError, match=r"^command line: data.class_rates: .*(given twice|levels|alias|characters)"):
-        build(ClassifierConfig, {}, [f"--data.class_rates={text}"])
-    with pytest.raises(UserError, match=r"^configuration: data.class_rates: .*(given twice|levels|alias|characters)"):
+    bounds = r"data.class_rates: .*(given twice|levels|alias|characters)"
+    for tokens in (["--data.class_rates", text], [f"--data.class_rates={text}"]):
+        with pytest.raises(UserError, match=f"^command line: {bounds}"):
+            build(ClassifierConfig, {}, tokens)
+    with pytest.raises(UserError, match=f"^configuration: {bounds}"):
         build(ClassifierConfig, {"data": {"class_rates": text}})
 
 

@@ -121,22 +121,26 @@ def test_the_command(tmp_path: Path, kept: type[Kept], capsys: pytest.CaptureFix
     assert "no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
 
 
-def test_a_training_that_stops_and_goes_on_sends_its_rows(tmp_path: Path, packed: Path, kept: type[Kept]) -> None:
-    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
-    options = ["--config", str(recipe), "--run-dir", str(run), "--device", "cpu", "--log.tracker", "wandb"]
+@pytest.fixture
+def options(tmp_path: Path, packed: Path) -> list[str]:
+    """Of a short training in tmp_path / "run" that sends its rows."""
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    return ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--log.tracker", "wandb"]
+
+
+def test_a_training_that_stops_and_goes_on_sends_its_rows(tmp_path: Path, options: list[str], kept: type[Kept]) -> None:
     assert run_cli(train, [*options, "--max-steps", "4"]) == 0
     assert run_cli(train, options) == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows
     assert kept.runs == {"id0": as_sent(rows)}
 
 
 def test_a_tracker_that_fails_costs_its_rows_only(
-    tmp_path: Path, packed: Path, kept: type[Kept], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, options: list[str], kept: type[Kept], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept.down = True
-    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
-    options = ["--config", str(recipe), "--run-dir", str(run), "--device", "cpu", "--log.tracker", "wandb"]
+    run = tmp_path / "run"
     assert run_cli(train, options) == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: wandb")]
     assert warning.startswith("warning: wandb: no network; training continues without it; `python -m utils.runlog.tr")
