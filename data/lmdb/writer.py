@@ -42,7 +42,6 @@ from utils.provenance import Generated, Provenance
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
 LAST_KEYS = b"picture/"  # no key sorts after these
-OTHER_FOLDER = "choose a folder that can be written"
 FIRST_MAP = 64 << 20  # bytes; doubled whenever it is full
 
 
@@ -108,11 +107,11 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def _open(self) -> None:
         missing = [folder for folder in self.path.parents if not folder.exists()]
-        with _writing(self.path.parent, OTHER_FOLDER):
+        with _writing(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         for folder in reversed(missing):
             self._undo.callback(folder.rmdir)
-        with _writing(self._partial, OTHER_FOLDER):
+        with _writing(self._partial):
             replaceable(self._partial)  # a pipe would hang
             self._lock = self._undo.enter_context(self._partial.open("ab"))
         try:
@@ -271,7 +270,7 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path, remedy: str = "free some space or choose another folder") -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """What the disk refuses inside becomes a UserError."""
     try:
         yield
@@ -279,4 +278,4 @@ def _writing(path: Path, remedy: str = "free some space or choose another folder
         raise UserError(f"{path}: {error}; choose another name, or remove what is there") from None
     except (lmdb.Error, OSError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot write ({why}); {remedy}") from None
+        raise UserError(f"{path}: cannot write ({why}); free some space or choose another folder") from None
