@@ -1,7 +1,6 @@
 """One data set in many threads, processes and loaders."""
 
 import gc
-import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,29 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from data.decode import RandomCrop, decode_crop
+from data.decode import decode_crop
 from data.lmdb import environment
 from data.reading import dataset as dataset_module
 from data.reading.dataset import Dataset
 from data.reading.loader import InfiniteLoader
 from data.reading.sampler import GlobalSampler
 from tests.data.conftest import images as sample_images
-from tests.data.reading.test_dataset import crops, keys
+from tests.data.reading.test_dataset import crops
 from tests.data.reading.test_several_files import COUNT, LABELS, pack_shards, small_blocks
 
 __all__ = ["crops", "small_blocks"]  # fixtures
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_crops_in_another_process(crops: Path, method: str) -> None:
-    dataset = Dataset(crops, resolution=16, crop=RandomCrop(), workers=2)
-    expected = dataset.read(range(9), keys=keys(1))
-    with multiprocessing.get_context(method).Pool(1) as pool:
-        found = pool.apply(dataset.read, (range(9), None, keys(1)))
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_array_equal(found[1], expected[1])
-    np.testing.assert_array_equal(dataset.read(range(9), keys=keys(1))[0], expected[0])  # the parent's is untouched
 
 
 def batches(dataset: Dataset, **options: object) -> list[list[torch.Tensor]]:

@@ -17,7 +17,7 @@ from data.lmdb.format import Meta
 from data.pack import pack
 from data.reading.dataset import Dataset
 from data.sources import named, open_source
-from data.sources.named import cache_folder, read_idx
+from data.sources.named import cache_folder, find_idx, read_idx
 from tests.data.sources.make_sample import idx_gz
 from tests.data.sources.source_files import refused
 from utils.errors import UserError
@@ -216,6 +216,14 @@ def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "was-here").exists()
     pickle.loads(evil.encode())
     assert (tmp_path / "was-here").exists()
+
+
+def test_find_idx_wants_both_files(tmp_path: Path) -> None:
+    assert find_idx(tmp_path, "train") is None
+    write_idx(tmp_path, "train", IMAGES, LABELS)
+    assert find_idx(tmp_path, "train") is not None
+    (tmp_path / "train-labels-idx1-ubyte.gz").unlink()
+    assert find_idx(tmp_path, "train") is None
 
 
 def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, np.ndarray, Meta]:
