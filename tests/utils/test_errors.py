@@ -31,13 +31,6 @@ def test_what_main_returns_is_the_exit_code(returned, code):
     assert seen == [["--x"]]
 
 
-def test_the_command_line_is_the_default(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["tool", "a", "--b"])
-    seen: list[list[str]] = []
-    run_cli(seen.append)
-    assert seen == [["a", "--b"]]
-
-
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -81,11 +74,6 @@ def test_what_is_raised_on_all_because_of_one_is_told_by_rank_zero(capsys, monke
     monkeypatch.setenv("RANK", "1")
     assert run_cli(raising(error), []) == 2
     assert capsys.readouterr().err == ""
-
-
-def test_a_user_error_is_a_value_error():
-    assert issubclass(UserError, ValueError)
-    assert not UserError("x").rank_specific
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault():

@@ -215,27 +215,6 @@ def loader(dataset: Dataset, prefetch: int) -> InfiniteLoader:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_loader_goes_on_over_damage(pack: Packer, prefetch: int) -> None:
-    """A loader that starts in the middle, without having seen the damage, gives the same batches."""
-    path = pack("png", [2, 3, 13])
-    sampler = GlobalSampler(COUNT, batch_size=6, seed=1)
-    replaced = np.array([*range(2), 4, 4, *range(4, 13), 0])
-    straight = loader(open_dataset(path, workers=2), prefetch)
-    for step in range(6):
-        indices, _ = sampler.next_batch()
-        batch = next(straight)
-        np.testing.assert_array_equal(batch.images, sample_images(COUNT)[replaced[indices]])
-        np.testing.assert_array_equal(batch.labels, replaced[indices] % 3)
-        assert straight.state_dict()["consumed"] == 6 * (step + 1)
-    resumed = loader(open_dataset(path), prefetch)
-    resumed.load_state_dict(straight.state_dict())
-    for _ in range(3):
-        assert torch.equal(next(resumed).images, next(straight).images)
-    straight.close()
-    resumed.close()
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
 def test_loader_keeps_its_position_when_a_read_raised(
     pack: Packer, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

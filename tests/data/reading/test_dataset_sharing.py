@@ -16,10 +16,9 @@ from data.reading.dataset import Dataset
 from data.reading.loader import InfiniteLoader
 from data.reading.sampler import GlobalSampler
 from tests.data.conftest import images as sample_images
-from tests.data.reading.test_dataset import crops
 from tests.data.reading.test_several_files import COUNT, LABELS, pack_shards, small_blocks
 
-__all__ = ["crops", "small_blocks"]  # fixtures
+__all__ = ["small_blocks"]  # a fixture
 
 
 def batches(dataset: Dataset, **options: object) -> list[list[torch.Tensor]]:

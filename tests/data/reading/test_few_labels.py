@@ -18,13 +18,6 @@ def test_each_class_keeps_as_many_by_its_key():
     assert set(of_two.tolist()) == set(found[LABELS[found] == 2].tolist())
 
 
-def test_fewer_labels_are_among_more_and_seeds_differ():
-    few, more, other = (few_labels(LABELS, n, seed).tolist() for n, seed in ((4, 0), (9, 0), (4, 1)))
-    assert set(few) < set(more)
-    assert few != other
-    assert few == few_labels(LABELS, 4, 0).tolist()
-
-
 def test_too_few_images_are_refused_by_name():
     with pytest.raises(UserError, match="class c has 30 images"):
         few_labels(LABELS, 31, 0, ["c", "b", "a"])

@@ -84,18 +84,6 @@ def test_the_size_counts_every_storage_once():
         assert Snapshot(content(state=state), own=own).size == 4400
 
 
-class OrderedSet(list):
-    """Restricted loading knows lists, not what is derived from them."""
-
-
-def test_what_could_not_be_loaded_again_is_refused_before_anything_is_written(tmp_path):
-    odd = OrderedSet(["a"])
-    for own in (True, False):
-        with pytest.raises(TypeError, match=r"checkpoint\['state'\]\['x'\]\[1\] is a OrderedSet;"):
-            Snapshot(content(state={"x": [0, odd]}), own=own)
-    assert names(tmp_path) == []
-
-
 def test_the_hash_is_the_files(tmp_path):
     big = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))  # more than any buffer on the way
     path = tmp_path / "x.pt"

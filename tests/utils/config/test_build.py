@@ -7,7 +7,7 @@ from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
 from utils.config.build import build, differences, to_tree
 from utils.config.cli import UnknownKey
-from utils.config.model import Config, keys_of
+from utils.config.model import Config
 from utils.config.yaml_files import near_file, read_yaml, save_yaml
 from utils.errors import UserError
 
@@ -48,12 +48,6 @@ def written(tmp_path, text, name="recipe.yaml"):
     path = tmp_path / name
     path.write_text(text)
     return path
-
-
-def test_read_yaml(tmp_path):
-    path = written(tmp_path, "steps: 3\ninner:\n  names: [x, y]\n")
-    assert read_yaml(path) == {"steps": 3, "inner": {"names": ["x", "y"]}}
-    assert read_yaml(str(path)) == read_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +191,6 @@ def test_options_of_the_script_are_candidates_too(name, near):
         build(Outer, {}, [f"--{name}", "1"])
     told = error.value.among(["--max-steps", "--procs", "--gpus", "--device", "--run-dir"])
     assert str(told) == f"command line: unknown key {name!r} (did you mean {near!r}?)"
-
-
-def test_keys_of_lists_sections_and_leaves():
-    assert list(keys_of(Outer)) == [
-        *["task", "steps", "path", "inner", "inner.rate", "inner.names", "inner.mode"],
-        *["other_inner", "other_inner.rate", "other_inner.names", "other_inner.mode"],
-    ]
 
 
 # --- saving

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.config.cli import Parser, add_model_options, did_you_mean, normalise, number, positive
+from utils.config.cli import Parser, add_model_options, normalise, number, positive
 from utils.errors import UserError
 
 
@@ -55,12 +55,6 @@ def test_parse_known_leaves_overrides_in_order():
     found, rest = parser().parse_known(["x", "--data.some-path", "a-b", "--batch-size", "3", "--lr=1"])
     assert found.batch_size == 3
     assert rest == ["--data.some_path", "a-b", "--lr=1"]
-
-
-def test_did_you_mean():
-    assert did_you_mean("stpes", ["steps", "seed"]) == " (did you mean 'steps'?)"
-    assert did_you_mean("qqq", ["steps", "seed"]) == ""
-    assert did_you_mean("x", []) == ""
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,3 @@ def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(tex
 )
 def test_what_is_within_bounds_is_read_as_ever(text: str) -> None:
     assert yaml_files.load(text) == yaml.safe_load(text)
-
-
-def test_recipes_are_within_bounds() -> None:
-    recipes = sorted(Path("configs").glob("*.yaml"))
-    assert len(recipes) > 20
-    for recipe in recipes:
-        assert read_yaml(recipe) == yaml.safe_load(recipe.read_text())

@@ -6,7 +6,6 @@ import pytest
 from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
 from utils.config.build import to_tree
-from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 from utils.runlog.run_folder import RunFolder
 
@@ -59,14 +58,6 @@ def test_the_leftover_of_a_first_start_that_was_killed_is_not_in_the_way(tmp_pat
     (tmp_path / ".lock").write_text("1")
     (tmp_path / ".config.yaml.123.tmp").write_text("task: g")
     assert RunFolder(tmp_path).saved_config() is None
-
-
-def test_the_saved_config_is_the_runs(tmp_path):
-    folder = RunFolder(tmp_path)
-    tree = to_tree(GanConfig(seed=3))
-    folder.save_config(tree)
-    assert read_yaml(tmp_path / "config.yaml") == folder.saved_config() == tree
-    assert folder.accept_config(tree) == []
 
 
 def changed(tree, key, value):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.end_to_end.helpers import graph_scopes
-from utils.runlog.run_log import Events, RunLog, cut_back, say
+from utils.runlog.run_log import Events, RunLog, cut_back
 
 
 def rows(folder):
@@ -194,14 +194,3 @@ def test_later_rows_and_half_lines_are_cut_off(tmp_path, torn):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
     cut_back(path, 0)
     assert path.read_text() == ""
-
-
-def test_nothing_to_cut(tmp_path):
-    cut_back(tmp_path / "metrics.jsonl", 3)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_messages_go_to_stderr(capsys):
-    say("hello")
-    found = capsys.readouterr()
-    assert (found.out, found.err) == ("", "hello\n")
