@@ -20,7 +20,6 @@ CAT = "\u732b"
 
 @pytest.fixture
 def only_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without further fonts."""
     own = {fonts.OWN: fonts._paths()[fonts.OWN]}
     monkeypatch.setattr(fonts, "_paths", lambda: own)
 

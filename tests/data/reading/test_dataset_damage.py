@@ -71,7 +71,6 @@ def open_dataset(path: Any, on_damage: str = "skip", **options: Any) -> Dataset:
 
 
 def check_read(dataset: Dataset, records: Sequence[int], expected: Sequence[int]) -> None:
-    """Reading `records` gives images and labels of `expected`."""
     images, labels = dataset.read(records)
     np.testing.assert_array_equal(images, sample_images(COUNT)[list(expected)])
     np.testing.assert_array_equal(labels, np.array(expected) % 3)
@@ -240,7 +239,6 @@ def test_torch_data_loader_names_the_record(pack: Packer) -> None:
 
 
 def test_damage_errors_travel_between_processes() -> None:
-    """As any error does that a worker process returns."""
     error = DamageError(Path("x.lmdb"), [3, 4], "gone")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), list(copy.records), copy.reason) == (str(error), [3, 4], "gone")

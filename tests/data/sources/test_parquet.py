@@ -113,7 +113,6 @@ def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]
 
 
 def test_h24_what_to_give_instead(tmp_path: Path) -> None:
-    """At the top of a snapshot of the hub."""
     (tmp_path / "hub").mkdir()
     parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", {"image": cells(1), "label": ["a"]})
     (tmp_path / "hub" / "README.md").write_text("about")

@@ -18,7 +18,6 @@ from utils.script import run_cli
 
 
 def tar(path: Path, members: Mapping[str, bytes | str], mode: str = "w") -> Path:
-    """A tar of files in the order given."""
     path.parent.mkdir(exist_ok=True, parents=True)
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
         for name, content in members.items():

@@ -127,7 +127,6 @@ def test_model_options():
 
 
 def test_help_and_messages_write_options_with_hyphens(capsys):
-    """U20."""
     parser = Parser("x.py", description="what it_does")
     parser.add_argument("--on-error", choices=("stop", "skip_it"), metavar="WHAT_NOW", help="as --some_other does")
     text = parser.format_help()

@@ -82,7 +82,6 @@ def test_the_message_has_the_key_that_was_given() -> None:
 
 
 def config_classes(config_class: type[Any] = Config) -> set[type[Any]]:
-    """Every config dataclass there is, of all tasks and architectures."""
     found: set[type[Any]] = {config_class}
     for below in config_class.__subclasses__():
         found |= config_classes(below)
@@ -164,7 +163,6 @@ def test_counts_that_no_machine_has_are_refused(tree: dict[str, Any], told: str)
 
 @pytest.mark.parametrize("given", [[], {}, None, ["stylegan2"]])
 def test_an_architecture_is_a_name(given: Any) -> None:
-    """H22."""
     with pytest.raises(UserError, match="architecture"):
         build_run_config({"task": "gan", "architecture": given}, [], "x.yaml")
 

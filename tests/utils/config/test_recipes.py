@@ -15,7 +15,6 @@ ALL = recipes()
 
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
 def test_every_head_says_what_for_what_it_needs_and_what_to_change(recipe):
-    """U1."""
     lines = (CONFIGS / f"{recipe.name}.yaml").read_text().splitlines()
     head = lines[: next(place for place, line in enumerate(lines) if not line.startswith("#"))]
     assert len(recipe.purpose) <= LENGTH

@@ -11,8 +11,6 @@ from utils.distributed.gradients import GradientExchange, buckets_of
 
 
 class Done:
-    """A collective operation that is over."""
-
     def wait(self) -> None: ...
 
 
