@@ -33,40 +33,24 @@ from utils.text import printable
 
 ROOT = Path(__file__).parents[2]
 OWN = {  # what opens files otherwise, and why
-    "data/lmdb/environment.py": "LMDB opens by path, after its check",
-    "data/lmdb/writer.py": "writes our own file",
-    "data/images.py": "bytes in memory",
-    "data/records.py": "bytes in memory",
-    "data/reading/weighted_sampling.py": "NumPy maps the file, after its check",
-    "data/sources/named.py": "bytes in memory",
-    "data/sources/files.py": "zipfile opens by path, after its check",
-    "data/reading/several_files.py": "its own lock",
-    "data/tar_files.py": "tarfile is given an opened file",
-    "data/sources/remote.py": "fsspec's files, read by bounded.read_stream",
-    "inference/export/check.py": "reads what was just written",
-    "inference/export/formats.py": "reads what was just written",
-    "inference/export/page.py": "runs elsewhere, in the folder that it came with",
-    "inference/export/weights_file.py": "safetensors opens by path, after its check",
-    "inference/interpolate.py": "writes a film",
-    "metrics/figures.py": "a page of the docs",
-    "models/official/nvidia.py": "safetensors opens by path, after its check",
-    "models/weights.py": "torch and safetensors open by path, after its check",
-    "reporting/pictures.py": "bytes in memory",
-    "reporting/report.py": "images that the evaluation has just written",
-    "training/engine/loop.py": "its own log",
-    "training/engine/run.py": "its own run's profile",
-    "utils/checkpoint/__init__.py": "torch and zipfile open by path, after its check",
-    "utils/checkpoint/writer.py": "writes our own file",
-    "utils/distributed/heartbeat.py": "its own signs of life",
-    "utils/bounded.py": "the place itself",
-    "utils/files.py": "writes our own files",
-    "utils/runlog/run_log.py": "its own rows",
-    "utils/memory.py": "the kernel's figures",
-    "utils/processes.py": "the kernel's figures",
-    "utils/versions.py": "the kernel's figures",
-    "utils/config/recipes.py": "our own recipes",
-    "utils/runlog/run_folder.py": "its own lock",
-    "utils/script.py": "the null device",
+    # a library opens them, after their check
+    *("data/lmdb/environment.py", "data/reading/weighted_sampling.py", "data/sources/files.py", "data/tar_files.py"),
+    *("inference/export/weights_file.py", "models/official/nvidia.py", "models/weights.py"),
+    "utils/checkpoint/__init__.py",
+    # bytes in memory
+    *("data/images.py", "data/records.py", "data/sources/named.py", "reporting/pictures.py"),
+    # fsspec's files, read by bounded.read_stream
+    "data/sources/remote.py",
+    # what the program itself writes or has just written: locks, logs, profiles, signs of life, films
+    *("data/lmdb/writer.py", "data/reading/several_files.py", "inference/interpolate.py", "metrics/figures.py"),
+    *("training/engine/loop.py", "training/engine/run.py", "utils/checkpoint/writer.py", "utils/files.py"),
+    *("utils/distributed/heartbeat.py", "utils/runlog/run_log.py", "utils/runlog/run_folder.py"),
+    *("inference/export/check.py", "inference/export/formats.py", "reporting/report.py"),
+    # runs elsewhere, in the folder that it came with
+    "inference/export/page.py",
+    # the kernel's figures, the null device, the recipes, the place itself
+    *("utils/memory.py", "utils/processes.py", "utils/versions.py", "utils/script.py", "utils/config/recipes.py"),
+    "utils/bounded.py",
 }
 OPENERS = {
     *("open", "fdopen", "read_bytes", "read_text", "fromfile", "load_file", "safe_open", "open_memmap", "imread"),

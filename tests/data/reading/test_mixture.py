@@ -99,14 +99,6 @@ def test_keys_are_those_of_the_epochs() -> None:
     assert keys._replace(synthetic=True).of(0, 9) == (3, "synthetic", "augment", 4, 9)
 
 
-def test_until_ends_the_mixture_at_a_batch() -> None:
-    found = batches(sampler_of("1/4", until=5), 10)
-    assert [int((indices >= REAL).sum()) for indices in found] == [3] * 5 + [0] * 5
-    both = np.concatenate(found)
-    real = both[both < REAL]
-    np.testing.assert_array_equal(real, GlobalSampler(REAL, batch_size=12, seed=3).at(0, len(real))[0])
-
-
 def test_a_copy_goes_its_own_way() -> None:
     sampler = sampler_of()
     copied = copy.copy(sampler)

@@ -156,11 +156,7 @@ def test_values_of_all_kinds():
             for tokens in (["5"], ["--steps", "5", "6"], ["--steps=5", "6"], ["-s"])
         ),
         ({"inner": 3}, [], f"f.yaml: inner 3: must be {SECTION}"),
-        (
-            {"inner": 3},
-            ["--inner.rate=1"],
-            f"f.yaml: inner 3: must be {SECTION}",
-        ),
+        ({"inner": 3}, ["--inner.rate=1"], f"f.yaml: inner 3: must be {SECTION}"),
         ({"inner": None}, [], f"f.yaml: inner null: must be {SECTION}"),
         ({"inner": {"rate": -1}}, [], "inner.rate must be positive"),
         ({}, ["--other_inner.rate", "-1"], "other_inner.rate must be positive"),

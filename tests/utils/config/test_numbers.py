@@ -136,18 +136,9 @@ def test_the_command_line_takes_no_such_number_either(key: str, text: str) -> No
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        (
-            {"generator": {"mapping_layers": 10**9}},
-            "generator.mapping_layers 1000000000: must be a whole number at",
-        ),
-        (
-            {"discriminator": {"mapping_layers": 101}},
-            "discriminator.mapping_layers 101: must be a whole number at",
-        ),
-        (
-            {"data": {"workers": 10**6}},
-            "data.workers 1000000: must be a whole number at least 0 and at most 1,024, or auto",
-        ),
+        ({"generator": {"mapping_layers": 10**9}}, "generator.mapping_layers 1000000000: must be a whole number at"),
+        ({"discriminator": {"mapping_layers": 101}}, "discriminator.mapping_layers 101: must be a whole number at"),
+        ({"data": {"workers": 10**6}}, "data.workers 1000000: must be a whole number at least 0 and at most 1,024, or"),
         ({"data": {"prefetch": 10**6}}, "data.prefetch 1000000: must be a whole number at least 0 and at most 1,024"),
         (
             {"distributed": {"timeout": 1e18}},
