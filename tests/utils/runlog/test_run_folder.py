@@ -5,7 +5,7 @@ import pytest
 
 from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
-from utils.config.build import to_tree
+from utils.config.build import build, to_tree
 from utils.errors import UserError
 from utils.runlog.run_folder import RunFolder
 
@@ -60,19 +60,10 @@ def test_the_leftover_of_a_first_start_that_was_killed_is_not_in_the_way(tmp_pat
     assert RunFolder(tmp_path).saved_config() is None
 
 
-def changed(tree, key, value):
-    *sections, name = key.split(".")
-    for section in sections:
-        tree = tree[section]
-    tree[name] = value
-
-
 def differing(tmp_path, config_class, key, value):
     folder = RunFolder(tmp_path)
     folder.save_config(to_tree(config_class()))
-    tree = to_tree(config_class())
-    changed(tree, key, value)
-    return folder, tree
+    return folder, to_tree(build(config_class, {}, [f"--{key}", str(value)]))
 
 
 @pytest.mark.parametrize(
