@@ -6,13 +6,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --quiet --custom-compile-command 'make lock'
 
+# duetgan.data is data/: Python knows by itself, type checkers and editors by these links
+WINGS := data explorer inference metrics models planning reporting studies training utils
+LINKS := $(addprefix duetgan/,$(WINGS))
+
 .PHONY: help setup quickstart test test-all fuzz lint format bench docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-setup: $(STAMP) ## Make the environment in .venv/ (about 6 GB: the registry's torch brings CUDA along)
+setup: $(STAMP) $(LINKS) ## Make the environment in .venv/ (about 6 GB: the registry's torch brings CUDA along)
+
+$(LINKS):
+	ln -sfn ../$(@F) $@
 
 # Remade when a lock file changes. The stamp comes last, so that an interrupted installation is taken up again.
 $(STAMP): requirements.lock requirements-dev.lock
@@ -47,16 +54,16 @@ quickstart: $(STAMP) ## Train and evaluate both models in a quarter of an hour: 
 TESTS ?= $(shell python3 -c "import os; print((os.cpu_count() or 1) + 1)")
 PYTEST = $(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-test: $(STAMP) ## The fast tests
+test: $(STAMP) $(LINKS) ## The fast tests
 	$(PYTEST) -m "not slow"
 
-test-all: $(STAMP) ## All tests, the slow ones too
+test-all: $(STAMP) $(LINKS) ## All tests, the slow ones too
 	$(PYTEST)
 
 fuzz: $(STAMP) ## Try mutated files for MINUTES=60 (FIRST=1000, the seed to begin with); cases that fail: build/fuzz/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),60) --first $(or $(FIRST),1000)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) $(LINKS) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

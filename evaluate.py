@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from utils.checkpoint import load, resolve, resolve_for_people
-from utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
-from utils.distributed.launch import add_options, start_processes, wanted_device
-from utils.errors import UserError
-from utils.files import as_json, check_writable, write_atomic
-from utils.script import exit_cli
+from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.utils.checkpoint import load, resolve, resolve_for_people
+from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
+from duetgan.utils.distributed.launch import add_options, start_processes, wanted_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import as_json, check_writable, write_atomic
+from duetgan.utils.script import exit_cli
 
 COMPARE = ("compare", "out", "json", "debug")  # options that go together
 SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     code = start_processes(__file__, argv, options.gpus, options.procs, resumes=False)
     if code is not None:
         return code
-    from utils.distributed import collectives  # and torch with it, now that the options are known to be right
+    from duetgan.utils.distributed import collectives  # and torch with it, now that the options are known to be right
 
     options.device = wanted_device(options.device, options.gpus, options.procs)
     with collectives.group(collectives.choose_device(options.device)):
@@ -77,14 +77,14 @@ def main(argv: list[str]) -> int:
 
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process, which may be one of several: rank 0 writes and prints."""
-    from data.reading.dataset import dataset_for_model
-    from metrics.evaluate_audit import audit_gan_run
-    from metrics.evaluate_classifier import evaluate_classifier_run
-    from metrics.evaluate_gan import evaluate_gan_run
-    from metrics.lineage import run_folder
-    from metrics.samples.membership_inference import audit_table
-    from metrics.tables import classifier_table, gan_table
-    from utils.distributed import collectives
+    from duetgan.data.reading.dataset import dataset_for_model
+    from duetgan.metrics.evaluate_audit import audit_gan_run
+    from duetgan.metrics.evaluate_classifier import evaluate_classifier_run
+    from duetgan.metrics.evaluate_gan import evaluate_gan_run
+    from duetgan.metrics.lineage import run_folder
+    from duetgan.metrics.samples.membership_inference import audit_table
+    from duetgan.metrics.tables import classifier_table, gan_table
+    from duetgan.utils.distributed import collectives
 
     evaluations: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
         "gan": (evaluate_gan_run, gan_table),  # and its table for people
@@ -115,7 +115,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     head = {"checkpoint": str(path), "step": checkpoint["step"], "task": task, "data": str(data)}
     document = {**head, "seed": options.seed, **figures}
     if kind == "gan" and collectives.is_main():
-        from inference.samples import draw_style_tables
+        from duetgan.inference.samples import draw_style_tables
 
         device = collectives.choose_device(options.device)
         document["images"] += draw_style_tables(checkpoint, out, seed=options.seed, device=device)
@@ -127,7 +127,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
         run = run_folder(path)
         if options.out is None and (run / "config.yaml").is_file():
-            from reporting.report import show_images, write_report
+            from duetgan.reporting.report import show_images, write_report
 
             show_images(run, checkpoint["step"], [out / name for name in document["images"]])
             print(f"report: {write_report(run)}", file=sys.stderr)
@@ -136,7 +136,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
 
 def compare_runs(options: Namespace) -> int:
     """Compare evaluated runs, print the comparison, and write it where `--out` says."""
-    from metrics.comparison.compare import compare, comparison_table
+    from duetgan.metrics.comparison.compare import compare, comparison_table
 
     default = parser().get_default
     other = [name for name, value in vars(options).items() if value != default(name) and name not in COMPARE]

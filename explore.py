@@ -10,12 +10,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from utils import bounded
-from utils.config.cli import Parser, number
-from utils.config.yaml_files import near_file
-from utils.errors import EXIT_OK, UserError
-from utils.processes import leave_threads
-from utils.script import exit_cli
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.config.yaml_files import near_file
+from duetgan.utils.errors import EXIT_OK, UserError
+from duetgan.utils.processes import leave_threads
+from duetgan.utils.script import exit_cli
 
 PORT = 7870
 CONNECTIONS = 50
@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
 
 def build(options: Namespace, token: str | None) -> tuple[Any, Any]:
     """The application with its models, and the thread that they compute in. Raises UserError."""
-    from explorer.app import App
-    from explorer.runs import open_runs
-    from explorer.worker import Worker
-    from utils.distributed.collectives import choose_device
+    from duetgan.explorer.app import App
+    from duetgan.explorer.runs import open_runs
+    from duetgan.explorer.worker import Worker
+    from duetgan.utils.distributed.collectives import choose_device
 
     runs = open_runs(options.checkpoint, which=options.which, device=choose_device(options.device))
     worker = Worker()

@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from inference.settings import FORMATS, ExportConfig
-from utils.checkpoint import resolve_for_people
-from utils.config.cli import Parser, positive
-from utils.script import run_cli
+from duetgan.inference.settings import FORMATS, ExportConfig
+from duetgan.utils.checkpoint import resolve_for_people
+from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.script import run_cli
 
 FORMAT_HELP = (
     "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program in 8-bit "
@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
     job = ExportConfig(**{field.name: getattr(options, field.name) for field in fields(ExportConfig)})
     import torch  # now that the options are known to be right
 
-    from inference.export.check import document, export, failed, table
-    from inference.export.weights_file import open_checkpoint
-    from reporting.report import refresh
+    from duetgan.inference.export.check import document, export, failed, table
+    from duetgan.inference.export.weights_file import open_checkpoint
+    from duetgan.reporting.report import refresh
 
     path, checkpoint = open_checkpoint(options.checkpoint, options.which)
     rows, subject, wrong = export(job, checkpoint)

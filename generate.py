@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.lmdb.writer import check_target
-from inference.settings import (
+from duetgan.data.lmdb.writer import check_target
+from duetgan.inference.settings import (
     DATASET,
     ENCODINGS,
     FEATURES,
@@ -20,14 +20,14 @@ from inference.settings import (
     check_film,
     check_suffix,
 )
-from utils.checkpoint import load, resolve_for_people
-from utils.classes import require_same_classes
-from utils.config.cli import Parser, add_model_options, number, positive
-from utils.files import check_writable
-from utils.script import run_cli
+from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.config.cli import Parser, add_model_options, number, positive
+from duetgan.utils.files import check_writable
+from duetgan.utils.script import run_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
-    from inference.samples import Sampler
+    from duetgan.inference.samples import Sampler
 
 FILM, SEARCH, EDIT = FilmConfig(), ProjectionConfig(), EditConfig()  # the defaults
 PSI, WEIGHT, ABOVE_0 = number(float, -10, 10), number(float, 0), number(float, 0, inner=True)
@@ -140,7 +140,7 @@ def draw_table(options: Namespace) -> str:
     """`grid`, `truncation` or `mix`: a PNG file."""
     check_suffix(options.out, ".png")
     sampler, checkpoint, _ = open_sampler(options)
-    from inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
+    from duetgan.inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
 
     out, names, count = options.out, checkpoint["classes"], options.n
     if options.command == "grid":
@@ -158,7 +158,7 @@ def interpolate(options: Namespace) -> str:
     config = chosen(options, FilmConfig)
     check_film(options.out, fps=options.fps)
     sampler, *_ = open_sampler(options)
-    from inference.interpolate import draw_film
+    from duetgan.inference.interpolate import draw_film
 
     count = draw_film(sampler, options.out, config)
     return f"wrote {count} frames, {count / options.fps:.1f} s, to {options.out}"
@@ -171,7 +171,7 @@ def project(options: Namespace) -> str:
         check_suffix(options.save, ".safetensors", "latents are kept in a .safetensors file", option="--save")
     config = chosen(options, ProjectionConfig)
     sampler, checkpoint, _ = open_sampler(options)
-    from inference import projection
+    from duetgan.inference import projection
 
     target = projection.read_target(options.image, checkpoint, resize=options.resize)
     lines = projection.project(sampler, checkpoint["classes"], target, options.out, config, save_to=options.save)
@@ -183,11 +183,11 @@ def edit(options: Namespace) -> str:
     check_suffix(options.out, ".png")
     config = chosen(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options)
-    from inference.editing import Editor, pair_of
-    from inference.projection import read_target
-    from inference.strips import counterfactual, make_strips, save_strips, summary
-    from metrics.lineage import load_judge
-    from models.restore import classifier_from
+    from duetgan.inference.editing import Editor, pair_of
+    from duetgan.inference.projection import read_target
+    from duetgan.inference.strips import counterfactual, make_strips, save_strips, summary
+    from duetgan.metrics.lineage import load_judge
+    from duetgan.models.restore import classifier_from
 
     guide = load(resolve_for_people(options.classifier))
     names = guide["classes"]
@@ -215,7 +215,7 @@ def write_dataset(options: Namespace) -> str:
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     check_target(options.out, options.overwrite)
     sampler, checkpoint, path = open_sampler(options)
-    from inference import dataset
+    from duetgan.inference import dataset
 
     source = dataset.provenance(path, checkpoint, sampler)
     how = {"source": source, "count": options.n, "encoding": options.encoding, "overwrite": options.overwrite}
@@ -233,9 +233,9 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     """The generator with the options of its sampling, its checkpoint, and that one's file. Raises UserError."""
     check_writable(options.out.parent)
     path = resolve_for_people(options.checkpoint, options.which)
-    from inference.samples import Sampler, chosen_classes
-    from models.restore import generator_from
-    from utils.distributed.collectives import choose_device
+    from duetgan.inference.samples import Sampler, chosen_classes
+    from duetgan.models.restore import generator_from
+    from duetgan.utils.distributed.collectives import choose_device
 
     checkpoint = load(path)
     generator = generator_from(checkpoint, choose_device(options.device))
@@ -257,7 +257,7 @@ def main(argv: list[str]) -> int:
     """Run the subcommand."""
     options = parser().parse_args(argv)
     print(options.run(options))
-    from reporting.report import refresh
+    from duetgan.reporting.report import refresh
 
     refresh(options.out)
     return 0

@@ -1,71 +1,22 @@
 """Entry points for torch.hub: `torch.hub.load("path/to/duet", "resnet_classifier", source="local", checkpoint=...)`.
 
-torch.hub runs this file in the user's process, whose own `utils.py`, `models.py` or `data/` would be found in the place
-of ours, or ours in the place of theirs (pytorch issue 65881). So our packages are imported under a name that nobody
-else has: inside them, `import models.hooks` means `_duet_<hash of this folder>.models.hooks`. The user's modules and
-sys.path are neither looked at nor changed. To keep a model, save its state dict or use export.py: a pickle of the whole
-model would need this file to be read.
+torch.hub runs this file in the user's process. All that it imports is below `duetgan`, so the user's own `utils.py`,
+`models.py` or `data/` are neither found in the place of ours nor the other way round (pytorch issue 65881). Where an
+installed `duetgan` was imported before, that one is used. To keep a model, save its state dict or use export.py: a
+pickle of the whole model would need this file to be read.
 """
 
-import builtins as _builtins
-import hashlib as _hashlib
-import importlib as _importlib
-import importlib.abc as _abc
-import importlib.machinery as _machinery
-import pathlib as _pathlib
-import sys as _sys
-import types as _types
 from typing import Any as _Any
 
+from duetgan.inference.export.weights_file import open_checkpoint as _open_checkpoint
+from duetgan.models import classifier as _classifier
+from duetgan.models import registry as _registry
+from duetgan.models import restore as _restore
+from duetgan.utils.config.build import build as _build
+from duetgan.utils.errors import UserError as _UserError
+from duetgan.utils.seeding import forked as _forked
+
 dependencies = ["torch", "torchvision", "numpy", "safetensors", "pydantic", "yaml"]
-
-_FOLDER = str(_pathlib.Path(__file__).resolve().parent)
-_NAME = f"_duet_{_hashlib.blake2b(_FOLDER.encode(), digest_size=6).hexdigest()}"
-_OURS = ("data", "inference", "metrics", "models", "training", "utils")
-
-
-def _import(
-    name: str, globals: _Any = None, locals: _Any = None, fromlist: _Any = (), level: int = 0
-) -> _types.ModuleType:
-    """`__import__` as our modules see it: their own packages are those below `_NAME`, the rest is everyone's."""
-    first = name.partition(".")[0]
-    if level or first not in _OURS:
-        return _builtins.__import__(name, globals, locals, fromlist, level)
-    module = _builtins.__import__(f"{_NAME}.{name}", globals, locals, fromlist, 0)
-    return module if fromlist else _sys.modules[f"{_NAME}.{first}"]  # `import a.b` binds a
-
-
-class _Loader(_machinery.SourceFileLoader):
-    """Runs a module of ours with `_import` in the place of `__import__`."""
-
-    def exec_module(self, module: _types.ModuleType) -> None:
-        module.__dict__["__builtins__"] = {**vars(_builtins), "__import__": _import}
-        super().exec_module(module)
-
-
-class _Finder(_abc.MetaPathFinder):
-    """Finds the modules below `_NAME` in this folder, and no others."""
-
-    name = _NAME
-
-    def find_spec(self, fullname: str, path: _Any, target: _Any = None) -> _machinery.ModuleSpec | None:
-        if not fullname.startswith(f"{_NAME}."):
-            return None
-        spec = _machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, _machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
-
-
-def _ours(name: str) -> _types.ModuleType:
-    """A module of this folder, e.g. `models.classifier`, whatever else has that name."""
-    if _NAME not in _sys.modules:
-        package = _types.ModuleType(_NAME, "Duet's packages, out of everyone's way.")
-        package.__path__ = [_FOLDER]
-        _sys.modules[_NAME] = package
-    if not any(getattr(finder, "name", None) == _NAME for finder in _sys.meta_path):
-        _sys.meta_path.insert(0, _Finder())
-    return _importlib.import_module(f"{_NAME}.{name}")
 
 
 def resnet_classifier(
@@ -89,9 +40,8 @@ def resnet_classifier(
     """
     if checkpoint is not None:
         content = _content(checkpoint, which, sizes)
-        return _described(_ours("models.restore").classifier_from(content, device), content["classes"])
-    networks = _ours("models.classifier")
-    return _new(networks.Classifier, networks.ModelConfig, 10, sizes, device, seed)
+        return _described(_restore.classifier_from(content, device), content["classes"])
+    return _new(_classifier.Classifier, _classifier.ModelConfig, 10, sizes, device, seed)
 
 
 _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
@@ -107,36 +57,41 @@ _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None 
 
 
 def _generator(name: str) -> _Any:
-    """The entry point of an architecture of models/registry.py; "any": of a checkpoint's, whatever it is."""
-    gan = _ours("models.registry")
+    """The entry point of an architecture of models/registry.py."""
 
     def entry(
         checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _Any
     ) -> _Any:
         if checkpoint is None:
-            architecture = gan.ARCHITECTURES[name]
+            architecture = _registry.ARCHITECTURES[name]
             return _new(architecture.generator, architecture.generator_config, 0, sizes, device, seed)
         content = _content(checkpoint, which, sizes)
-        actual = content["config"].get("architecture", gan.DEFAULT)
-        if content["task"] == "gan" and name not in (actual, "any"):
-            wrong = f"{checkpoint}: its generator is of architecture {actual}; load {actual!r}"
-            raise _ours("utils.errors").UserError(wrong)
-        model = _ours("models.restore").generator_from(content, device)
-        return _described(model, content["classes"] if model.classes else ())
+        found = content["config"].get("architecture", _registry.DEFAULT)
+        if content["task"] == "gan" and found != name:
+            wrong = f"{checkpoint}: its generator is of architecture {found}; load {found!r}"
+            raise _UserError(wrong)
+        return _restored_generator(content, device)
 
     entry.__name__, entry.__doc__ = name, _GENERATOR.format(name)
     return entry
 
 
-_any_generator = _generator("any")  # of duet.load_generator
+def _any_generator(checkpoint: str, which: str, device: str) -> _Any:
+    """The checkpoint's generator, of whatever architecture (`duetgan.load_generator`)."""
+    return _restored_generator(_content(checkpoint, which, {}), device)
+
+
+def _restored_generator(content: dict, device: str) -> _Any:
+    model = _restore.generator_from(content, device)
+    return _described(model, content["classes"] if model.classes else ())
 
 
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:
     """What the checkpoint holds; with one, sizes are its own: raise UserError for any that were given."""
     given = [name for name, value in sizes.items() if value is not None]
     if given:
-        raise _ours("utils.errors").UserError(f"{given[0]}: the checkpoint sets it; leave it out")
-    return _ours("inference.export.weights_file").open_checkpoint(checkpoint, which)[1]
+        raise _UserError(f"{given[0]}: the checkpoint sets it; leave it out")
+    return _open_checkpoint(checkpoint, which)[1]
 
 
 def _new(network: _Any, config: _Any, classes: int, sizes: dict, device: str, seed: int) -> _Any:
@@ -144,8 +99,8 @@ def _new(network: _Any, config: _Any, classes: int, sizes: dict, device: str, se
     shape = {"classes": classes, "channels": 3, "resolution": 32}
     shape |= {name: sizes[name] for name in shape if sizes.get(name) is not None}
     keys = {name: value for name, value in sizes.items() if name not in shape}
-    with _ours("utils.seeding").forked(seed, "init", "hub"):
-        model = network(_ours("utils.config.build").build(config, keys, source="sizes"), **shape).to(device).eval()
+    with _forked(seed, "init", "hub"):
+        model = network(_build(config, keys, source="sizes"), **shape).to(device).eval()
     return _described(model, ())
 
 
@@ -156,5 +111,5 @@ def _described(model: _Any, names: _Any) -> _Any:
     return model
 
 
-for _name in _ours("models.registry").ARCHITECTURES:
+for _name in _registry.ARCHITECTURES:
     globals()[_name] = _generator(_name)

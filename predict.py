@@ -6,17 +6,17 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.settings import ProjectionConfig, label_of
-from utils.checkpoint import load, resolve_for_people
-from utils.config.cli import Parser, add_model_options, add_speed_options, positive
-from utils.errors import EXIT_OK, EXIT_USER, UserError
-from utils.script import run_cli
-from utils.text import printable
+from duetgan.inference.settings import ProjectionConfig, label_of
+from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, positive
+from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.text import printable
 
 if TYPE_CHECKING:
-    from inference.predictions import Maps
-    from inference.strips import Counterfactuals
-    from models.classifier import Classifier
+    from duetgan.inference.predictions import Maps
+    from duetgan.inference.strips import Counterfactuals
+    from duetgan.models.classifier import Classifier
 
 STEPS = ProjectionConfig().steps
 SHOWN = 3  # classes of an image in the table
@@ -47,11 +47,11 @@ def main(argv: list[str]) -> int:
     """Predict, print; exit code 2 if an image could not be read."""
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
-    from inference.predictions import predict  # with torch, now that the options are known to be right
-    from models.fast import faster
-    from models.restore import classifier_from
-    from reporting.report import refresh
-    from utils.distributed.collectives import choose_device
+    from duetgan.inference.predictions import predict  # with torch, now that the options are known to be right
+    from duetgan.models.fast import faster
+    from duetgan.models.restore import classifier_from
+    from duetgan.reporting.report import refresh
+    from duetgan.utils.distributed.collectives import choose_device
 
     checkpoint = load(path)
     device = choose_device(options.device)
@@ -89,7 +89,7 @@ def gradcam_options(options: Namespace, classes: list[str], classifier: "Classif
         return None
     name = options.gradcam_class
     label = None if name is None else label_of(name, classes, "--gradcam-class")
-    from inference.predictions import Maps, default_layer, output_files
+    from duetgan.inference.predictions import Maps, default_layer, output_files
 
     layer = options.gradcam_layer or default_layer(classifier)
     return Maps(output_files(options.gradcam, options.images), label, layer)
@@ -110,8 +110,8 @@ def counterfactual_options(
         raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
     name = options.counterfactual_class
     target = None if name is None else label_of(name, classes, "--counterfactual-class")
-    from inference.predictions import output_files
-    from inference.strips import Counterfactuals
+    from duetgan.inference.predictions import output_files
+    from duetgan.inference.strips import Counterfactuals
 
     files = output_files(options.counterfactual, options.images, "counterfactual")
     how = {"target": target, "steps": options.steps, "batch_size": options.batch_size}

@@ -8,9 +8,9 @@ is one of Duet's own commands, printed before it runs. After an interruption the
 import sys
 from pathlib import Path
 
-from planning.steps import QUICK_STEPS, SAMPLE, Quickstart, default_folder, plan_for
-from utils.config.cli import Parser, number
-from utils.script import run_cli
+from duetgan.planning.steps import QUICK_STEPS, SAMPLE, Quickstart, default_folder, plan_for
+from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.script import run_cli
 
 WEEK = 7 * 24 * 60  # minutes
 

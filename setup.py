@@ -1,7 +1,10 @@
-"""Which packages are installed; all else is in pyproject.toml. Nothing but `duet` is importable afterwards."""
+"""Which folders are installed, all below the one name `duetgan`; all else is in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
 OURS = ("data", "explorer", "inference", "metrics", "models", "planning", "reporting", "studies", "training", "utils")
 packages = find_packages(include=[pattern for name in OURS for pattern in (name, f"{name}.*")])
-setup(packages=["duet", "duet.app", *(f"duet.app.{name}" for name in packages)])
+setup(
+    packages=["duetgan", "duetgan.configs", "duetgan.scripts", *(f"duetgan.{name}" for name in packages)],
+    package_dir={"duetgan.configs": "configs", "duetgan.scripts": ".", **{f"duetgan.{name}": name for name in OURS}},
+)

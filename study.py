@@ -9,12 +9,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from studies import SUBJECTS, load_subject
-from utils.config.build import build, to_tree
-from utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.script import exit_cli
+from duetgan.studies import SUBJECTS, load_subject
+from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
+from duetgan.utils.config.recipes import CONFIGS, recipe_file
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import exit_cli
 
 WEEK = 7 * 24 * 60  # minutes
 
@@ -40,15 +41,14 @@ def main(argv: list[str]) -> int:
     if options.subject not in SUBJECTS:
         near = did_you_mean(options.subject, list(SUBJECTS))
         raise UserError(f"no study {options.subject!r}{near}; there are {', '.join(SUBJECTS)}")
-    home = Path(__file__).resolve().parent
-    file = Path(options.config) if options.config else home / "configs" / f"study_{options.subject}.yaml"
+    file = Path(recipe_file(options.config)) if options.config else CONFIGS / f"study_{options.subject}.yaml"
     overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]
     out = options.out or str(Path("runs") / (file.stem + "_quick" * options.quick))
     tree = read_yaml(file)
 
-    from reporting.study import write_study_page
-    from studies.config import quickened
-    from studies.runner import Study
+    from duetgan.reporting.study import write_study_page
+    from duetgan.studies.config import quickened
+    from duetgan.studies.runner import Study
 
     config_class, subject_class = load_subject(options.subject)
     try:

@@ -5,12 +5,18 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
-from utils.config.recipes import listing, recipes
-from utils.config.yaml_files import read_yaml
-from utils.distributed.launch import add_options, leaving_on_signals, start_processes, under_launcher, wanted_device
-from utils.errors import UserError
-from utils.script import exit_cli
+from duetgan.utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
+from duetgan.utils.config.recipes import listing, recipe_file, recipes
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.launch import (
+    add_options,
+    leaving_on_signals,
+    start_processes,
+    under_launcher,
+    wanted_device,
+)
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import exit_cli
 
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
@@ -61,6 +67,7 @@ def main(argv: list[str]) -> int:
     check_names(overrides, config=options.config)
     if options.config is None:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
+    options.config = recipe_file(options.config)
     read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
     if options.profile is not None and (options.dry_run or options.max_steps is not None):
         raise UserError("--profile N trains its own few steps and stops; leave --dry-run and --max-steps out")
@@ -89,7 +96,7 @@ def tell(options: Namespace) -> int:
     if options.list:
         print(listing(recipes()))
     else:
-        from training.engine.reference import as_text, matching  # imports torch
+        from duetgan.training.engine.reference import as_text, matching  # imports torch
 
         print(as_text(matching(options.keys)))
     return 0
@@ -97,7 +104,7 @@ def tell(options: Namespace) -> int:
 
 def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) -> int:
     """Train in this process."""
-    from training.engine.run import train  # imports torch, which must not happen before --gpus is applied
+    from duetgan.training.engine.run import train  # imports torch, which must not happen before --gpus is applied
 
     try:
         return train(

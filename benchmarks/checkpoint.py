@@ -20,18 +20,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import data.pack
-from data.reading.loader import Batch
-from training.engine.loop import Loop
-from training.engine.run import prepare
-from training.engine.tasks import build_run_config
-from utils import checkpoint as checkpoints
-from utils.config.cli import Parser
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.memory import tune_malloc
-from utils.runlog.run_folder import RunFolder
-from utils.script import run_cli
+import duetgan.data.pack
+from duetgan.data.reading.loader import Batch
+from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.run import prepare
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import tune_malloc
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.script import run_cli
 
 SIZE = 32  # px of the quickstart's images
 MODES = ("plain", "asynchronous", "synchronous")
@@ -93,7 +93,7 @@ def measure(config_file: str, folder: Path, device: torch.device, *, every: int,
     images = Path(build_run_config(tree, [], config_file).data.path)
     if not images.exists():
         images = folder / "train.lmdb"
-        data.pack.main(["sample", str(images), "--size", str(SIZE), "--split", "train"])
+        duetgan.data.pack.main(["sample", str(images), "--size", str(SIZE), "--split", "train"])
     config = build_run_config(tree, ["--data.path", str(images), "--data.val_path=null"], config_file)
     usual = config.checkpoint.asynchronous
     loop = prepare(config, RunFolder(folder / "run"), device)

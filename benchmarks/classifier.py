@@ -38,13 +38,13 @@ import torch
 
 from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm, import_timm
-from training.classifier.config import ClassifierConfig
-from training.engine.tasks import build_run_config
-from utils.config.cli import Parser, positive
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.memory import cores
-from utils.script import run_cli
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import cores
+from duetgan.utils.script import run_cli
 
 Result = dict[str, float | int | str | bool]
 Contender = Ours | Timm

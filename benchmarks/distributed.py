@@ -34,19 +34,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch
-from data.records import pack_arrays
-from training.base.data import make_loader
-from training.classifier.task import ClassifierTask
-from training.engine.tasks import TASKS, build_run_config
-from training.optim import updater
-from utils.config.cli import Parser, positive
-from utils.config.yaml_files import read_yaml
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.memory import cores, tune_malloc
-from utils.script import run_cli
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch
+from duetgan.data.records import pack_arrays
+from duetgan.training.base.data import make_loader
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.training.optim import updater
+from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import cores, tune_malloc
+from duetgan.utils.script import run_cli
 
 Result = dict[str, float | int | str]
 

@@ -20,17 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from inference.editing import PATIENCE, Direction, Editor, Start, first_reached, pair_of
-from inference.samples import Sampler
-from inference.settings import EditConfig
-from metrics.lineage import load_judge
-from models.classifier import Classifier
-from models.restore import classifier_from, generator_from
-from utils.checkpoint import load, resolve
-from utils.config.cli import Parser, add_model_options, positive
-from utils.errors import UserError
-from utils.script import run_cli
-from utils.seeding import generator as keyed_generator
+from duetgan.inference.editing import PATIENCE, Direction, Editor, Start, first_reached, pair_of
+from duetgan.inference.samples import Sampler
+from duetgan.inference.settings import EditConfig
+from duetgan.metrics.lineage import load_judge
+from duetgan.models.classifier import Classifier
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.cli import Parser, add_model_options, positive
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import generator as keyed_generator
 
 METHODS: dict[str, dict[str, Any]] = {
     "w": {"space": "w"},

@@ -24,19 +24,19 @@ import numpy as np
 import torch
 
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, InfiniteLoader
-from data.reading.sampler import GlobalSampler
-from data.records import pack_arrays
-from training.base.phases import OTHER, PhaseClock, listening, phase
-from training.engine.tasks import build_run_config
-from training.gan.config import GanConfig
-from training.gan.task import GanTask
-from utils.config.cli import Parser
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.memory import tune_malloc
-from utils.script import run_cli
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, InfiniteLoader
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.records import pack_arrays
+from duetgan.training.base.phases import OTHER, PhaseClock, listening, phase
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.task import GanTask
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import tune_malloc
+from duetgan.utils.script import run_cli
 
 Result = dict[str, float | int | str]
 MEMORY_STEPS = 2  # the first one takes every penalty

@@ -29,17 +29,17 @@ import torch
 from benchmarks.loading import first_batch, ours, packing, peers
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of, ratio, stream_rate
-from data.decode import RandomCrop
-from data.pack import pack
-from data.reading.dataset import Dataset
-from data.reading.workers import choose_workers
-from data.records import pack_arrays
-from data.sources import open_source
-from data.sources.named import CACHE
-from utils.config.cli import Parser
-from utils.errors import UserError
-from utils.memory import cores
-from utils.script import run_cli
+from duetgan.data.decode import RandomCrop
+from duetgan.data.pack import pack
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.workers import choose_workers
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
+from duetgan.data.sources.named import CACHE
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import cores
+from duetgan.utils.script import run_cli
 
 Result = dict[str, float | int]
 

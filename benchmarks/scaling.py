@@ -24,24 +24,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from data.augment.mixing import MixingAugment
-from data.augment.transforms import Augment
-from data.reading.loader import Batch
-from models.registry import architecture_of
-from training.base.config import RunConfig
-from training.classifier.config import ClassifierConfig
-from training.classifier.task import ClassifierTask
-from training.engine.tasks import TASKS, build_run_config
-from training.gan.ada import Ada
-from training.gan.config import GanConfig
-from training.gan.task import GanTask
-from training.optim.optimizers import Muon
-from training.optim.updater import Updater
-from utils.config.cli import Parser
-from utils.config.yaml_files import read_yaml
-from utils.distributed.gradients import buckets_of
-from utils.errors import UserError
-from utils.script import run_cli
+from duetgan.data.augment.mixing import MixingAugment
+from duetgan.data.augment.transforms import Augment
+from duetgan.data.reading.loader import Batch
+from duetgan.models.registry import architecture_of
+from duetgan.training.base.config import RunConfig
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.training.gan.ada import Ada
+from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.task import GanTask
+from duetgan.training.optim.optimizers import Muon
+from duetgan.training.optim.updater import Updater
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.gradients import buckets_of
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 PEAK = 790.0  # TFLOP/s of an H200 in dense bf16 matrix products
@@ -211,7 +211,7 @@ def fakes() -> Iterator[None]:
         mock.patch.object(torch.nn.Module, "to", lambda network, *_args, **_options: network),
         mock.patch.object(FakeTensor, "__deepcopy__", fake_copy),
         mock.patch.object(Muon, "step"),  # its products do not grow with the batch; under 1 % of a step
-        mock.patch("training.classifier.task.fit_first_filters"),  # there are no images
+        mock.patch("duetgan.training.classifier.task.fit_first_filters"),  # there are no images
         mock.patch.object(Ada, "apply", lambda _ada, images, _draws, _rows: images),  # it looks at numbers
         FakeTensorMode(allow_non_fake_inputs=True),  # constants that are kept between calls
     ):

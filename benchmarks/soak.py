@@ -29,14 +29,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data.pack
+import duetgan.data.pack
 from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
-from utils.checkpoint import load
-from utils.config.cli import Parser
-from utils.config.yaml_files import save_yaml
-from utils.errors import UserError
-from utils.processes import die_with_parent, process_state
-from utils.script import run_cli
+from duetgan.utils.checkpoint import load
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.yaml_files import save_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.processes import die_with_parent, process_state
+from duetgan.utils.script import run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = "DUET_SOAK_DISK"  # set in the process that has the disk of its own: its folder
@@ -362,7 +362,7 @@ def _prepare(out: Path) -> None:
     """The images and the recipes."""
     for split in ("train", "test"):
         file = str(out / f"{split}.lmdb")
-        data.pack.main(["sample", file, "--size", str(SIDE), "--split", split, "--overwrite"])
+        duetgan.data.pack.main(["sample", file, "--size", str(SIDE), "--split", split, "--overwrite"])
     for task in TASKS:
         save_yaml(recipe(task, out), out / f"{task}.yaml")
     for left in (out / "soak.jsonl", *out.glob("*.log")):  # of an earlier soak

@@ -22,22 +22,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from data.reading.dataset import dataset_for_model
-from metrics.evaluate_gan import evaluate_generator, flattered
-from metrics.features.extractors import build_extractors
-from metrics.features.sets import RealFeatures
-from metrics.lineage import training_images
-from metrics.protocol import GAN_IMAGES
-from models.restore import generator_from
-from reporting.run_files import Run
-from utils.checkpoint import Checkpoint, load, newest_first, step_of
-from utils.config.cli import Parser, positive
-from utils.config.yaml_files import near_file
-from utils.distributed.collectives import choose_device
-from utils.errors import UserError
-from utils.memory import cores
-from utils.provenance import recorded
-from utils.script import run_cli
+from duetgan.data.reading.dataset import dataset_for_model
+from duetgan.metrics.evaluate_gan import evaluate_generator, flattered
+from duetgan.metrics.features.extractors import build_extractors
+from duetgan.metrics.features.sets import RealFeatures
+from duetgan.metrics.lineage import training_images
+from duetgan.metrics.protocol import GAN_IMAGES
+from duetgan.models.restore import generator_from
+from duetgan.reporting.run_files import Run
+from duetgan.utils.checkpoint import Checkpoint, load, newest_first, step_of
+from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.config.yaml_files import near_file
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import cores
+from duetgan.utils.provenance import recorded
+from duetgan.utils.script import run_cli
 
 MULTIPLES = (8.0, 4.0, 2.8)
 FRECHET = "val/frechet/"  # before the extractor's name, in metrics.jsonl

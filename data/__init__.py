@@ -1,3 +1,23 @@
 """Images to batches."""
 
-import utils  # noqa: F401  # hears Ctrl-C while the rest is imported
+from typing import TYPE_CHECKING
+
+import duetgan.utils  # noqa: F401  # hears Ctrl-C while the rest is imported
+from duetgan import lazily
+
+if TYPE_CHECKING:
+    from duetgan.data.augment.transforms import Augment, to_float
+    from duetgan.data.reading.dataset import Dataset
+    from duetgan.data.reading.loader import Batch, InfiniteLoader
+    from duetgan.data.reading.sampler import GlobalSampler
+
+__all__ = ["Augment", "Batch", "Dataset", "GlobalSampler", "InfiniteLoader", "to_float"]
+__getattr__ = lazily(
+    "duetgan.data",
+    {
+        "augment.transforms": ["Augment", "to_float"],
+        "reading.dataset": ["Dataset"],
+        "reading.loader": ["Batch", "InfiniteLoader"],
+        "reading.sampler": ["GlobalSampler"],
+    },
+)

@@ -13,10 +13,10 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from data.errors import MOST_PIXELS, ImageError
-from data.images import BOMB, DAMAGED, check_size, decode_by_rules
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG
-from data.lmdb.reader import LMDBReader
+from duetgan.data.errors import MOST_PIXELS, ImageError
+from duetgan.data.images import BOMB, DAMAGED, check_size, decode_by_rules
+from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG
+from duetgan.data.lmdb.reader import LMDBReader
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px

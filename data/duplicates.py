@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data.decode import stored_image
-from data.images import thumbnail
-from data.lmdb.reader import LMDBReader
-from data.near_duplicates import confirm, near
-from utils.config.cli import Parser
-from utils.errors import UserError
-from utils.files import write_atomic
-from utils.images import save_captioned
-from utils.script import run_cli
-from utils.text import listed
+from duetgan.data.decode import stored_image
+from duetgan.data.images import thumbnail
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.near_duplicates import confirm, near
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import write_atomic
+from duetgan.utils.images import save_captioned
+from duetgan.utils.script import run_cli
+from duetgan.utils.text import listed
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.errors import UserError
+from duetgan.utils.errors import UserError
 
 MOST_PIXELS = 89_478_485  # of an image: Pillow's limit for files of others
 MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images

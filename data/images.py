@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from PIL import Image, ImageOps
 
-from data.errors import MOST_PIXELS, ImageError
+from duetgan.data.errors import MOST_PIXELS, ImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
@@ -66,7 +66,12 @@ def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int,
         if image.size != size:  # it may be stored on its side
             check_size((image.height, image.width), size)
         image.load()
-        pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
+        return from_pillow(image, channels)
+
+
+def from_pillow(image: Image.Image, channels: int) -> np.ndarray:
+    """The pixels uint8 [H, W, channels] of an image that Pillow has opened. Raises ImageError for what is refused."""
+    pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
     if min(pixels.shape[:2]) < MIN_SIDE:
         raise ImageError(f"is only {pixels.shape[1]}x{pixels.shape[0]} px")
     return pixels.reshape(*pixels.shape[:2], channels)

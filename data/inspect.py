@@ -15,18 +15,18 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.decode import decode, stored_image
-from data.errors import DamageError, ImageError
-from data.images import thumbnail
-from data.lmdb.format import Meta, content_hash
-from data.lmdb.reader import LMDBReader
-from utils.config.cli import Parser
-from utils.errors import UserError
-from utils.images import save_table
-from utils.memory import cores
-from utils.runlog.progress import Bar
-from utils.script import run_cli
-from utils.text import columns
+from duetgan.data.decode import decode, stored_image
+from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.images import thumbnail
+from duetgan.data.lmdb.format import Meta, content_hash
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_table
+from duetgan.utils.memory import cores
+from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.script import run_cli
+from duetgan.utils.text import columns
 
 COLUMNS = 10
 MAX_ROWS = 20

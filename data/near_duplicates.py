@@ -11,8 +11,8 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from utils.memory import cores
-from utils.runlog.progress import Bar
+from duetgan.utils.memory import cores
+from duetgan.utils.runlog.progress import Bar
 
 # Candidates, by their hashes. Of photos of 128 px that were saved as JPEG of quality 50 to 90, halved and enlarged
 # again, made 5 % brighter or darker, or cropped by 1 or 2 px, 96 to 100 % differ in at most 7 bits of 64.

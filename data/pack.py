@@ -17,21 +17,21 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.duplicates import LISTED, Name, Report, find, lines, write_lines
-from data.errors import ImageError
-from data.lmdb.format import ENCODINGS
-from data.lmdb.reader import LMDBReader
-from data.lmdb.writer import LMDBWriter, check_target
-from data.packing.split import publish_both, to_share, val_path, write_parts
-from data.packing.summary import Summary, Written, list_skipped, summary_lines
-from data.records import Converted, Plan, converted, make_plan, thread_count
-from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
-from utils.classes import require_same_classes
-from utils.config.cli import Parser, number
-from utils.errors import UserError
-from utils.memory import tune_malloc
-from utils.runlog.progress import Bar
-from utils.script import run_cli
+from duetgan.data.duplicates import LISTED, Name, Report, find, lines, write_lines
+from duetgan.data.errors import ImageError
+from duetgan.data.lmdb.format import ENCODINGS
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.writer import LMDBWriter, check_target
+from duetgan.data.packing.split import publish_both, to_share, val_path, write_parts
+from duetgan.data.packing.summary import Summary, Written, list_skipped, summary_lines
+from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
+from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import tune_malloc
+from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.script import run_cli
 
 KEPT_BYTES = 128 << 20  # of freed memory
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more

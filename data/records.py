@@ -15,15 +15,15 @@ import cv2
 import numpy as np
 from PIL import ExifTags, Image
 
-from data.errors import MOST_SIDE, ImageError
-from data.images import FORMATS, RESIZE_FILTERS, decode_file, encode, fit, to_channels
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, make_entry
-from data.lmdb.record import Layout, Record, halvings
-from data.lmdb.writer import LMDBWriter
-from data.sources.base import ArraySource, Item, Problem, Source
-from utils.errors import UserError
-from utils.memory import cores
-from utils.provenance import Provenance
+from duetgan.data.errors import MOST_SIDE, ImageError
+from duetgan.data.images import FORMATS, RESIZE_FILTERS, decode_file, encode, fit, to_channels
+from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, make_entry
+from duetgan.data.lmdb.record import Layout, Record, halvings
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.sources.base import ArraySource, Item, Problem, Source
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import cores
+from duetgan.utils.provenance import Provenance
 
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}  # of images that are encoded here
 PAD_SHARE = 8  # resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.errors import ImageError
-from utils import bounded
-from utils.errors import UserError
+from duetgan.data.errors import ImageError
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
 
 NAME_BYTES = 1 << 20  # of a name: tarfile reads it at once
 END = 10_240  # bytes: tar fills its last record with zeros

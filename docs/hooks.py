@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def recipes() -> str:
     """The recipes as a list, by task and size."""
-    from utils.config.recipes import TITLES
-    from utils.config.recipes import recipes as read
+    from duetgan.utils.config.recipes import TITLES
+    from duetgan.utils.config.recipes import recipes as read
 
     lines: list[str] = []
     for task, title in TITLES.items():
@@ -26,8 +26,8 @@ def recipes() -> str:
 
 def contents() -> dict[Path, str]:
     """The files and what belongs into them."""
-    from studies import SUBJECTS, load_subject
-    from training.engine.reference import as_markdown, groups, schema  # imports torch
+    from duetgan.studies import SUBJECTS, load_subject
+    from duetgan.training.engine.reference import as_markdown, groups, schema  # imports torch
 
     pages = {"keys": as_markdown(groups()), "recipes": recipes()}
     files = {}

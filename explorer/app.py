@@ -17,24 +17,24 @@ from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotF
 from werkzeug.utils import redirect
 from werkzeug.wrappers import Request, Response
 
-import reporting
-from data.errors import ImageError
-from explorer import classifier, generator
-from explorer.generator import Source
-from explorer.runs import Shown, compare_page
-from explorer.worker import Unavailable, Worker
-from inference.samples import parse_layers
-from reporting.charts import number
-from reporting.pictures import picture
-from utils import bounded
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
-from utils.text import printable
+import duetgan.reporting
+from duetgan.data.errors import ImageError
+from duetgan.explorer import classifier, generator
+from duetgan.explorer.generator import Source
+from duetgan.explorer.runs import Shown, compare_page
+from duetgan.explorer.worker import Unavailable, Worker
+from duetgan.inference.samples import parse_layers
+from duetgan.reporting.charts import number
+from duetgan.reporting.pictures import picture
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import printable
 
 HERE = Path(__file__).parent
 STATIC = {  # all the files that are served, read at the start
     "/": (HERE / "page.html", "text/html"),
-    "/report.css": (Path(reporting.__path__[0]) / "report.css", "text/css"),
+    "/report.css": (Path(duetgan.reporting.__path__[0]) / "report.css", "text/css"),
     "/page.css": (HERE / "page.css", "text/css"),
     "/page.js": (HERE / "page.js", "text/javascript"),
 }

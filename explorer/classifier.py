@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from data.reading.dataset import dataset_for_model
-from explorer.generator import address
-from explorer.runs import Shown
-from inference.influence import check_data, checkpoint_files, images_of, snapshot
-from inference.influence_scores import Part, influence, most, passes
-from inference.predictions import default_layer, image_heat, image_of, overlay
-from metrics.evaluate_gan import judge_images
-from metrics.features.precision import device_of
-from utils.errors import UserError
+from duetgan.data.reading.dataset import dataset_for_model
+from duetgan.explorer.generator import address
+from duetgan.explorer.runs import Shown
+from duetgan.inference.influence import check_data, checkpoint_files, images_of, snapshot
+from duetgan.inference.influence_scores import Part, influence, most, passes
+from duetgan.inference.predictions import default_layer, image_heat, image_of, overlay
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.features.precision import device_of
+from duetgan.utils.errors import UserError
 
 CLASSES = 5  # the most likely ones, which are told
 SPOKE = 8  # training images

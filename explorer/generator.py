@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.images import encode
-from explorer.runs import Shown
-from inference.editing import Editor, pair_of
-from inference.interpolate import Journey
-from inference.predictions import image_of
-from inference.projection import find
-from inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
-from inference.settings import FilmConfig, ProjectionConfig
-from models.gan import NoiseMode
-from utils.classes import require_same_classes
+from duetgan.data.images import encode
+from duetgan.explorer.runs import Shown
+from duetgan.inference.editing import Editor, pair_of
+from duetgan.inference.interpolate import Journey
+from duetgan.inference.predictions import image_of
+from duetgan.inference.projection import find
+from duetgan.inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
+from duetgan.inference.settings import FilmConfig, ProjectionConfig
+from duetgan.models.gan import NoiseMode
+from duetgan.utils.classes import require_same_classes
 
 FRAMES = 24  # of a walk, without its end
 AT_ONCE = 8  # images in a batch

@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import torch
 
-from models.classifier import Classifier
-from models.gan import ImageGenerator
-from models.restore import classifier_from, generator_from
-from reporting import figures
-from reporting.compare import shared_charts
-from reporting.report import render
-from reporting.run_files import Run
-from utils.checkpoint import load, resolve_for_people
-from utils.errors import UserError
+from duetgan.models.classifier import Classifier
+from duetgan.models.gan import ImageGenerator
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.reporting import figures
+from duetgan.reporting.compare import shared_charts
+from duetgan.reporting.report import render
+from duetgan.reporting.run_files import Run
+from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.errors import UserError
 
 QUICKSTART = Path("runs/quickstart")  # what is shown where nothing is named
 

@@ -1,3 +1,3 @@
 """What is made from a checkpoint."""
 
-import utils  # noqa: F401  # hears Ctrl-C while the rest is imported
+import duetgan.utils  # noqa: F401  # hears Ctrl-C while the rest is imported

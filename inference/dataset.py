@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from data.lmdb.format import Meta
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.records import add_image
-from inference.samples import Sampler
-from inference.settings import DATASET, check_suffix
-from metrics.lineage import provenance_of
-from utils.checkpoint import file_sha256
-from utils.errors import UserError
-from utils.runlog.progress import Bar
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.records import add_image
+from duetgan.inference.samples import Sampler
+from duetgan.inference.settings import DATASET, check_suffix
+from duetgan.metrics.lineage import provenance_of
+from duetgan.utils.checkpoint import file_sha256
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.progress import Bar
 
 
 def write_dataset(

@@ -19,15 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from inference.samples import Sampler, truncated_styles, with_styles
-from inference.settings import EditConfig, label_of
-from metrics.evaluate_gan import judge_images
-from metrics.features.precision import full_float32
-from models.classifier import Classifier, fit_images
-from models.gan import NoiseMode, StyledGenerator, to_uint8
-from utils.errors import UserError
-from utils.seeding import generator as keyed_generator
-from utils.seeding import seed_of
+from duetgan.inference.samples import Sampler, truncated_styles, with_styles
+from duetgan.inference.settings import EditConfig, label_of
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.features.precision import full_float32
+from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.gan import NoiseMode, StyledGenerator, to_uint8
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import generator as keyed_generator
+from duetgan.utils.seeding import seed_of
 
 OTHERS = 8  # classes at most whose logits shall stay: those that the classifier thinks of most often at these samples
 DRAWS = 4  # vectors for each image that tell how its pixels change

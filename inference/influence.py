@@ -11,20 +11,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.settings import check_suffix, label_of
-from utils.checkpoint import load, newest_first, resolve
-from utils.classes import require_same_classes
-from utils.config.cli import Parser, positive
-from utils.errors import UserError
-from utils.files import check_writable
-from utils.script import run_cli
+from duetgan.inference.settings import check_suffix, label_of
+from duetgan.utils.checkpoint import load, newest_first, resolve
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import check_writable
+from duetgan.utils.script import run_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from torch import Tensor, device
 
-    from data.reading.dataset import Dataset
-    from inference.influence_scores import Part, Snapshot
-    from models.classifier import Classifier
+    from duetgan.data.reading.dataset import Dataset
+    from duetgan.inference.influence_scores import Part, Snapshot
+    from duetgan.models.classifier import Classifier
 
 TOP = 8  # images of each kind
 MEASURES = ("self-influence", "probability")
@@ -53,9 +53,9 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     _check_options(options)
     files = checkpoint_files(options.checkpoint)
-    from data.reading.dataset import dataset_for_model
-    from inference.influence_scores import passes
-    from utils.distributed.collectives import choose_device
+    from duetgan.data.reading.dataset import dataset_for_model
+    from duetgan.inference.influence_scores import passes
+    from duetgan.utils.distributed.collectives import choose_device
 
     last = load(files[-1])
     snapshots = [snapshot(file, choose_device(options.device)) for file in files]
@@ -91,8 +91,8 @@ def checkpoint_files(run_or_file: str) -> list[Path]:
 
 def snapshot(file: Path, device: "device") -> "Snapshot":
     """A classifier's checkpoint. Raises UserError for another task's."""
-    from inference.influence_scores import Snapshot, rate_of
-    from models.restore import classifier_from
+    from duetgan.inference.influence_scores import Snapshot, rate_of
+    from duetgan.models.restore import classifier_from
 
     checkpoint = load(file, verify=False)
     if checkpoint["task"] != "classifier":
@@ -115,10 +115,10 @@ def check_data(reader: "Dataset", checkpoint: dict[str, Any], path: str) -> None
 def _explain(
     options: Namespace, parts: "Iterable[Part]", reader: "Dataset", checkpoint: dict[str, Any], model: "Classifier"
 ) -> dict[str, Any]:
-    from data.errors import ImageError
-    from inference.influence_scores import influence, most
-    from inference.predictions import judge_images, read_image
-    from utils.images import save_captioned
+    from duetgan.data.errors import ImageError
+    from duetgan.inference.influence_scores import influence, most
+    from duetgan.inference.predictions import judge_images, read_image
+    from duetgan.utils.images import save_captioned
 
     classes, top = reader.classes, options.top
     try:
@@ -157,8 +157,8 @@ def _explain(
 
 
 def _mislabelled(options: Namespace, parts: "Iterable[Part]", reader: "Dataset") -> dict[str, Any]:
-    from inference.influence_scores import suspicion
-    from utils.images import save_captioned
+    from duetgan.inference.influence_scores import suspicion
+    from duetgan.utils.images import save_captioned
 
     result, classes = suspicion(parts, reader), reader.classes
     measure = options.by or "probability"

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from data.reading.dataset import Dataset
-from data.reading.loader import evaluation_batches
-from metrics.features.extractors import classifier_input
-from metrics.features.precision import device_of, full_float32
-from models.classifier import Classifier
-from utils.errors import UserError
-from utils.runlog.progress import Bar
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import evaluation_batches
+from duetgan.metrics.features.extractors import classifier_input
+from duetgan.metrics.features.precision import device_of, full_float32
+from duetgan.models.classifier import Classifier
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.progress import Bar
 
 MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.samples import Sampler, default_count, with_styles
-from inference.settings import FilmConfig, check_film
-from metrics.features.precision import full_float32
-from models.gan import NoiseMode, one_hot, to_uint8
-from utils.errors import UserError
-from utils.files import building
-from utils.runlog.progress import Bar
+from duetgan.inference.samples import Sampler, default_count, with_styles
+from duetgan.inference.settings import FilmConfig, check_film
+from duetgan.metrics.features.precision import full_float32
+from duetgan.models.gan import NoiseMode, one_hot, to_uint8
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import building
+from duetgan.utils.runlog.progress import Bar
 
 
 def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from metrics.features.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
-from models.backbones.base import normalize
-from utils.errors import UserError
+from duetgan.metrics.features.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
+from duetgan.models.backbones.base import normalize
+from duetgan.utils.errors import UserError
 
 SMALLEST, LARGEST = 64, 256  # px that images are scaled up or down to before the network sees them
 

@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.errors import ImageError
-from data.images import decode_file, fit, trained_mode
-from metrics.evaluate_gan import judge_images
-from metrics.features.extractors import classifier_input
-from metrics.features.precision import device_of, evaluating, full_float32
-from models.classifier import Classifier
-from models.hooks import find_layer, output_gradient
-from utils import bounded
-from utils.errors import UserError
-from utils.files import check_writable
-from utils.images import save_captioned
-from utils.memory import cores
+from duetgan.data.errors import ImageError
+from duetgan.data.images import decode_file, fit, trained_mode
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.features.extractors import classifier_input
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.models.classifier import Classifier
+from duetgan.models.hooks import find_layer, output_gradient
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import check_writable
+from duetgan.utils.images import save_captioned
+from duetgan.utils.memory import cores
 
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
 STRENGTH = 0.65  # opacity of the hottest part

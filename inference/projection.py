@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from data.errors import ImageError
-from inference.perceptual import Distance, build_features
-from inference.predictions import read_image
-from inference.samples import Sampler, with_styles
-from inference.settings import SPACES, ProjectionConfig, Space
-from metrics.features.precision import device_of, full_float32
-from models.gan import StyledGenerator, to_uint8
-from utils.errors import UserError
-from utils.files import write_atomic
-from utils.images import save_table
-from utils.runlog.progress import Bar
-from utils.seeding import generator as keyed_generator
+from duetgan.data.errors import ImageError
+from duetgan.inference.perceptual import Distance, build_features
+from duetgan.inference.predictions import read_image
+from duetgan.inference.samples import Sampler, with_styles
+from duetgan.inference.settings import SPACES, ProjectionConfig, Space
+from duetgan.metrics.features.precision import device_of, full_float32
+from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import write_atomic
+from duetgan.utils.images import save_table
+from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.seeding import generator as keyed_generator
 
 MEAN_SAMPLES = 1000  # z whose w give the mean of a class and the spread around it
 WARM_UP, COOL_DOWN = 0.05, 0.25  # shares of the steps in which the learning rate rises and falls

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.settings import check_suffix
-from utils.checkpoint import file_sha256, load, resolve_for_people
-from utils.classes import require_same_classes
-from utils.config.cli import Parser, add_model_options, number
-from utils.errors import UserError
-from utils.script import run_cli
+from duetgan.inference.settings import check_suffix
+from duetgan.utils.checkpoint import file_sha256, load, resolve_for_people
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.config.cli import Parser, add_model_options, number
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     import numpy as np
 
-    from data.lmdb.format import Meta
-    from data.reading.dataset import Dataset
-    from models.classifier import Classifier
+    from duetgan.data.lmdb.format import Meta
+    from duetgan.data.reading.dataset import Dataset
+    from duetgan.models.classifier import Classifier
 
 THRESHOLD = 0.95  # that of FixMatch (2001.07685)
 
@@ -47,10 +47,10 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     path = resolve_for_people(options.checkpoint, options.which)
-    from data.lmdb.writer import check_target
-    from data.reading.dataset import dataset_for_model
-    from models.restore import classifier_from
-    from utils.distributed.collectives import choose_device
+    from duetgan.data.lmdb.writer import check_target
+    from duetgan.data.reading.dataset import dataset_for_model
+    from duetgan.models.restore import classifier_from
+    from duetgan.utils.distributed.collectives import choose_device
 
     check_target(options.out, options.overwrite)
     checkpoint = load(path)
@@ -81,9 +81,9 @@ def guesses(classifier: "Classifier", reader: "Dataset", *, batch_size: int) -> 
     import numpy as np
     import torch
 
-    from data.reading.loader import read_batch
-    from metrics.evaluate_gan import judge_images
-    from utils.runlog.progress import Bar
+    from duetgan.data.reading.loader import read_batch
+    from duetgan.metrics.evaluate_gan import judge_images
+    from duetgan.utils.runlog.progress import Bar
 
     labels, sure = [], []
     with Bar(total=len(reader), desc="labelling", unit="image") as bar:
@@ -126,9 +126,9 @@ def write_labelled(
     """Pack images of one or several files with labels that they need not have there. A passport of samples stays.
     Raises UserError where the files' images differ in size.
     """
-    from data.lmdb.record import Layout
-    from data.lmdb.writer import LMDBWriter
-    from data.records import add_image
+    from duetgan.data.lmdb.record import Layout
+    from duetgan.data.lmdb.writer import LMDBWriter
+    from duetgan.data.records import add_image
 
     first = parts[0][0]
     for reader, _, _ in parts:

@@ -10,13 +10,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from inference.settings import GRID, label_of
-from metrics.features.precision import device_of, full_float32
-from models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
-from models.restore import generator_from
-from utils.checkpoint import Checkpoint
-from utils.errors import UserError
-from utils.images import PADDING, save_rows, save_table
+from duetgan.inference.settings import GRID, label_of
+from duetgan.metrics.features.precision import device_of, full_float32
+from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import PADDING, save_rows, save_table
 
 
 @dataclass(frozen=True, kw_only=True)

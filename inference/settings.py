@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 GRID, DATASET = (8, 64), (1000, 10_000)  # images of a class, and of a generator without classes, unless said
 ENCODINGS = ("raw", "png", "jpeg")  # of a data set

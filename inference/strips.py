@@ -9,20 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
-from data.errors import ImageError
-from inference.editing import Direction, Editor, Start
-from inference.predictions import read_image
-from inference.projection import find
-from inference.samples import Sampler, with_styles
-from inference.settings import ProjectionConfig
-from metrics.features.precision import device_of
-from models.classifier import Classifier
-from models.restore import generator_from
-from utils.checkpoint import load, resolve_for_people
-from utils.classes import require_same_classes
-from utils.errors import UserError
-from utils.images import save_captioned
-from utils.runlog.progress import Bar
+from duetgan.data.errors import ImageError
+from duetgan.inference.editing import Direction, Editor, Start
+from duetgan.inference.predictions import read_image
+from duetgan.inference.projection import find
+from duetgan.inference.samples import Sampler, with_styles
+from duetgan.inference.settings import ProjectionConfig
+from duetgan.metrics.features.precision import device_of
+from duetgan.models.classifier import Classifier
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_captioned
+from duetgan.utils.runlog.progress import Bar
 
 COLUMNS = 7  # images of a strip, without the one that is given
 BEYOND = 1.25  # of the step at which an image arrives: where its strip ends

@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.augment.transforms import to_float
-from data.reading.dataset import Dataset
-from metrics.evaluate_gan import Sampler
-from metrics.features.extractors import Extractor, build_extractors, find_weights
-from metrics.features.passes import chunk_size, shared_pass
-from metrics.features.precision import evaluating, full_float32
-from metrics.features.sets import RealFeatures, Selection, feature_sets
-from metrics.images import save_audit
-from metrics.lineage import identities, training_images
-from metrics.protocol import GAN_IMAGES, SEARCHED
-from metrics.samples.copies import neighbour_images, pairs, search_place
-from metrics.samples.membership_inference import (
+from duetgan.data.augment.transforms import to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.evaluate_gan import Sampler
+from duetgan.metrics.features.extractors import Extractor, build_extractors, find_weights
+from duetgan.metrics.features.passes import chunk_size, shared_pass
+from duetgan.metrics.features.precision import evaluating, full_float32
+from duetgan.metrics.features.sets import RealFeatures, Selection, feature_sets
+from duetgan.metrics.images import save_audit
+from duetgan.metrics.lineage import identities, training_images
+from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED
+from duetgan.metrics.samples.copies import neighbour_images, pairs, search_place
+from duetgan.metrics.samples.membership_inference import (
     NOT_SHOWN,
     SHARES,
     attack,
@@ -31,17 +31,17 @@ from metrics.samples.membership_inference import (
     halves,
     verdict,
 )
-from metrics.samples.memorisation import nearest
-from models.gan import ImageDiscriminator, ImageGenerator, generate
-from models.restore import discriminator_from, generator_from
-from utils.checkpoint import Checkpoint
-from utils.classes import require_same_classes
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.images import save_captioned
-from utils.provenance import recorded
-from utils.seeding import generator as keyed_generator
-from utils.seeding import numpy_generator
+from duetgan.metrics.samples.memorisation import nearest
+from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
+from duetgan.models.restore import discriminator_from, generator_from
+from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_captioned
+from duetgan.utils.provenance import recorded
+from duetgan.utils.seeding import generator as keyed_generator
+from duetgan.utils.seeding import numpy_generator
 
 PAIRS = 24  # members shown with their nearest sample
 

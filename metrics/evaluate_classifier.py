@@ -9,26 +9,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset, dataset_for_model
-from data.reading.loader import read_batch
-from metrics.classification.answers import Answers, confused_pairs, outliers, per_class, reliability
-from metrics.classification.calibration import judged_temperature, negative_log_likelihood
-from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
-from metrics.comparison.predictions import keep_predictions
-from metrics.features.extractors import classifier_input
-from metrics.features.passes import shared_pass
-from metrics.features.precision import device_of, evaluating, full_float32
-from metrics.figures import CLASSIFIER, measured
-from metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
-from metrics.lineage import leaks, training_images
-from metrics.tables import few_images
-from models.classifier import Classifier
-from models.fast import faster
-from models.restore import classifier_from
-from utils.checkpoint import Checkpoint
-from utils.classes import require_same_classes
-from utils.distributed import collectives
-from utils.errors import UserError
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.reading.loader import read_batch
+from duetgan.metrics.classification.answers import Answers, confused_pairs, outliers, per_class, reliability
+from duetgan.metrics.classification.calibration import judged_temperature, negative_log_likelihood
+from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
+from duetgan.metrics.comparison.predictions import keep_predictions
+from duetgan.metrics.features.extractors import classifier_input
+from duetgan.metrics.features.passes import shared_pass
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.figures import CLASSIFIER, measured
+from duetgan.metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
+from duetgan.metrics.lineage import leaks, training_images
+from duetgan.metrics.tables import few_images
+from duetgan.models.classifier import Classifier
+from duetgan.models.fast import faster
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:

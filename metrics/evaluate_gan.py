@@ -13,29 +13,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset
-from metrics.comparison.predictions import keep_predictions
-from metrics.features.extractors import Extractor, build_extractors, classifier_input, fingerprint
-from metrics.features.passes import shared_pass
-from metrics.features.precision import device_of, evaluating, full_float32
-from metrics.features.sets import RealFeatures, Selection, feature_sets, select
-from metrics.figures import GAN, Samples, measured
-from metrics.images import SampleBoard
-from metrics.intervals import Measured
-from metrics.lineage import leaks, load_judge, training_images
-from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from metrics.samples.copies import Drawn, neighbour_images, search_copies, search_place, training_selection
-from metrics.samples.judged import class_score
-from metrics.tables import few_images
-from models.classifier import Classifier
-from models.gan import ImageGenerator, generate
-from models.restore import generator_from
-from utils.checkpoint import Checkpoint
-from utils.classes import require_same_classes
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.images import save_captioned, save_rows
-from utils.provenance import Lineage, recorded
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.comparison.predictions import keep_predictions
+from duetgan.metrics.features.extractors import Extractor, build_extractors, classifier_input, fingerprint
+from duetgan.metrics.features.passes import shared_pass
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.features.sets import RealFeatures, Selection, feature_sets, select
+from duetgan.metrics.figures import GAN, Samples, measured
+from duetgan.metrics.images import SampleBoard
+from duetgan.metrics.intervals import Measured
+from duetgan.metrics.lineage import leaks, load_judge, training_images
+from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.metrics.samples.copies import Drawn, neighbour_images, search_copies, search_place, training_selection
+from duetgan.metrics.samples.judged import class_score
+from duetgan.metrics.tables import few_images
+from duetgan.models.classifier import Classifier
+from duetgan.models.gan import ImageGenerator, generate
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import Checkpoint
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_captioned, save_rows
+from duetgan.utils.provenance import Lineage, recorded
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 """Called with each chunk of samples on rank 0, in their order: samples uint8 [b, C, H, W], labels int64 [b], the

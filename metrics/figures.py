@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from metrics.classification import answers
-from metrics.intervals import Measured
-from metrics.protocol import PER_CLASS
-from metrics.samples import judged, neighbours
-from metrics.samples.diversity import diversity_by_class
-from metrics.samples.frechet import frechet_distance, intra_class_frechet
-from metrics.samples.kernel import kernel_distance
+from duetgan.metrics.classification import answers
+from duetgan.metrics.intervals import Measured
+from duetgan.metrics.protocol import PER_CLASS
+from duetgan.metrics.samples import judged, neighbours
+from duetgan.metrics.samples.diversity import diversity_by_class
+from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
+from duetgan.metrics.samples.kernel import kernel_distance
 
 Place = Literal["headline", "tile", "column", ""]
 

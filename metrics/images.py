@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset
-from metrics.classification.answers import Answers
-from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
-from utils.files import write_atomic
-from utils.images import drawable, families, save_captioned, save_rows, save_table
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.classification.answers import Answers
+from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
+from duetgan.utils.files import write_atomic
+from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
 
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 

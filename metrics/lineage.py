@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from data.lmdb.format import Meta
-from data.reading.dataset import Dataset, dataset_for_model
-from metrics.features.extractors import fingerprint
-from models.classifier import Classifier
-from models.restore import classifier_from
-from utils.checkpoint import Checkpoint, load, resolve
-from utils.classes import require_same_classes
-from utils.errors import UserError
-from utils.provenance import Generated, Lineage, Provenance, recorded
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.models.classifier import Classifier
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import Checkpoint, load, resolve
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
 
 TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from metrics.figures import CLASSIFIER, GAN, Figure
-from utils.text import columns, decimal
+from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
+from duetgan.utils.text import columns, decimal
 
 FEW = 1000  # images a side, below which distances of features are rough
 WIDE = 0.1  # an interval's width from which on a share is rough

@@ -12,13 +12,13 @@ from annotated_types import Interval
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.backbones import discriminator as gans
-from models.backbones.base import Backbone, in_turn
-from models.batchnorm import statistics_kept
-from models.registry import backbone_of
-from utils.config.model import Config, PositiveInt
-from utils.errors import UserError
-from utils.provenance import Lineage
+from duetgan.models.backbones import discriminator as gans
+from duetgan.models.backbones.base import Backbone, in_turn
+from duetgan.models.batchnorm import statistics_kept
+from duetgan.models.registry import backbone_of
+from duetgan.utils.config.model import Config, PositiveInt
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.config.cli import Parser
-from utils.errors import UserError
-from utils.script import run_cli
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 
 if TYPE_CHECKING:
-    from models.official.names import Converted
+    from duetgan.models.official.names import Converted
 
 
 def parser() -> Parser:
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     folder = options.out / "checkpoints"
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out}: exists; give a new folder")
-    from utils import checkpoint as checkpoints
+    from duetgan.utils import checkpoint as checkpoints
 
     converted = read(options.file)
     count = converted.shape["classes"]
@@ -58,9 +58,9 @@ def read(path: Path) -> "Converted":
 
     Raises UserError for a file that is missing, damaged, or holds what Duet's networks cannot be; nothing in it is run.
     """
-    from models.official import nvidia, r3gan, rosinality, tensorflow
-    from models.official.unpickle import Inert, Refused, read_pickle
-    from models.weights import read_plain
+    from duetgan.models.official import nvidia, r3gan, rosinality, tensorflow
+    from duetgan.models.official.unpickle import Inert, Refused, read_pickle
+    from duetgan.models.weights import read_plain
 
     try:
         if path.suffix == ".safetensors":
@@ -82,7 +82,7 @@ def read(path: Path) -> "Converted":
 
 def checkpoint_of(converted: "Converted", names: list[str]) -> dict[str, Any]:
     """The checkpoint of networks whose classes have these names."""
-    from utils.checkpoint import SCHEMA
+    from duetgan.utils.checkpoint import SCHEMA
 
     config: dict[str, Any] = {"task": "gan", "architecture": converted.architecture}
     config |= {"generator": converted.generator, "discriminator": converted.discriminator}

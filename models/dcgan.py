@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.gan import ImageDiscriminator, PlainGenerator, sizes_up_to
-from models.layers import normalize_second_moment
-from utils.config.model import Config, PositiveInt
+from duetgan.models.gan import ImageDiscriminator, PlainGenerator, sizes_up_to
+from duetgan.models.layers import normalize_second_moment
+from duetgan.utils.config.model import Config, PositiveInt
 
 SLOPE = 0.1  # of the discriminator's leaky ReLU
 GAIN = math.sqrt(2)  # of layers before it; with the paper's 1 logits of a few layers start near 0 and learn slowly

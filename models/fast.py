@@ -12,7 +12,7 @@ from torch.fx.experimental.optimization import fuse
 from torch.fx.proxy import TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.classifier import Classifier
+from duetgan.models.classifier import Classifier
 
 Fixed = Literal["fp32", "bf16", "fp16"]
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from utils.errors import UserError
-from utils.seeding import generator as keyed_generator
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import generator as keyed_generator
 
 NoiseMode = Literal["random", "const", "none"]
 Alpha = float | Tensor  # weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 KINDS = ("activation", "gradient")
 STATISTICS = ("mean", "std", "max_abs", "zeros", "nonfinite")  # of a layer's values; the last two are shares

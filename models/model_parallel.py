@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from models.classifier import Classifier
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.models.classifier import Classifier
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 COPIES = 5  # of the weights, in training: they, their gradients, two moments, their average
 SAMPLES = 2  # that the memory is estimated with: BatchNorm refuses one alone

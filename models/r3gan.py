@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
-from models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
-from models.layers import LEAKY_SLOPE, compute_dtype, fir_kernel
-from utils.config.model import Config, PositiveInt
-from utils.errors import UserError
+from duetgan.models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
+from duetgan.models.layers import LEAKY_SLOPE, compute_dtype, fir_kernel
+from duetgan.utils.config.model import Config, PositiveInt
+from duetgan.utils.errors import UserError
 
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
 # of depthwise convolutions of stride 1: strided and transposed ones in bf16 were 16 times slower on the CPU

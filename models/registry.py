@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models import dcgan, r3gan, stylegan2
-from models.backbones import timm, torchvision
-from models.backbones.airbench import AIRBENCH
-from models.backbones.base import Backbone
-from utils.config.build import build
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.models import dcgan, r3gan, stylegan2
+from duetgan.models.backbones import timm, torchvision
+from duetgan.models.backbones.airbench import AIRBENCH
+from duetgan.models.backbones.base import Backbone
+from duetgan.utils.config.build import build
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from models.classifier import Classifier, ModelConfig
-from models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
-from models.registry import DEFAULT, architecture_of
-from utils.checkpoint import Shape
-from utils.checkpoint.state_schema import FAULTS, loaded
-from utils.config.build import build
-from utils.errors import UserError
-from utils.provenance import recorded
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
+from duetgan.models.registry import DEFAULT, architecture_of
+from duetgan.utils.checkpoint import Shape
+from duetgan.utils.checkpoint.state_schema import FAULTS, loaded
+from duetgan.utils.config.build import build
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import recorded
 
 
 def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch.device | str) -> Any:

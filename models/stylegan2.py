@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
-from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, run, sizes_up_to
-from models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
-from models.layers.stylegan2 import (
+from duetgan.models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, run, sizes_up_to
+from duetgan.models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
+from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
     Fp16Plan,
     MappingNetwork,
@@ -26,7 +26,7 @@ from models.layers.stylegan2 import (
     is_one,
     minibatch_std,
 )
-from utils.config.model import Config, Decay, NonNegativeInt, PositiveFloat, PositiveInt
+from duetgan.utils.config.model import Config, Decay, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class SizeConfig(Config):

@@ -15,18 +15,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.backbones.base import Backbone
-from models.classifier import Classifier, ModelConfig
-from models.registry import BACKBONES, backbone_of
-from utils import bounded
-from utils import checkpoint as checkpoints
-from utils.checkpoint.state_schema import check_tensors
-from utils.config.build import build
-from utils.config.cli import did_you_mean
-from utils.config.yaml_files import near_file
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.provenance import Lineage, recorded
+from duetgan.models.backbones.base import Backbone
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.registry import BACKBONES, backbone_of
+from duetgan.utils import bounded
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.state_schema import check_tensors
+from duetgan.utils.config.build import build
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.yaml_files import near_file
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage, recorded
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use

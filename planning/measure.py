@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.errors import ImageError
-from data.images import FORMATS, decode_file, to_channels
-from data.sources import open_source
-from planning.plan import Machine, Plan, Speed, Survey, choose
-from utils.config.cli import Parser, number
-from utils.errors import UserError
-from utils.files import as_json, write_atomic
-from utils.memory import cores
-from utils.script import run_cli
-from utils.text import columns, duration
+from duetgan.data.errors import ImageError
+from duetgan.data.images import FORMATS, decode_file, to_channels
+from duetgan.data.sources import open_source
+from duetgan.planning.plan import Machine, Plan, Speed, Survey, choose
+from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import as_json, write_atomic
+from duetgan.utils.memory import cores
+from duetgan.utils.script import run_cli
+from duetgan.utils.text import columns, duration
 
 LOOKED_AT = 200  # images that are decoded, evenly spaced
 FEWEST = 10  # images; with fewer nothing can be learnt and held out
@@ -96,8 +96,8 @@ class ThisMachine(Machine):
         started = time.perf_counter()
         import torch
 
-        import training.engine.speed  # noqa: F401
-        from metrics.features.extractors import ResNet50Features, find_weights
+        import duetgan.training.engine.speed  # noqa: F401
+        from duetgan.metrics.features.extractors import ResNet50Features, find_weights
 
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder, self.cores = folder, cores()
@@ -112,7 +112,7 @@ class ThisMachine(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Train a few steps on noise of that shape."""
-        from training.engine.speed import measure_recipe
+        from duetgan.training.engine.speed import measure_recipe
 
         key = (config, *overrides, side, images.channels, images.classes)
         if key not in self._known:
@@ -129,7 +129,7 @@ class ThisMachine(Machine):
 
     def _noise(self, side: int, channels: int, classes: int) -> Path:
         """A packed file of noise."""
-        from data.records import pack_arrays
+        from duetgan.data.records import pack_arrays
 
         file = self.folder / f"{side}-{channels}-{classes}.lmdb"
         if not file.exists():
@@ -146,8 +146,8 @@ def weights_at_hand(given: str | None) -> tuple[str, str, bool] | None:
     The given file, else what `find_weights` finds, else torchvision's own in torch's cache. Raises UserError for a
     given file that is no known network's.
     """
-    from metrics.features.extractors import find_weights
-    from models.weights import network_of, published_at_hand, read_state_dict
+    from duetgan.metrics.features.extractors import find_weights
+    from duetgan.models.weights import network_of, published_at_hand, read_state_dict
 
     file = find_weights(given) or published_at_hand("resnet50")
     if file is None:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from utils.config.model import Stored
-from utils.text import duration
+from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.utils.config.model import Stored
+from duetgan.utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
 TUNED = "configs/finetune_resnet50.yaml"

@@ -14,14 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planning.plan import Plan, Training, replanned
-from utils.distributed.launch import handling, obeyed_signals
-from utils.errors import EXIT_SIGNAL, UserError
-from utils.files import as_json, check_writable, write_atomic
-from utils.processes import die_with_parent
-from utils.text import duration
+from duetgan import HOME as ROOT
+from duetgan.planning.plan import Plan, Training, replanned
+from duetgan.utils.distributed.launch import handling, obeyed_signals
+from duetgan.utils.errors import EXIT_SIGNAL, UserError
+from duetgan.utils.files import as_json, check_writable, write_atomic
+from duetgan.utils.processes import die_with_parent
+from duetgan.utils.text import duration
 
-ROOT = Path(__file__).resolve().parent.parent
 CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
 SAMPLE = "sample"
 BEFORE_GAN = ("pack", "train classifier")  # parts of the plan
@@ -149,8 +149,8 @@ class Quickstart:
 
     def finish(self) -> None:
         """Write summary.json and report.html and say where they are."""
-        from reporting.report import write_quickstart_report
-        from utils.versions import environment
+        from duetgan.reporting.report import write_quickstart_report
+        from duetgan.utils.versions import environment
 
         seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
         timings = {name: step["seconds"] for name, step in self.timings.items()}
@@ -229,7 +229,7 @@ def typed(command: list[str]) -> str:
 
 def complete(file: Path) -> bool:
     """Whether a packed file is whole, as its completion record says."""
-    from data.reading.dataset import Dataset
+    from duetgan.data.reading.dataset import Dataset
 
     try:
         Dataset(file).close()
@@ -241,9 +241,9 @@ def complete(file: Path) -> bool:
 
 def unfit(run: Path, test: Path) -> str:
     """Why a run's classifier cannot judge samples beside these test images, see `metrics.lineage`; empty if it can."""
-    from data.reading.dataset import Dataset
-    from metrics import lineage
-    from utils.checkpoint import load, resolve
+    from duetgan.data.reading.dataset import Dataset
+    from duetgan.metrics import lineage
+    from duetgan.utils.checkpoint import load, resolve
 
     with Dataset(test) as reader:
         return lineage.unfit(load(resolve(str(run))), reader)
@@ -261,6 +261,8 @@ def call(command: list[str]) -> int:
     It has a session of its own: a terminal's Ctrl-C, and whatever else asks this process to stop, reaches it once,
     through us. It saves its state and we wait for that; where we are killed it is too.
     """
+    if not CHECKOUT and command[1] == "-m":  # modules lie below the installed name
+        command = [*command[:2], f"duetgan.{command[2]}", *command[3:]]
     signals: list[int] = []  # that are to be forwarded
     dies = functools.partial(die_with_parent, os.getpid())
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": dies}

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting.charts import Chart
-from reporting.pictures import CAPTIONS, picture
-from reporting.run_files import Run
-from utils.config.cli import Parser
-from utils.files import as_json, check_writable, write_atomic
-from utils.script import exit_cli
-from utils.versions import environment
+from duetgan.reporting.charts import Chart
+from duetgan.reporting.pictures import CAPTIONS, picture
+from duetgan.reporting.run_files import Run
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.files import as_json, check_writable, write_atomic
+from duetgan.utils.script import exit_cli
+from duetgan.utils.versions import environment
 
 SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")  # images in eval/
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]
@@ -23,8 +23,10 @@ KINDS = {"better": "good", "worse": "bad"}
 
 def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
     """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare` found."""
-    from metrics.comparison.compare import cells  # these two know the figures, whose functions bring torch along
-    from reporting.report import render
+    from duetgan.metrics.comparison.compare import (
+        cells,  # these two know the figures, whose functions bring torch along
+    )
+    from duetgan.reporting.report import render
 
     names = list(document["runs"])
     runs = {name: Run(name.partition(",")[0]) for name in names}  # of seeds alike the first
@@ -62,7 +64,7 @@ def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:
 
 def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
     """A chart for each key of metrics.jsonl that all runs have and that a report shows at once."""
-    from reporting.report import SHOWN_AT_ONCE, chart_of  # see above
+    from duetgan.reporting.report import SHOWN_AT_ONCE, chart_of  # see above
 
     series = {name: run.series for name, run in runs.items()}
     first = next(iter(series.values()))
@@ -83,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help=text)
     options = parser.parse_args(argv)
     check_writable(options.out)
-    from metrics.comparison.compare import compare
+    from duetgan.metrics.comparison.compare import compare
 
     print(write_comparison(compare(options.runs), options.out))
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metrics.figures import FIGURES
-from metrics.figures import Figure as Row
-from reporting.charts import number
-from reporting.run_files import Run
-from utils.text import duration
+from duetgan.metrics.figures import FIGURES
+from duetgan.metrics.figures import Figure as Row
+from duetgan.reporting.charts import number
+from duetgan.reporting.run_files import Run
+from duetgan.utils.text import duration
 
 Figure = tuple[str, str]  # (value, what it is)
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from reporting.charts import number
-from reporting.run_files import Run
-from utils import bounded
+from duetgan.reporting.charts import number
+from duetgan.reporting.run_files import Run
+from duetgan.utils import bounded
 
 MOST_SAMPLES = 12  # grids shown of the samples over time
 MOST_OUTPUTS = 12  # images shown of what other commands have written

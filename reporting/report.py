@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from reporting import figures, pictures
-from reporting.charts import Chart
-from reporting.figures import Figure, headline
-from reporting.run_files import Run
-from utils import bounded
-from utils.errors import UserError
-from utils.files import write_atomic
-from utils.runlog.run_folder import RunFolder
-from utils.runlog.run_log import Events
-from utils.text import duration
-from utils.versions import environment
+from duetgan.reporting import figures, pictures
+from duetgan.reporting.charts import Chart
+from duetgan.reporting.figures import Figure, headline
+from duetgan.reporting.run_files import Run
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import write_atomic
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import Events
+from duetgan.utils.text import duration
+from duetgan.utils.versions import environment
 
 # --- what the figures are called; a curve whose key is not named here is shown under the first part of it
 

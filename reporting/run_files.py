@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from utils import bounded
-from utils.config import yaml_files
+from duetgan.utils import bounded
+from duetgan.utils.config import yaml_files
 
 FAR = 1e100  # no figure of a training; a chart's ticks would overflow
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves

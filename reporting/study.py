@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from reporting.figures import change, percent, plain
-from reporting.pictures import picture
-from reporting.report import render
-from utils.files import write_atomic
-from utils.versions import environment
+from duetgan.reporting.figures import change, percent, plain
+from duetgan.reporting.pictures import picture
+from duetgan.reporting.report import render
+from duetgan.utils.files import write_atomic
+from duetgan.utils.versions import environment
 
 HEADINGS = {"main": "The answer", "classes": "The same by class", "all arms": "Every arm"}
 KINDS = {"helps": "good", "hurts": "bad"}

@@ -15,5 +15,5 @@ SUBJECTS = {
 
 def load_subject(name: str) -> tuple[Any, Any]:
     """A study's configuration class and its subject."""
-    module = import_module(f"studies.{name}")
+    module = import_module(f"duetgan.studies.{name}")
     return module.CONFIG, module.SUBJECT

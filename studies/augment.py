@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from data.reading.dataset import Dataset
-from reporting.figures import percent
-from studies.config import StudyConfig
-from studies.images import HELD_BACK, HELD_OUT, PARTS, TEST, TRAIN, even, expected_counts, write_subset
-from studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints, share_of_batch
-from studies.subject import (
+from duetgan.data.reading.dataset import Dataset
+from duetgan.reporting.figures import percent
+from duetgan.studies.config import StudyConfig
+from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TEST, TRAIN, even, expected_counts, write_subset
+from duetgan.studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints, share_of_batch
+from duetgan.studies.subject import (
     GENERATOR,
     SEED,
     SELECTOR,
@@ -27,9 +27,9 @@ from studies.subject import (
     Settings,
     Subject,
 )
-from utils.config.model import Config, PositiveFloat, PositiveInt, Probability
-from utils.distributed.collectives import choose_device
-from utils.errors import UserError
+from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
 
 REAL, HELD = "real only", "held-back real images"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from data.reading.dataset import Dataset
-from studies.config import Recipe, StudyConfig
-from studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, write_subset
-from studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints
-from studies.subject import (
+from duetgan.data.reading.dataset import Dataset
+from duetgan.studies.config import Recipe, StudyConfig
+from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, write_subset
+from duetgan.studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints
+from duetgan.studies.subject import (
     GENERATOR,
     SELECTOR,
     SELECTOR_SEED,
@@ -28,12 +28,12 @@ from studies.subject import (
     ended,
     run_config,
 )
-from studies.verdict import difference
-from utils.checkpoint import resolve
-from utils.config.model import PositiveInt
-from utils.distributed.collectives import choose_device
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.studies.verdict import difference
+from duetgan.utils.checkpoint import resolve
+from duetgan.utils.config.model import PositiveInt
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 REAL, CONTROL, PLAIN, TOGETHER, NOISE = "real", "real again", "plain", "together", "untrained"  # arms
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Interval
 
-from utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
+from duetgan.utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
+from duetgan.utils.config.recipes import recipe_file
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 
-HOME = Path(__file__).resolve().parent.parent
 Tail = Annotated[float, Interval(ge=1, le=1e6)]
 
 
@@ -46,8 +46,7 @@ class Recipe(Config):
     @property
     def file(self) -> Path:
         """The recipe's file; those of configs/ are found from any folder."""
-        ours = HOME / self.config
-        return ours if ours.is_file() and not Path(self.config).exists() else Path(self.config)
+        return Path(recipe_file(self.config))
 
     def text(self) -> str:
         """What the recipe says; empty where there is none. Raises UserError if it cannot be read."""

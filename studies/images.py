@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from data.lmdb.format import Meta
-from data.pack import pack
-from data.reading.dataset import Dataset
-from data.sources import open_source
-from inference.pseudo_labels import write_labelled
-from studies.config import StudyData
-from utils.classes import require_same_classes
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.pack import pack
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.sources import open_source
+from duetgan.inference.pseudo_labels import write_labelled
+from duetgan.studies.config import StudyData
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 PARTS = "parts"  # the job
 TRAIN, HELD_OUT, HELD_BACK, TEST = "train", "held_out", "held_back", "test"

@@ -6,23 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from data.reading.dataset import Dataset
-from data.reading.weighted_sampling import few_labels
-from inference.dataset import write_dataset
-from inference.pseudo_labels import guesses, write_labelled
-from inference.samples import Sampler
-from models.classifier import Classifier
-from models.restore import classifier_from, generator_from
-from reporting.figures import percent
-from studies.config import StudyConfig
-from studies.images import PARTS, TRAIN, write_subset
-from studies.samples import share_of_batch
-from studies.subject import SEED, Comparison, Conclusion, Control, Job, Result, Results, Settings, Subject
-from utils.checkpoint import load, resolve
-from utils.config.model import PositiveFloat, PositiveInt, Probability
-from utils.distributed.collectives import choose_device
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.weighted_sampling import few_labels
+from duetgan.inference.dataset import write_dataset
+from duetgan.inference.pseudo_labels import guesses, write_labelled
+from duetgan.inference.samples import Sampler
+from duetgan.models.classifier import Classifier
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.reporting.figures import percent
+from duetgan.studies.config import StudyConfig
+from duetgan.studies.images import PARTS, TRAIN, write_subset
+from duetgan.studies.samples import share_of_batch
+from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Job, Result, Results, Settings, Subject
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.model import PositiveFloat, PositiveInt, Probability
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 GENERATOR, SAMPLES, UNLABELLED = "generator without labels", "samples without labels", "images without labels"
 ALL = "all labels"

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from studies.subject import Job, Result, Settings, Subject, slug
-from studies.verdict import document
-from utils.distributed.launch import handling
-from utils.errors import StoppedBySignal, UserError
-from utils.files import as_json, check_writable, write_atomic
-from utils.runlog.run_log import say
-from utils.text import duration
+from duetgan.studies.subject import Job, Result, Settings, Subject, slug
+from duetgan.studies.verdict import document
+from duetgan.utils.distributed.launch import handling
+from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.files import as_json, check_writable, write_atomic
+from duetgan.utils.runlog.run_log import say
+from duetgan.utils.text import duration
 
 DISCARDED = "checkpoints"  # folders of a run that go once it is judged
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

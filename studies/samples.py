@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.reading.dataset import Dataset
-from data.reading.loader import read_batch
-from data.records import add_image
-from inference.samples import with_styles
-from metrics.features.extractors import classifier_input
-from metrics.features.precision import device_of, evaluating, full_float32
-from metrics.lineage import provenance_of
-from metrics.samples.memorisation import nearest
-from models.classifier import Classifier
-from models.gan import draw, generate
-from models.restore import generator_from
-from utils.checkpoint import load, newest_first
-from utils.classes import require_same_classes
-from utils.config.model import Config, PositiveFloat, PositiveInt
-from utils.errors import UserError
-from utils.images import save_rows
-from utils.runlog.progress import Bar
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
+from duetgan.data.records import add_image
+from duetgan.inference.samples import with_styles
+from duetgan.metrics.features.extractors import classifier_input
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.lineage import provenance_of
+from duetgan.metrics.samples.memorisation import nearest
+from duetgan.models.classifier import Classifier
+from duetgan.models.gan import draw, generate
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import load, newest_first
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_rows
+from duetgan.utils.runlog.progress import Bar
 
 BLOCK = 64  # samples a pass, always the same ones together: rounding depends on a batch's size
 LEAST_KEPT = 0.02  # of the samples drawn, that a rule must keep

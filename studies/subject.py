@@ -16,19 +16,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data.reading.dataset import Dataset, dataset_for_model
-from metrics.evaluate_classifier import answers_of, check_classes, classify
-from models.restore import classifier_from
-from studies.config import Recipe, tokens
-from studies.images import HELD_OUT, PARTS, TEST, TRAIN, groups_of, make_parts
-from studies.samples import Drawing, Selector
-from training.base.config import RunConfig
-from training.engine.run import train
-from training.engine.tasks import build_run_config
-from utils.checkpoint import load, resolve
-from utils.config.yaml_files import read_yaml
-from utils.distributed.collectives import choose_device
-from utils.errors import UserError
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
+from duetgan.models.restore import classifier_from
+from duetgan.studies.config import Recipe, tokens
+from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, groups_of, make_parts
+from duetgan.studies.samples import Drawing, Selector
+from duetgan.training.base.config import RunConfig
+from duetgan.training.engine.run import train
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
 
 QUIET = {"log.tensorboard": False, "log.samples_every": 0}  # what nobody looks at in one of many runs
 GENERATOR, UNTRAINED, SELECTOR = "generator", "untrained generator", "selector"  # jobs

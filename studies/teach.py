@@ -5,18 +5,18 @@ from pathlib import Path
 
 import torch
 
-from data.reading.dataset import Dataset
-from inference.pseudo_labels import write_labelled
-from metrics.evaluate_gan import evaluate_generator
-from metrics.features.extractors import build
-from metrics.lineage import load_judge
-from models.gan import generate
-from models.restore import generator_from
-from reporting.figures import plain
-from studies.config import StudyConfig
-from studies.images import HELD_BACK, PARTS, TEST, TRAIN
-from studies.samples import COLUMNS, save_table
-from studies.subject import (
+from duetgan.data.reading.dataset import Dataset
+from duetgan.inference.pseudo_labels import write_labelled
+from duetgan.metrics.evaluate_gan import evaluate_generator
+from duetgan.metrics.features.extractors import build
+from duetgan.metrics.lineage import load_judge
+from duetgan.models.gan import generate
+from duetgan.models.restore import generator_from
+from duetgan.reporting.figures import plain
+from duetgan.studies.config import StudyConfig
+from duetgan.studies.images import HELD_BACK, PARTS, TEST, TRAIN
+from duetgan.studies.samples import COLUMNS, save_table
+from duetgan.studies.subject import (
     SEED,
     Comparison,
     Conclusion,
@@ -28,11 +28,11 @@ from studies.subject import (
     Subject,
     run_config,
 )
-from utils.checkpoint import Checkpoint, load, resolve
-from utils.config.model import InnerShare, PositiveFloat, PositiveInt
-from utils.distributed.collectives import choose_device
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.utils.checkpoint import Checkpoint, load, resolve
+from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = "judge", "teacher", "teacher by chance", "labels by chance"
 PLAIN, SHORT = "no classifier", "no classifier, stopped early"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
-from reporting.figures import change
-from studies.subject import Comparison, Conclusion, Control, Result, Results, Subject
+from duetgan.metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
+from duetgan.reporting.figures import change
+from duetgan.studies.subject import Comparison, Conclusion, Control, Result, Results, Subject
 
 SCHEMA = 1
 HELPS, HURTS, OPEN = "helps", "hurts", "cannot tell"

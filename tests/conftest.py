@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.records import pack_arrays
-from data.sources import open_source
-from data.sources.base import ArraySource
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
+from duetgan.data.sources.base import ArraySource
 from tests.slim import make as slim_make
 
 # as many threads as a rank of a two-process run gets; tiny models are slower with more
@@ -42,20 +42,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
     if "reporting" not in request.path.parts:
-        monkeypatch.setattr("reporting.charts._svg", lambda curves, *, log: "<svg></svg>")
+        monkeypatch.setattr("duetgan.reporting.charts._svg", lambda curves, *, log: "<svg></svg>")
 
 
 @pytest.fixture
 def slim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Classifiers of this process are slim: for what does not depend on their size."""
-    monkeypatch.setattr("models.backbones.base.make", slim_make)
+    monkeypatch.setattr("duetgan.models.backbones.base.make", slim_make)
 
 
 @pytest.fixture(scope="module")
 def slim_module() -> Iterator[None]:
     """The same from here to the end of a module, for its fixtures too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.backbones.base.make", slim_make)
+        patch.setattr("duetgan.models.backbones.base.make", slim_make)
         yield
 
 

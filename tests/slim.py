@@ -9,7 +9,7 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.efficientnet import EfficientNet, _efficientnet_conf
 from torchvision.models.resnet import BasicBlock
 
-from models.backbones import base
+from duetgan.models.backbones import base
 
 SHRINK = 8
 

@@ -18,10 +18,10 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
+from duetgan.training.base.config import DistributedConfig
+from duetgan.utils.distributed.heartbeat import Heartbeat
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
-from training.base.config import DistributedConfig
-from utils.distributed.heartbeat import Heartbeat
 
 SCRIPT = REPOSITORY / "cluster" / "slurm.sh"
 MANIFEST = REPOSITORY / "cluster" / "trainjob.yaml"

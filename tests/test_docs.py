@@ -13,14 +13,15 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from torch.distributed.run import get_args_parser
 
-from duet.__main__ import COMMANDS, recipe
-from models.registry import ARCHITECTURES
-from studies import SUBJECTS, load_subject
+from duetgan.__main__ import COMMANDS
+from duetgan.models.registry import ARCHITECTURES
+from duetgan.studies import SUBJECTS, load_subject
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.utils.config.cli import normalise
+from duetgan.utils.config.model import keys_of
+from duetgan.utils.config.recipes import recipe_file
+from duetgan.utils.config.yaml_files import read_yaml
 from tests.test_project import PROJECT
-from training.engine.tasks import TASKS, build_run_config
-from utils.config.cli import normalise
-from utils.config.model import keys_of
-from utils.config.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -256,7 +257,7 @@ def test_commands_can_be_typed(current):
         if module not in OVERRIDDEN:
             assert overrides == [], command
         elif module == "train" and options.config is not None and "FILE" not in command:
-            tree = read_yaml(ROOT / recipe(options.config))
+            tree = read_yaml(ROOT / recipe_file(options.config))
             build_run_config(tree, overrides, command)
 
 

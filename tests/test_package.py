@@ -2,20 +2,27 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from duet.__main__ import COMMANDS, line, recipe, usage
-from models.restore import classifier_from, generator_from
-from tests.inference.conftest import R3, gan_run, without_w
+import duetgan
+from duetgan.__main__ import COMMANDS, line, usage
+from duetgan.data.pack import pack
+from duetgan.data.sources import open_source
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.recipes import recipe_file
+from tests.inference.conftest import R3, gan_run, styled, without_w
 from tests.metrics.conftest import CLASSES, classifier_run
 from tests.test_project import ROOT, project_files
-from utils.checkpoint import load, resolve
 
 OURS = ("data", "explorer", "inference", "metrics", "models", "planning", "reporting", "studies", "training", "utils")
 
@@ -59,12 +66,14 @@ def duet(site: Path, folder: Path, *arguments: str) -> str:
 
 
 def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
-    assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"bin", "duet"}
+    assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"bin", "duetgan"}
     wanted = [path.relative_to(ROOT) for path in project_files()]
     parts = [name for name in wanted if name.parts[0] in (*OURS, "configs") and name.suffix != ".md"]
     scripts = [name for name in wanted if name.suffix == ".py" and len(name.parts) == 1 and name.name != "setup.py"]
     assert len(parts) > 150
-    assert [name for name in parts + scripts if not (site / "duet" / "app" / name).is_file()] == []
+    places = parts + [Path("scripts") / name for name in scripts]
+    assert [place for place in places if not (site / "duetgan" / place).is_file()] == []
+    assert (site / "duetgan" / "py.typed").is_file()
 
 
 def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
@@ -84,7 +93,7 @@ def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
     ],
 )
 def test_what_is_wrong_is_one_line(site, mine, arguments, told):
-    done = python(site, mine, "-m", "duet", *arguments)
+    done = python(site, mine, "-m", "duetgan", *arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
@@ -96,13 +105,13 @@ def test_the_library_loads_checkpoints_and_leaves_the_users_modules_alone(site, 
     judge, gan = classifier_run(runs / "classifier"), gan_run(runs / "gan", without_w(), architecture="r3gan", sizes=R3)
     body = f"""
 import json, sys
-import duet
+import duetgan
 assert "torch" not in sys.modules
 import torch
-classifier, generator = duet.load_classifier({str(judge)!r}), duet.load_generator({str(gan)!r})
+classifier, generator = duetgan.load_classifier({str(judge)!r}), duetgan.load_generator({str(gan)!r})
 x, z = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8), torch.linspace(-1, 1, 2 * generator.z_dim).view(2, -1)
 try:
-    duet.load_generator({str(judge)!r})
+    duetgan.load_generator({str(judge)!r})
 except ValueError as error:
     wrong = str(error)
 assert not set({OURS!r}) & set(sys.modules)
@@ -120,32 +129,59 @@ print(json.dumps([classifier(x).tolist(), classifier.class_names, images.tolist(
     assert str(judge) in wrong
 
 
+@pytest.fixture(scope="module")
+def things(tmp_path_factory):
+    """What the examples of docs/library.md name: runs, photos, a folder of classes and a packed file."""
+    folder = tmp_path_factory.mktemp("things")
+    classifier_run(folder / "runs" / "classifier")
+    gan_run(folder / "runs" / "gan", styled())
+    generator = np.random.default_rng(0)
+    for name in ("photos/a.png", "photos/b.png", "folder/x/a.png", "folder/y/b.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / name)
+    pack(open_source(str(folder / "folder")), folder / "photos.lmdb", size=16)
+    return folder
+
+
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+@pytest.mark.parametrize("where", ["checkout", "wheel"])
+def test_the_examples_of_the_librarys_page_run(number, where, request, things, mine):
+    for name in ("runs", "photos", "folder", "photos.lmdb"):
+        (mine / name).symlink_to(things / name)
+    place = ROOT if where == "checkout" else request.getfixturevalue("site")
+    done = python(place, mine, "-W", "error", "-P", "-c", EXAMPLES[number])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
 def test_every_command_is_a_script_with_its_arguments():
     for name, (script, _) in COMMANDS.items():
-        assert (ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")).is_file()
+        own = script.removeprefix("duetgan.")
+        assert (ROOT / (own if own.endswith(".py") else own.replace(".", "/") + ".py")).is_file()
         assert line([name, "--x", "a b"])[-2:] == ["--x", "a b"]
-    assert line(["pack"]) == ["-P", "-m", "data.pack"]
+    assert line(["pack"]) == ["-P", "-m", "duetgan.data.pack"]
 
 
 @pytest.mark.parametrize("name", ["gan_64", "gan_64.yaml", "configs/gan_64.yaml"])
 def test_a_recipe_is_found_from_any_folder_unless_there_is_one_of_that_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ours = str(ROOT / "configs" / "gan_64.yaml")
-    assert line(["train", "--config", name]) == [str(ROOT / "train.py"), "--config", ours]
-    assert line(["train", f"--config={name}"])[1:] == [f"--config={ours}"]
-    assert recipe("other/gan_64.yaml") == "other/gan_64.yaml"
-    assert recipe("nothing") == "nothing"
+    assert recipe_file(name) == str(ROOT / "configs" / "gan_64.yaml")
+    assert recipe_file("other/gan_64.yaml") == "other/gan_64.yaml"
+    assert recipe_file("nothing") == "nothing"
     (tmp_path / "configs").mkdir()
     for own in (tmp_path / "gan_64", tmp_path / "gan_64.yaml", tmp_path / "configs/gan_64.yaml"):
         own.touch()
-    assert recipe(name) == name
+    assert recipe_file(name) == name
 
 
 def test_no_name_but_ours_is_declared():
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert set(setuptools["package-dir"]) == {"duet.app"}
-    assert "py-modules" not in setuptools
-    assert "packages" not in setuptools
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(declared["tool"]["setuptools"]) == {"package-data"}  # setup.py lists the packages
+    assert declared["project"]["name"] == "duetgan"
+    assert declared["project"]["version"] == duetgan.__version__
 
 
 @pytest.mark.slow
@@ -156,4 +192,4 @@ def test_the_quickstart_of_the_installed_package_writes_into_the_users_folder(si
     assert "$ duet pack sample" in printed
     assert "python" not in [text.split()[1] for text in printed.splitlines() if text.startswith("$ ")]
     assert (mine / "runs" / "quickstart_quick" / "report.html").is_file()
-    assert not (site / "duet" / "app" / "runs").exists()
+    assert not (site / "duetgan" / "scripts" / "runs").exists()

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.registry import architecture_of
-from training.engine.tasks import build_run_config
-from training.gan.config import GanConfig
-from utils.config.yaml_files import read_yaml
+from duetgan.models.registry import architecture_of
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.config import GanConfig
+from duetgan.utils.config.yaml_files import read_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SIZES = [32, 64, 128, 256, 512, 1024]

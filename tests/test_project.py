@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from utils.config.recipes import STUDIES
+from duetgan.utils.config.recipes import STUDIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -111,13 +111,24 @@ def test_imported_sees_every_way_to_import():
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_point_one_way(package):
     scripts = {path.stem for path in ROOT.glob("*.py")}
-    ours = set(MAY_IMPORT) | scripts | {"tests", "benchmarks"}
+    outside, ours = scripts | {"tests", "benchmarks"}, {*MAY_IMPORT, "library"}
     files = sorted((ROOT / package).rglob("*.py"))
     assert files
     wrong = {
         str(path.relative_to(ROOT)): forbidden
         for path in files
-        if (forbidden := imported(path.read_text()) & ours - MAY_IMPORT[package])
+        if (forbidden := imported(source := path.read_text(), "duetgan.") & ours - MAY_IMPORT[package])
+        or (forbidden := imported(source) & outside)
+    }
+    assert wrong == {}
+
+
+def test_our_packages_have_one_name():
+    """Imported as `data` and as `duetgan.data` a module would be there twice, with two states."""
+    wrong = {
+        str(path.relative_to(ROOT)): bare
+        for path in project_files()
+        if path.suffix == ".py" and (bare := imported(path.read_text()) & set(MAY_IMPORT))
     }
     assert wrong == {}
 
@@ -321,7 +332,7 @@ def test_imports_within_a_wing_point_one_way(wing, room):
     wrong = {
         str(path.relative_to(ROOT)): forbidden
         for path in files
-        if (forbidden := imported(path.read_text(), f"{wing}.") - allowed)
+        if (forbidden := imported(path.read_text(), f"duetgan.{wing}.") - allowed)
     }
     assert wrong == {}
 

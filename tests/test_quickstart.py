@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from data.reading.dataset import Dataset
-from planning import steps
-from planning.plan import FILLED, Plan, choose
-from planning.steps import QUICK_STEPS, ROOT, Quickstart, call, unfit
+from duetgan.data.reading.dataset import Dataset
+from duetgan.planning import steps
+from duetgan.planning.plan import FILLED, Plan, choose
+from duetgan.planning.steps import QUICK_STEPS, ROOT, Quickstart, call, unfit
+from duetgan.utils.errors import UserError
 from quickstart import main
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.reporting.test_report import make_classifier, make_gan, write
-from utils.errors import UserError
 
 STEPS = ["data.pack", "data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
 
@@ -338,7 +338,7 @@ def test_a_signal_reaches_the_command_once_and_its_end_is_waited_for(tmp_path, n
         "time.sleep(0.3), sys.exit(3)\n"
     )
     command = f"[sys.executable, {str(child)!r}, {str(tmp_path)!r}]"
-    parent = f"import sys; from planning.steps import call; sys.exit(call({command}))"
+    parent = f"import sys; from duetgan.planning.steps import call; sys.exit(call({command}))"
     with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, start_new_session=True) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "ready").exists() and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ def imported(path: str) -> set[str]:
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             modules |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return modules
+    return {module.removeprefix("duetgan.") for module in modules}
 
 
 def test_the_walk_is_of_at_most_16_files_and_3000_lines() -> None:

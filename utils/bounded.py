@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from utils.errors import UserError
+from duetgan.utils.errors import UserError
 
 STEP = 1 << 20  # bytes read at a time from what does not say how long it is
 OTHERS = {"d": "a folder", "p": "a named pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l` has it

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from utils.errors import UserError
-from utils.text import listed
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import listed
 
 
 def require_same_classes(

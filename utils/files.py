@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from utils import bounded
-from utils.errors import UserError
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
 
 
 def replaceable(path: Path) -> Path:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from utils.files import write_atomic
-from utils.text import printable, shorten
+from duetgan.utils.files import write_atomic
+from duetgan.utils.text import printable, shorten
 
 if TYPE_CHECKING:  # torch takes seconds to import, and data.pack draws no tensors
     from torch import Tensor

@@ -7,7 +7,7 @@ joined, never changed; those of the checkpoint that weights started from are par
 from collections.abc import Collection, Mapping
 from typing import Any, Self
 
-from utils.config.model import Count, Stored, Whole
+from duetgan.utils.config.model import Count, Stored, Whole
 
 Provenance = dict[str, Any]
 """A `Generated` as a packed file holds it."""

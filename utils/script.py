@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
-from utils.processes import leave, leave_imports, threads_left
-from utils.text import printable, shorten
+from duetgan import HOME
+from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
+from duetgan.utils.processes import leave, leave_imports, threads_left
+from duetgan.utils.text import printable, shorten
 
 INTERRUPTED = "stopped: interrupted from the keyboard"
 GONE = (errno.EIO, errno.ENXIO)  # of a terminal that was closed: nobody is left to be told
@@ -160,7 +161,7 @@ def hear_interrupts() -> None:
     which import a part of this project, are left as they are.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    beside_us = script is not None and Path(script).absolute().parent == Path(__file__).absolute().parents[1]
+    beside_us = script is not None and Path(script).resolve().parent == HOME
     ours = beside_us or sys.argv[:1] == ["-m"]
     if ours and sys.excepthook is sys.__excepthook__ and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         sys.excepthook = _told_once

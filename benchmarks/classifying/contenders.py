@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torchvision import transforms
 
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, InfiniteLoader
-from data.reading.sampler import GlobalSampler
-from training.base.config import PrecisionName
-from training.base.phases import PhaseClock, listening, phase
-from training.classifier.config import ClassifierConfig
-from training.classifier.task import ClassifierTask
-from training.engine.metric_window import MetricWindow
-from utils.errors import UserError
-from utils.memory import tune_malloc
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, InfiniteLoader
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.training.base.config import PrecisionName
+from duetgan.training.base.phases import PhaseClock, listening, phase
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.metric_window import MetricWindow
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import tune_malloc
 
 LOG_EVERY = 50  # steps; what both log by default
 DATA_PHASES = ("data", "augment")

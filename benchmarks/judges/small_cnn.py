@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.augment.transforms import to_float
-from data.reading.dataset import Dataset
-from models.gan import generate
-from models.restore import generator_from
-from utils.checkpoint import load, resolve
-from utils.config.cli import Parser
-from utils.script import run_cli
-from utils.seeding import forked, numpy_generator
+from duetgan.data.augment.transforms import to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.models.gan import generate
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import forked, numpy_generator
 
 PER_CLASS = 200  # images of a class for the diversity
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.loading import ours
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.records import make_record
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = Path("/proc/self/status")

@@ -7,7 +7,7 @@ import numpy as np
 import simplejpeg
 from sklearn.datasets import load_sample_images
 
-from utils.seeding import numpy_generator
+from duetgan.utils.seeding import numpy_generator
 
 CLASSES = 10
 PHOTO = (500, 375)  # width and height in px, the commonest of ImageNet

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.loading.timing import Stream
-from data.augment.transforms import Augment, draw_and_apply, to_float
-from data.decode import RandomCrop
-from data.reading.dataset import Dataset
-from data.reading.loader import InfiniteLoader
-from data.reading.sampler import GlobalSampler
+from duetgan.data.augment.transforms import Augment, draw_and_apply, to_float
+from duetgan.data.decode import RandomCrop
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.data.reading.sampler import GlobalSampler
 
 SEED = 0
 FLIP = Augment(flip=True)

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from data.pack import pack
-from data.sources import open_source
+from duetgan.data.pack import pack
+from duetgan.data.sources import open_source
 
 ROOT = Path(__file__).resolve().parents[2]
 

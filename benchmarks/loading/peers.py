@@ -18,8 +18,8 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks.loading.images import jpeg_files
 from benchmarks.loading.timing import Stream, endless
-from data.decode import RandomCrop
-from data.reading.sampler import GlobalSampler
+from duetgan.data.decode import RandomCrop
+from duetgan.data.reading.sampler import GlobalSampler
 
 Transform = Callable[[Image.Image], torch.Tensor]
 

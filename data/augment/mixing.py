@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.augment.transforms import Augment, inside
-from utils.config.model import Probability
-from utils.errors import UserError
-from utils.seeding import generator
+from duetgan.data.augment.transforms import Augment, inside
+from duetgan.utils.config.model import Probability
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import generator
 
 
 class MixingAugment(Augment):

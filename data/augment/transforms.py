@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from annotated_types import Interval
 
-from utils.config.model import Config, Probability
-from utils.errors import UserError
-from utils.seeding import Key, generator
+from duetgan.utils.config.model import Config, Probability
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import Key, generator
 
 ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
 ERASE_ASPECT = (0.3, 3.3)  # height / width
@@ -135,7 +135,7 @@ def draw_and_apply(
         offsets = _integers(draws[:, 1:3], 2 * config.shift + 1)
         images = random_shift(images, offsets, config.shift, reflect=config.shift_edge == "reflect")
     if config.trivial_augment:
-        from data.augment import trivial_augment as trivial  # torchvision's transforms take 0.2 s to import
+        from duetgan.data.augment import trivial_augment as trivial  # torchvision's transforms take 0.2 s to import
 
         rows = slice(start, start + len(images))
         images = trivial.trivial_augment(images, trivial.draw((*key, "trivial"), global_batch, rows))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import autocontrast, equalize, rgb_to_grayscale
 
-from utils.seeding import Key, numpy_generator
+from duetgan.utils.seeding import Key, numpy_generator
 
 BINS = 31  # strengths of an operation
 # Operations whose strength may be negative, and the greatest one (table 1 of the paper, column "wide", as torchvision

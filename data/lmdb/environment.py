@@ -16,12 +16,12 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Completion, Meta
-from data.lmdb.tree import check_tree
-from data.tar_files import TarFiles
-from utils import bounded
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Completion, Meta
+from duetgan.data.lmdb.tree import check_tree
+from duetgan.data.tar_files import TarFiles
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 GATHER_BYTES = 512 << 10  # gathered at once: NumPy makes a copy on the way, which should not leave the cache
 MAGIC = bytes.fromhex("dec0efbe")  # LMDB's, little-endian, 16 bytes into its first page

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 from annotated_types import Interval, MinLen
 
-from data.errors import MOST_SIDE
-from utils.config.model import Count, PositiveInt, Probability, Stored, Whole
-from utils.provenance import Generated
+from duetgan.data.errors import MOST_SIDE
+from duetgan.utils.config.model import Count, PositiveInt, Probability, Stored, Whole
+from duetgan.utils.provenance import Generated
 
 FORMAT = "duet-lmdb"
 VERSION = 1

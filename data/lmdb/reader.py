@@ -11,9 +11,9 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.errors import MOST_PIXELS, DamageError, ImageError
-from data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
-from data.lmdb.format import (
+from duetgan.data.errors import MOST_PIXELS, DamageError, ImageError
+from duetgan.data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
+from duetgan.data.lmdb.format import (
     ENTRY,
     INDEX_HEAD,
     LINK,
@@ -27,8 +27,8 @@ from data.lmdb.format import (
     pixels_key,
     signature_key,
 )
-from data.tar_files import Member, TarFiles
-from utils.errors import UserError
+from duetgan.data.tar_files import Member, TarFiles
+from duetgan.utils.errors import UserError
 
 
 class LMDBReader(AbstractContextManager["LMDBReader"]):

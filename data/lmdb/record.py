@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.lmdb.format import ENCODINGS, check_sides
+from duetgan.data.lmdb.format import ENCODINGS, check_sides
 
 
 @dataclass(frozen=True, kw_only=True)

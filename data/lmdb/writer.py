@@ -12,8 +12,8 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.lmdb.environment import partial_path
-from data.lmdb.format import (
+from duetgan.data.lmdb.environment import partial_path
+from duetgan.data.lmdb.format import (
     COMPLETE_KEY,
     FORMAT,
     FORMAT_KEY,
@@ -33,11 +33,11 @@ from data.lmdb.format import (
     pixels_key,
     signature_key,
 )
-from data.lmdb.record import Layout, Record, mean_and_std
-from utils import bounded
-from utils.errors import UserError
-from utils.files import replaceable, sync_folder
-from utils.provenance import Generated, Provenance
+from duetgan.data.lmdb.record import Layout, Record, mean_and_std
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import replaceable, sync_folder
+from duetgan.utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data.duplicates import Name, Report, find, of_equal_number
-from data.lmdb.format import Meta, Split
-from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Record
-from data.lmdb.writer import LMDBWriter
-from utils.errors import UserError
-from utils.runlog.progress import Bar
+from duetgan.data.duplicates import Name, Report, find, of_equal_number
+from duetgan.data.lmdb.format import Meta, Split
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Record
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.progress import Bar
 
 LARGEST = Fraction(1, 2)  # share that may be held out
 
@@ -82,7 +82,7 @@ def draw(
 
     A record's key does not depend on the others: where images are added, few change sides.
     """
-    from utils.seeding import seed_of  # imports PyTorch, which packing does without
+    from duetgan.utils.seeding import seed_of  # imports PyTorch, which packing does without
 
     counts = np.bincount(labels, minlength=1)
     left = np.array(quotas(counts.tolist(), share))

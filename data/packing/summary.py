@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.duplicates import write_lines
-from data.lmdb.format import Meta
-from data.lmdb.record import Record
-from data.sources import Problem
-from utils.errors import UserError
-from utils.text import columns, listed
+from duetgan.data.duplicates import write_lines
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.lmdb.record import Record
+from duetgan.data.sources import Problem
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import columns, listed
 
 LISTED = 10  # names in the summary
 

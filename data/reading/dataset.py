@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data.decode import RandomCrop, centre_box, crop_into, decode_crop, stored_image
-from data.errors import DamageError, ImageError
-from data.lmdb.reader import LMDBReader
-from data.reading.sampler import SampleKeys
-from data.reading.several_files import combined_meta, open_files
-from utils.errors import UserError
-from utils.memory import cores
-from utils.runlog.run_log import say
-from utils.seeding import numpy_generator
+from duetgan.data.decode import RandomCrop, centre_box, crop_into, decode_crop, stored_image
+from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.reading.sampler import SampleKeys
+from duetgan.data.reading.several_files import combined_meta, open_files
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import cores
+from duetgan.utils.runlog.run_log import say
+from duetgan.utils.seeding import numpy_generator
 
 DAMAGED_SHARE = 0.01  # of the records, replaced at most before reading stops; ten are always allowed
 CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the last one

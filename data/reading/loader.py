@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.reading.dataset import Dataset
-from data.reading.sampler import GlobalSampler, SampleKeys
-from data.reading.stages import Stage, at_resolution, checked_stages
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.stages import Stage, at_resolution, checked_stages
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 
 @dataclass

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data.lmdb.format import Meta
-from data.reading.dataset import Dataset
-from data.reading.sampler import GlobalSampler, SampleKeys
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 
 class SyntheticSource(Protocol):

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.reading.weighted_sampling import occurrences, weighted_epochs
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.reading.weighted_sampling import occurrences, weighted_epochs
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 
 class SampleKeys(NamedTuple):

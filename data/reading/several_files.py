@@ -18,21 +18,21 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import ImageError
-from data.lmdb.format import Meta, Shard
-from data.lmdb.reader import LMDBReader
-from data.lmdb.writer import LMDBWriter
-from data.records import converted, make_plan, thread_count
-from data.sources import PACKED_TARS
-from data.sources.base import Problem, SourceOptions
-from data.sources.named import CACHE, cache_folder
-from data.sources.splits import check_complete, sharded, shards_by_split
-from data.sources.tars import SUFFIX, TarSource
-from data.tar_files import OPEN, state_of
-from utils import bounded
-from utils.errors import UserError
-from utils.runlog.progress import Bar
-from utils.runlog.run_log import say
+from duetgan.data.errors import ImageError
+from duetgan.data.lmdb.format import Meta, Shard
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.records import converted, make_plan, thread_count
+from duetgan.data.sources import PACKED_TARS
+from duetgan.data.sources.base import Problem, SourceOptions
+from duetgan.data.sources.named import CACHE, cache_folder
+from duetgan.data.sources.splits import check_complete, sharded, shards_by_split
+from duetgan.data.sources.tars import SUFFIX, TarSource
+from duetgan.data.tar_files import OPEN, state_of
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.runlog.run_log import say
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from data.reading.dataset import Dataset
-from utils.errors import UserError
+from duetgan.data.reading.dataset import Dataset
+from duetgan.utils.errors import UserError
 
 
 class Stage(NamedTuple):

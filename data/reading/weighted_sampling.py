@@ -9,10 +9,10 @@ from tokenize import TokenError
 
 import numpy as np
 
-from utils import bounded
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 ROUNDING = 1e-12  # relative; an expected number of draws as near as this to a whole number is that number
 FRACTION_BITS = 40  # a draw is counted in units of 2**-40

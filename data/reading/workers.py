@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 
-from data.reading.dataset import Dataset
-from data.reading.sampler import SampleKeys
-from utils.memory import cores
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import SampleKeys
+from duetgan.utils.memory import cores
 
 MEASURED_IMAGES = 64  # read for one at most
 REPEATS = 3

@@ -4,21 +4,21 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from data.lmdb.environment import is_lmdb
-from data.sources.arrow import is_saved, open_arrow
-from data.sources.base import Item, Problem, Source, SourceOptions
-from data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
-from data.sources.listing import CLASSES_FROM
-from data.sources.lmdb_files import open_lmdb
-from data.sources.manifest import open_manifest
-from data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
-from data.sources.remote import RemoteSource
-from data.sources.splits import SPLITS, sharded
-from data.sources.tables import TableSource, open_tables
-from data.sources.tars import TarSource
-from utils import bounded
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.data.lmdb.environment import is_lmdb
+from duetgan.data.sources.arrow import is_saved, open_arrow
+from duetgan.data.sources.base import Item, Problem, Source, SourceOptions
+from duetgan.data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
+from duetgan.data.sources.listing import CLASSES_FROM
+from duetgan.data.sources.lmdb_files import open_lmdb
+from duetgan.data.sources.manifest import open_manifest
+from duetgan.data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
+from duetgan.data.sources.remote import RemoteSource
+from duetgan.data.sources.splits import SPLITS, sharded
+from duetgan.data.sources.tables import TableSource, open_tables
+from duetgan.data.sources.tars import TarSource
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]
 

@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data.sources.base import SourceOptions
-from data.sources.splits import choose_split, refuse_split
-from data.sources.tables import TableSource, open_tables
-from utils import bounded
-from utils.errors import UserError
+from duetgan.data.sources.base import SourceOptions
+from duetgan.data.sources.splits import choose_split, refuse_split
+from duetgan.data.sources.tables import TableSource, open_tables
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 

@@ -8,9 +8,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from utils.errors import UserError
-from utils.provenance import Provenance
-from utils.text import printable
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Provenance
+from duetgan.utils.text import printable
 
 
 class SourceOptions(NamedTuple):

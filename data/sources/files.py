@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import ImageError
-from data.sources.base import Item, Source, SourceOptions
-from data.sources.listing import Listing, arrange, kind_of
-from utils import bounded
-from utils.errors import UserError
-from utils.text import printable
+from duetgan.data.errors import ImageError
+from duetgan.data.sources.base import Item, Source, SourceOptions
+from duetgan.data.sources.listing import Listing, arrange, kind_of
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import printable
 
 # A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
 # LZMA would fill the memory.

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
-from utils.text import listed
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import listed
 
 LABEL = "label"
 LABEL_COLUMNS = ("labels", "label_name", "fine_label", "class", "class_name", "category", "target")

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from data.errors import ImageError
-from data.images import SUFFIXES
-from data.sources.base import Problem, SourceOptions
-from data.sources.labels import class_of_name, names_look_like_labels, text_classes
-from data.sources.splits import SHARDED, TRAIN, choose_split, first_of, refuse_split, split_name
-from utils import bounded
-from utils.errors import UserError
-from utils.text import listed
+from duetgan.data.errors import ImageError
+from duetgan.data.images import SUFFIXES
+from duetgan.data.sources.base import Problem, SourceOptions
+from duetgan.data.sources.labels import class_of_name, names_look_like_labels, text_classes
+from duetgan.data.sources.splits import SHARDED, TRAIN, choose_split, first_of, refuse_split, split_name
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import listed
 
 MANIFEST = "dataset.json"
 CLASSES_FROM = ("top", "parent", "name")

@@ -11,15 +11,15 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.decode import stored_image
-from data.errors import DamageError, ImageError
-from data.lmdb.environment import Handle, acquire
-from data.lmdb.format import FORMAT_KEY
-from data.lmdb.reader import LMDBReader
-from data.sources.base import Item, Source, SourceOptions
-from data.sources.splits import refuse_split
-from utils import bounded
-from utils.errors import UserError
+from duetgan.data.decode import stored_image
+from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.lmdb.environment import Handle, acquire
+from duetgan.data.lmdb.format import FORMAT_KEY
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.sources.base import Item, Source, SourceOptions
+from duetgan.data.sources.splits import refuse_split
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
 
 LENGTH_KEY = b"length"
 KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")

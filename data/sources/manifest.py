@@ -14,14 +14,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.sources.base import Problem, SourceOptions
-from data.sources.files import LocalSource
-from data.sources.labels import MOST_VALUES, choose_label, classes_of, looks_like_labels
-from data.sources.listing import Listing
-from data.sources.splits import SPLIT_NAMES, choose_split, refuse_split, split_name
-from utils import bounded
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.data.sources.base import Problem, SourceOptions
+from duetgan.data.sources.files import LocalSource
+from duetgan.data.sources.labels import MOST_VALUES, choose_label, classes_of, looks_like_labels
+from duetgan.data.sources.listing import Listing
+from duetgan.data.sources.splits import SPLIT_NAMES, choose_split, refuse_split, split_name
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
 

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data.sources.base import ArraySource
-from utils import bounded
-from utils.errors import UserError
+from duetgan.data.sources.base import ArraySource
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
 
 TIMEOUT = 30  # seconds without an answer
 CACHE = "DUET_CACHE"  # the environment's variable for the folder of what can be had again

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from data.errors import ImageError
-from data.sources.base import SourceOptions
-from data.sources.files import ListedSource
-from data.sources.listing import arrange, kind_of
-from utils import bounded
-from utils.errors import UserError
+from duetgan.data.errors import ImageError
+from duetgan.data.sources.base import SourceOptions
+from duetgan.data.sources.files import ListedSource
+from duetgan.data.sources.listing import arrange, kind_of
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data.images import SUFFIXES
-from utils import bounded
-from utils.errors import UserError
+from duetgan.data.images import SUFFIXES
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
 
 TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
 SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there

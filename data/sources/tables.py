@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import ImageError
-from data.sources.base import Item, Problem, Source, SourceOptions
-from data.sources.labels import choose_label, looks_like_labels, text_classes
-from data.sources.splits import choose_shards, sharded
-from utils import bounded
-from utils.errors import UserError
-from utils.memory import available_bytes
-from utils.text import listed, printable
+from duetgan.data.errors import ImageError
+from duetgan.data.sources.base import Item, Problem, Source, SourceOptions
+from duetgan.data.sources.labels import choose_label, looks_like_labels, text_classes
+from duetgan.data.sources.splits import choose_shards, sharded
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import available_bytes
+from duetgan.utils.text import listed, printable
 
 MEMORY_SHARE = 0.5  # of what is available, for the process that reads
 LOOKED_AT = 10_000  # rows of a column that may be labels

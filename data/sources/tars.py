@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import ImageError
-from data.images import SUFFIXES
-from data.sources.base import Item, Problem, Source, SourceOptions
-from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
-from data.sources.listing import arrange, kind_of
-from data.sources.splits import choose_shards, refuse_split
-from data.tar_files import Member, TarFiles, read_members
-from utils.errors import UserError
-from utils.text import printable
+from duetgan.data.errors import ImageError
+from duetgan.data.images import SUFFIXES
+from duetgan.data.sources.base import Item, Problem, Source, SourceOptions
+from duetgan.data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
+from duetgan.data.sources.listing import arrange, kind_of
+from duetgan.data.sources.splits import choose_shards, refuse_split
+from duetgan.data.tar_files import Member, TarFiles, read_members
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import printable
 
 SUFFIX = ".tar"
 NOTES = ("cls", "json", "txt")  # suffixes of what is said of an image

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset, dataset_for_model
-from inference.export.formats import FORMATS, Format, import_extra
-from inference.export.subject import (
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.inference.export.formats import FORMATS, Format, import_extra
+from duetgan.inference.export.subject import (
     InBfloat16,
     Inputs,
     Runner,
@@ -26,11 +26,11 @@ from inference.export.subject import (
     classifier_subject,
     generator_subject,
 )
-from inference.settings import ExportConfig
-from utils.errors import TrainingHalted, UserError
-from utils.files import check_writable, replace_file
-from utils.runlog.run_log import say
-from utils.text import columns
+from duetgan.inference.settings import ExportConfig
+from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.files import check_writable, replace_file
+from duetgan.utils.runlog.run_log import say
+from duetgan.utils.text import columns
 
 ACCURACY_LOSS = 0.01  # of int8, at most: one point
 SINGLE_CALLS = 10  # of batch 1 in a repeat

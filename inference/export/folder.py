@@ -12,21 +12,21 @@ from typing import Any, cast
 
 import yaml
 
-from data.images import RESIZE_FILTERS, trained_mode
-from inference.export import page
-from inference.export.programs import programs
-from inference.export.subject import Drawing, Runner, Subject, as_runner
-from inference.export.weights_file import contents, interface, write_weights
-from inference.samples import Sampler, draw_grid
-from metrics.figures import CLASSIFIER, GAN, Figure
-from metrics.lineage import run_folder
-from models.classifier import ModelConfig
-from models.registry import DEFAULT
-from utils import bounded
-from utils.config.build import build
-from utils.provenance import recorded
-from utils.runlog.run_log import say
-from utils.text import printable
+from duetgan.data.images import RESIZE_FILTERS, trained_mode
+from duetgan.inference.export import page
+from duetgan.inference.export.programs import programs
+from duetgan.inference.export.subject import Drawing, Runner, Subject, as_runner
+from duetgan.inference.export.weights_file import contents, interface, write_weights
+from duetgan.inference.samples import Sampler, draw_grid
+from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
+from duetgan.metrics.lineage import run_folder
+from duetgan.models.classifier import ModelConfig
+from duetgan.models.registry import DEFAULT
+from duetgan.utils import bounded
+from duetgan.utils.config.build import build
+from duetgan.utils.provenance import recorded
+from duetgan.utils.runlog.run_log import say
+from duetgan.utils.text import printable
 
 PAGE = "duet_model.py"
 GRID = 64  # samples; a quarter above 64 px

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from inference.export.subject import Drawing, Runner, Subject, as_runner
-from inference.export.weights_file import write_tensors
-from models.convert import checkpoint_of, read
-from models.official import nvidia, rosinality
-from models.official.names import Converted
-from models.official.unpickle import Refused
-from models.registry import DEFAULT
-from models.restore import generator_from
-from models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
-from utils.config.build import build
-from utils.config.model import Config
-from utils.errors import UserError
-from utils.runlog.run_log import say
+from duetgan.inference.export.subject import Drawing, Runner, Subject, as_runner
+from duetgan.inference.export.weights_file import write_tensors
+from duetgan.models.convert import checkpoint_of, read
+from duetgan.models.official import nvidia, rosinality
+from duetgan.models.official.names import Converted
+from duetgan.models.official.unpickle import Refused
+from duetgan.models.registry import DEFAULT
+from duetgan.models.restore import generator_from
+from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
+from duetgan.utils.config.build import build
+from duetgan.utils.config.model import Config
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_log import say
 
 WIDTHS = 512  # of rosinality's networks at 4 to 32 px; further up they are halved with each resolution
 

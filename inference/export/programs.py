@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from inference.export.subject import EXAMPLES, Drawing, Subject
+from duetgan.inference.export.subject import EXAMPLES, Drawing, Subject
 
 
 def traced(network: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.reading.dataset import Dataset
-from data.reading.loader import read_batch
-from metrics.features.extractors import classifier_input
-from models.classifier import Classifier
-from models.fast import fold_batchnorm
-from models.gan import ImageGenerator, draw
-from models.restore import classifier_from, generator_from
-from utils.classes import require_same_classes
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
+from duetgan.metrics.features.extractors import classifier_input
+from duetgan.models.classifier import Classifier
+from duetgan.models.fast import fold_batchnorm
+from duetgan.models.gan import ImageGenerator, draw
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 Inputs = tuple[Tensor, ...]
 Runner = Callable[[Inputs], Tensor]

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from utils import bounded
-from utils.checkpoint import checked, load, resolve
-from utils.errors import UserError
+from duetgan.utils import bounded
+from duetgan.utils.checkpoint import checked, load, resolve
+from duetgan.utils.errors import UserError
 
 ENTRY = "duet"
 NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}  # the part of a checkpoint's state that is used

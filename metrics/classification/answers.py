@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metrics.classification.calibration import BINS, bin_of, calibration_error, negative_log_likelihood
-from metrics.classification.ranking import Ranking
-from metrics.intervals import Measured, balanced_interval, influence_interval
-from utils.errors import UserError
+from duetgan.metrics.classification.calibration import BINS, bin_of, calibration_error, negative_log_likelihood
+from duetgan.metrics.classification.ranking import Ranking
+from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval
+from duetgan.utils.errors import UserError
 
 TOP = 5  # labels among so many largest logits are counted
 PAIRS = 10  # most confused pairs of classes that are listed

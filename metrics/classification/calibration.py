@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metrics.intervals import influence_interval
-from utils.seeding import numpy_generator
+from duetgan.metrics.intervals import influence_interval
+from duetgan.utils.seeding import numpy_generator
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017 (1706.04599)
 COLDEST, HOTTEST = 0.01, 100.0  # a temperature beyond is not looked for

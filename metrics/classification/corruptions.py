@@ -13,8 +13,8 @@ import numpy as np
 import simplejpeg
 from torch import Tensor
 
-from metrics.intervals import wilson
-from utils.seeding import numpy_generator
+from duetgan.metrics.intervals import wilson
+from duetgan.utils.seeding import numpy_generator
 
 SIDE = 32  # px that the strengths below are for
 STRENGTHS = 5

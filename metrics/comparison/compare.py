@@ -13,7 +13,7 @@ import numpy as np
 from annotated_types import Len
 from pydantic import create_model
 
-from metrics.comparison.paired import (
+from duetgan.metrics.comparison.paired import (
     LEVEL,
     Difference,
     by_seeds,
@@ -22,12 +22,12 @@ from metrics.comparison.paired import (
     paired_figures,
     paired_shares,
 )
-from metrics.comparison.predictions import Predictions
-from metrics.figures import FIGURES, GAN, Figure
-from utils import bounded
-from utils.config.model import PositiveInt, Stored, Whole
-from utils.errors import UserError
-from utils.text import columns, decimal
+from duetgan.metrics.comparison.predictions import Predictions
+from duetgan.metrics.figures import FIGURES, GAN, Figure
+from duetgan.utils import bounded
+from duetgan.utils.config.model import PositiveInt, Stored, Whole
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import columns, decimal
 
 ROWS = {row.key: row for row in FIGURES if row.better}
 SHARES = ("accuracy", "recognised")  # of images that are predicted as their label says

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metrics.intervals import NORMAL
+from duetgan.metrics.intervals import NORMAL
 
 LEVEL = 0.05  # of a verdict: an interval of 95 % leaves 0 out where p is below
 ROUNDS = 100  # of a bisection

@@ -15,12 +15,12 @@ from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from data.reading.dataset import Dataset
-from metrics.figures import CLASSIFIER
-from utils import bounded
-from utils.config.model import PositiveInt, Stored, Whole
-from utils.errors import UserError
-from utils.files import write_atomic
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.figures import CLASSIFIER
+from duetgan.utils import bounded
+from duetgan.utils.config.model import PositiveInt, Stored, Whole
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import write_atomic
 
 FILE = "predictions.safetensors"
 SCHEMA = 1

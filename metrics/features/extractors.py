@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.augment.transforms import to_float
-from metrics.features.precision import device_of, evaluating, full_float32
-from models.backbones.base import normalize
-from models.backbones.torchvision import RESNET
-from models.classifier import Classifier, fit_images
-from models.restore import classifier_from
-from models.weights import file_hash, fitted, read_state_dict
-from utils.checkpoint import load, resolve
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
-from utils.provenance import Lineage
+from duetgan.data.augment.transforms import to_float
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.models.backbones.base import normalize
+from duetgan.models.backbones.torchvision import RESNET
+from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.restore import classifier_from
+from duetgan.models.weights import file_hash, fitted, read_state_dict
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage
 
 
 class Extractor(Protocol):

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from utils.distributed import collectives
-from utils.runlog.progress import Bar
+from duetgan.utils.distributed import collectives
+from duetgan.utils.runlog.progress import Bar
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset
-from metrics.features.extractors import Extractor, extract
-from metrics.features.passes import shared_pass
-from utils.seeding import numpy_generator
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.features.extractors import Extractor, extract
+from duetgan.metrics.features.passes import shared_pass
+from duetgan.utils.seeding import numpy_generator
 
 Source = Callable[[range], tuple[Tensor, Any]]
 """Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""

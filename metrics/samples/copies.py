@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset
-from metrics.features.extractors import ClassifierFeatures, Extractor, PixelFeatures
-from metrics.features.precision import full_float32
-from metrics.features.sets import Selection, select
-from metrics.samples.memorisation import RealSet, memorisation
-from models.gan import ImageGenerator, generate
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.features.extractors import ClassifierFeatures, Extractor, PixelFeatures
+from duetgan.metrics.features.precision import full_float32
+from duetgan.metrics.features.sets import Selection, select
+from duetgan.metrics.samples.memorisation import RealSet, memorisation
+from duetgan.models.gan import ImageGenerator, generate
 
 PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from metrics.intervals import Measured
-from metrics.protocol import PER_CLASS
+from duetgan.metrics.intervals import Measured
+from duetgan.metrics.protocol import PER_CLASS
 
 
 def mean_distances(features: Tensor) -> Tensor:

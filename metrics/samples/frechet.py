@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from metrics.intervals import Measured
+from duetgan.metrics.intervals import Measured
 
 BLOCK = 1024  # rows at a time
 FEW_PER_CLASS = 500  # images of a class below which its distance is mostly bias

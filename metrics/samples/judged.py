@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from metrics.intervals import Measured
+from duetgan.metrics.intervals import Measured
 
 
 def recognised(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from utils.seeding import numpy_generator
+from duetgan.utils.seeding import numpy_generator
 
 SUBSETS = 20
 SUBSET_SIZE = 1000

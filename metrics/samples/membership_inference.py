@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metrics.classification.ranking import Ranking
-from metrics.intervals import normal_interval, wilson
-from metrics.samples.memorisation import mann_whitney
-from metrics.samples.neighbours import distance_blocks
-from utils.text import columns, decimal
+from duetgan.metrics.classification.ranking import Ranking
+from duetgan.metrics.intervals import normal_interval, wilson
+from duetgan.metrics.samples.memorisation import mann_whitney
+from duetgan.metrics.samples.neighbours import distance_blocks
+from duetgan.utils.text import columns, decimal
 
 LEVEL = 0.01  # of significance of an audit: one that finds nothing is accused once in a hundred
 TOPS = (0.0, 0.001, 0.01, 0.1)  # shares of the held-out images that are let above a threshold; 0: a single one

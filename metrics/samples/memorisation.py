@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metrics.samples.neighbours import QUERY_BLOCK, distance_blocks
+from duetgan.metrics.samples.neighbours import QUERY_BLOCK, distance_blocks
 
 TAIL = 0.01  # share of the held-out images that counts as unusually near to the training images
 LEVEL = 0.001  # of significance: a generator that copies nothing is accused once in a thousand evaluations

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metrics.intervals import Measured, jackknife_variance, normal_interval
+from duetgan.metrics.intervals import Measured, jackknife_variance, normal_interval
 
 K_MANIFOLD = 3  # neighbours of precision and recall, as in 1904.06991
 K_DENSITY = 5  # of density and coverage, as in 2002.09797

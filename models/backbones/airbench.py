@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.backbones.base import Backbone
+from duetgan.models.backbones.base import Backbone
 
 SIDE = 2  # px of a patch
 EPS = 5e-4  # added to the second moments, of images normalised to a deviation of about 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from utils.errors import UserError
+from duetgan.utils.errors import UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, per channel, in [0, 1] units
 Run = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (a stage's modules, its input) -> its output, as `in_turn`

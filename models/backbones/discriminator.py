@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from models.backbones.base import Backbone
-from models.registry import DEFAULT, architecture_of
-from utils import checkpoint as checkpoints
-from utils.config.model import PositiveInt, Stored
-from utils.errors import UserError
+from duetgan.models.backbones.base import Backbone
+from duetgan.models.registry import DEFAULT, architecture_of
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.config.model import PositiveInt, Stored
+from duetgan.utils.errors import UserError
 
 NAME = "discriminator"
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.backbones.base import Backbone
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
+from duetgan.models.backbones.base import Backbone
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
 
 PREFIX = "timm:"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.backbones.base import Backbone
+from duetgan.models.backbones.base import Backbone
 
 
 def he_strides(network: Any) -> bool:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.gan import Alpha, one_hot
-from models.layers import (
+from duetgan.models.gan import Alpha, one_hot
+from duetgan.models.layers import (
     ACTIVATION_GAIN,
     EqualizedConv2d,
     EqualizedLinear,

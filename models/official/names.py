@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.layers import TAPS
-from models.official.unpickle import Refused
-from models.registry import architecture_of
-from utils.errors import UserError
+from duetgan.models.layers import TAPS
+from duetgan.models.official.unpickle import Refused
+from duetgan.models.registry import architecture_of
+from duetgan.utils.errors import UserError
 
 FILTER = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2  # of resampling, [4, 4]
 # a part of a GAN's state -> NVIDIA's and R3GAN's name of the network

@@ -10,9 +10,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.official.names import NETWORKS, Converted, Place, Source, by_their_names, number, renamed, sizes
-from models.official.unpickle import Inert, Refused, module_state
-from utils import bounded
+from duetgan.models.official.names import NETWORKS, Converted, Place, Source, by_their_names, number, renamed, sizes
+from duetgan.models.official.unpickle import Inert, Refused, module_state
+from duetgan.utils import bounded
 
 FILTER = [1, 3, 3, 1]
 ENTRY = "nvidia"  # of a .safetensors file's metadata: JSON of the keyword arguments

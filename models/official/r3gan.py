@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from models.official.names import NETWORKS, Converted, Place, Source, number, renamed, sizes
-from models.official.unpickle import Inert, Refused, module_state
+from duetgan.models.official.names import NETWORKS, Converted, Place, Source, number, renamed, sizes
+from duetgan.models.official.unpickle import Inert, Refused, module_state
 
 MAIN = "Model.MainLayers"
 NAMES = {  # ours -> theirs, but for what is first or last in a stage

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.official.names import Converted, Place, Source, by_their_names, renamed, sizes
-from models.official.unpickle import Refused
-from models.stylegan2 import Generator, GeneratorConfig
-from utils.checkpoint.state_schema import check_tensors
-from utils.seeding import generator as keyed
+from duetgan.models.official.names import Converted, Place, Source, by_their_names, renamed, sizes
+from duetgan.models.official.unpickle import Refused
+from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.utils.checkpoint.state_schema import check_tensors
+from duetgan.utils.seeding import generator as keyed
 
 DRAWS = 4096  # of z, for the mean w that training files lack
 NETWORKS = {"generator_ema": "g_ema", "generator": "g", "discriminator": "d"}  # a part of our state -> theirs

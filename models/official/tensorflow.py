@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.official.names import Converted, renamed
-from models.official.nvidia import FILTER, Arguments, converted
-from models.official.unpickle import Array, Inert, Refused
+from duetgan.models.official.names import Converted, renamed
+from duetgan.models.official.nvidia import FILTER, Arguments, converted
+from duetgan.models.official.unpickle import Array, Inert, Refused
 
 NAMES = {  # theirs -> NVIDIA's PyTorch program's; the generator's, then the discriminator's
     r"dlatent_avg": r"mapping.w_avg",

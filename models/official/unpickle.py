@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils import bounded
+from duetgan.utils import bounded
 
 DEPTH = 32  # of modules in modules
 TENSORS = 10_000  # of a network

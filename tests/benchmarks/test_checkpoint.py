@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import checkpoint as benchmark
+from duetgan.utils.errors import UserError
 from tests.end_to_end.helpers import write_config
-from utils.errors import UserError
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_the_cost_is_the_median_of_what_neighbours_differ_by():
 
 def test_a_disk_that_refuses_is_no_cheap_checkpoint(options, monkeypatch):
     full = SimpleNamespace(free=1000)
-    monkeypatch.setattr("training.engine.preflight.check_disk", lambda *_: None)
+    monkeypatch.setattr("duetgan.training.engine.preflight.check_disk", lambda *_: None)
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
     with pytest.raises(UserError, match="could not be written; give another --folder"):
         benchmark.main(options)

@@ -14,11 +14,11 @@ from benchmarks import classifier as benchmark
 from benchmarks.classifying import contenders
 from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm
-from data.reading.dataset import Dataset
-from training.classifier.config import ClassifierConfig
-from training.engine.tasks import build_run_config
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
+from duetgan.data.reading.dataset import Dataset
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 
 RECIPE = "configs/bench_classifier.yaml"
 # timm leaves the files that it reads to the garbage collector
@@ -93,7 +93,7 @@ def test_timm_trains_the_same_network_on_the_same_augmentation(files, config, wo
 
 def test_the_networks_are_the_same_function():
     timm = pytest.importorskip("timm")
-    from models.classifier import Classifier, ModelConfig
+    from duetgan.models.classifier import Classifier, ModelConfig
 
     ours = Classifier(ModelConfig(stem="small"), channels=3, classes=10, resolution=32).eval()
     theirs: Any = contenders.small_resnet18(timm, 10).eval()

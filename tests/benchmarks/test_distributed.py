@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import distributed as benchmark
-from utils.config.yaml_files import read_yaml
-from utils.distributed import collectives
-from utils.errors import UserError
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
 
 TINY = {
     "classifier": {"batch_size": 8, "model": {"name": "resnet18", "stem": "small-stride2"}},

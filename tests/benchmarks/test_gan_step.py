@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gan_step
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
-from models.layers import blur_fir
-from training.engine.tasks import build_run_config
-from training.gan.config import GanConfig
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
+from duetgan.models.layers import blur_fir
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.config import GanConfig
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 
 CPU = torch.device("cpu")
 LAYOUTS = (torch.channels_last, torch.contiguous_format)

@@ -13,13 +13,13 @@ from benchmarks import loader
 from benchmarks.loading import first_batch, ours, peers, timing
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Window, alternate, best_of, ratio, stream_rate
-from data.decode import RandomCrop
-from data.images import decode_file
-from data.pack import pack
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from data.sources import open_source
-from utils.errors import UserError
+from duetgan.data.decode import RandomCrop
+from duetgan.data.images import decode_file
+from duetgan.data.pack import pack
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
+from duetgan.utils.errors import UserError
 
 TINY = loader.Sizes(
     repeats=1,

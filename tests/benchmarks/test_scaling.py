@@ -11,13 +11,13 @@ from benchmarks import scaling
 from benchmarks.gan.convolutions import Recorder, flops
 from benchmarks.gan_step import random_images
 from benchmarks.scaling import OUTSIDE, PRESETS, Images, Link, Work
+from duetgan.training.base.data import make_loader
+from duetgan.training.engine.tasks import TASKS
+from duetgan.utils.config.recipes import recipes
+from duetgan.utils.distributed import collectives, gradients
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from training.base.data import make_loader
-from training.engine.tasks import TASKS
-from utils.config.recipes import recipes
-from utils.distributed import collectives, gradients
-from utils.errors import UserError
-from utils.script import run_cli
 
 DOCS = (REPOSITORY / "docs" / "measurements" / "scaling.md").read_text()
 SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY

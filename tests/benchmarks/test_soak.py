@@ -16,8 +16,8 @@ import torch
 from benchmarks import soak
 from benchmarks.soaking import verdict
 from benchmarks.soaking.verdict import Trend, trend, trends, unequal
-from utils.config.build import build
-from utils.errors import UserError
+from duetgan.utils.config.build import build
+from duetgan.utils.errors import UserError
 
 
 def wandering(seed: int, n: int = 400) -> list[float]:
@@ -171,7 +171,7 @@ def test_a_leak_counts_and_a_mapped_file_does_not(tmp_path, does):
 
 @pytest.mark.parametrize("task", soak.TASKS)
 def test_the_recipes_are_configs(task, tmp_path):
-    from training.engine.tasks import TASKS
+    from duetgan.training.engine.tasks import TASKS
 
     config = build(TASKS[task].config(), soak.recipe(task, tmp_path))
     assert config.steps > 10**6

@@ -9,10 +9,10 @@ import pytest
 
 import evaluate
 from benchmarks import time_to_quality as benchmark
+from duetgan.utils.checkpoint import load, save
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.metrics.conftest import gan_run, pack, read_json
-from utils.checkpoint import load, save
-from utils.errors import UserError
-from utils.script import run_cli
 
 STEPS = (10, 20, 30)
 N = 40

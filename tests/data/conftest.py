@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.lmdb.reader import LMDBReader
-from data.records import pack_arrays
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.records import pack_arrays
 
 CLASSES = ["cat", "dog", "emu"]
 

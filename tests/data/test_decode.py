@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.decode import RandomCrop, centre_box, decode, decode_crop, first_rows
-from data.errors import ImageError
-from data.images import decode_file, encode
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
-from data.records import plain_codec
+from duetgan.data.decode import RandomCrop, centre_box, decode, decode_crop, first_rows
+from duetgan.data.errors import ImageError
+from duetgan.data.images import decode_file, encode
+from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
+from duetgan.data.records import plain_codec
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data import near_duplicates
-from data.duplicates import Report, exact, find, lines, main
-from data.lmdb.format import SIGNATURE
-from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.near_duplicates import DISTANCE, Candidates, confirm, near
-from data.records import add_image, pack_arrays, signature
+from duetgan.data import near_duplicates
+from duetgan.data.duplicates import Report, exact, find, lines, main
+from duetgan.data.lmdb.format import SIGNATURE
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.near_duplicates import DISTANCE, Candidates, confirm, near
+from duetgan.data.records import add_image, pack_arrays, signature
+from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import numpy_generator
 from tests.data.conftest import CLASSES
-from utils.errors import EXIT_OK, EXIT_USER, UserError
-from utils.script import run_cli
-from utils.seeding import numpy_generator
 
 
 def photos(count: int, side: int = 64, channels: int = 3, seed: int = 0) -> np.ndarray:

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from data.duplicates import find
-from data.duplicates import main as duplicates_main
-from data.inspect import verify
-from data.lmdb.reader import LMDBReader
-from data.pack import main, pack
-from data.records import pack_arrays
-from data.sources import open_source
+from duetgan.data.duplicates import find
+from duetgan.data.duplicates import main as duplicates_main
+from duetgan.data.inspect import verify
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.pack import main, pack
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
+from duetgan.utils.errors import EXIT_OK, UserError
+from duetgan.utils.script import run_cli
 from tests.data.conftest import change, images
 from tests.data.test_duplicates import photos as photo_like
 from tests.data.test_duplicates import saved
-from utils.errors import EXIT_OK, UserError
-from utils.script import run_cli
 
 
 def heart(colour: str, side: int = 64) -> Image.Image:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.decode import decode
-from data.errors import ImageError
-from data.images import FORMATS, decode_file, fit, to_channels
-from data.lmdb.format import CODEC_RULES
+from duetgan.data.decode import decode
+from duetgan.data.errors import ImageError
+from duetgan.data.images import FORMATS, decode_file, fit, to_channels
+from duetgan.data.lmdb.format import CODEC_RULES
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 

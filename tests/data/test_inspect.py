@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import inspect as inspect_module
-from data.images import encode
-from data.inspect import Damage, check_block, main, report, save_grid, verify
-from data.lmdb import format as record_format
-from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.pack import main as pack_main
-from data.records import add_image, pack_arrays
+from duetgan.data import inspect as inspect_module
+from duetgan.data.images import encode
+from duetgan.data.inspect import Damage, check_block, main, report, save_grid, verify
+from duetgan.data.lmdb import format as record_format
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.pack import main as pack_main
+from duetgan.data.records import add_image, pack_arrays
+from duetgan.utils.errors import EXIT_USER, UserError
+from duetgan.utils.script import run_cli
 from tests.data.conftest import CLASSES, change, flip, stored, value
 from tests.data.conftest import images as sample_images
-from utils.errors import EXIT_USER, UserError
-from utils.script import run_cli
 
 
 def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

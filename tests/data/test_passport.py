@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.inspect import main as inspect_main
-from data.lmdb.format import META_KEY
-from data.lmdb.reader import LMDBReader
-from data.pack import main as pack_main
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from duetgan.data.inspect import main as inspect_main
+from duetgan.data.lmdb.format import META_KEY
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.pack import main as pack_main
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage, Provenance, join, recorded
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.lmdb.test_metadata import OTHERS, forge, read, use
-from utils.errors import UserError
-from utils.provenance import Lineage, Provenance, join, recorded
 
 PASSPORT: Provenance = {
     "generator": "sha256:0123456789ab",

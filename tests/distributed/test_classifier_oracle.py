@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.records import pack_arrays
+from duetgan.data.records import pack_arrays
+from duetgan.utils.distributed.launch import launch
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
 from tests.metrics.conftest import gan_run
-from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
 

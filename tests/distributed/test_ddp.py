@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from models.hooks import LayerStatistics
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.models.hooks import LayerStatistics
+from duetgan.training.base.data import make_loader
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.layer_log import over_ranks
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.gradients import GradientExchange
+from duetgan.utils.distributed.launch import launch
+from duetgan.utils.errors import UserError
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
 from tests.slim import slim_down
-from training.base.data import make_loader
-from training.classifier.task import ClassifierTask
-from training.engine.layer_log import over_ranks
-from training.engine.tasks import build_run_config
-from utils.distributed import collectives
-from utils.distributed.gradients import GradientExchange
-from utils.distributed.launch import launch
-from utils.errors import UserError
 
 BF16 = {"distributed": {"compress": "bf16"}}
 worker.TREES["classifier-bf16"] = classifiers.SMALL | BF16

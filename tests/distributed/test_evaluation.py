@@ -13,12 +13,15 @@ import pytest
 import torch
 import yaml
 
-from data.reading.dataset import Dataset
-from metrics.evaluate_classifier import classify, evaluate_classifier
-from metrics.evaluate_gan import evaluate_generator
-from metrics.features.extractors import ClassifierFeatures, PixelFeatures
-from metrics.features.sets import RealFeatures
-from models.restore import classifier_from, generator_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.evaluate_classifier import classify, evaluate_classifier
+from duetgan.metrics.evaluate_gan import evaluate_generator
+from duetgan.metrics.features.extractors import ClassifierFeatures, PixelFeatures
+from duetgan.metrics.features.sets import RealFeatures
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.launch import launch
 from tests.conftest import REPOSITORY
 from tests.distributed import worker
 from tests.end_to_end.helpers import rows
@@ -26,9 +29,6 @@ from tests.end_to_end.ranks import run
 from tests.faults.torchrun import SITE
 from tests.metrics.conftest import classifier_run, gan_run, pack, read_json
 from tests.slim import slim_down
-from utils.checkpoint import load, resolve
-from utils.distributed import collectives
-from utils.distributed.launch import launch
 
 BATCH_SIZES = (5, 64, 150)
 COUNT = 300  # test images, which neither a chunk nor the ranks divide

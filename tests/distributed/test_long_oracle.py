@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.records import pack_arrays
+from duetgan.data.records import pack_arrays
+from duetgan.utils.distributed.launch import launch
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference, untrained_classifier
-from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
 

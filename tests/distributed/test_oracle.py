@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.records import pack_arrays
-from models.classifier import Classifier, ModelConfig
+from duetgan.data.records import pack_arrays
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.utils.checkpoint import point, save
+from duetgan.utils.distributed.launch import launch
+from duetgan.utils.seeding import forked
 from tests.distributed.worker import CLASSIFIER
-from utils.checkpoint import point, save
-from utils.distributed.launch import launch
-from utils.seeding import forked
 
 TOLERANCE = 1e-9
 CLASSES = ["a", "b", "c"]

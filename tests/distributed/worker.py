@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from duetgan.training.base.data import make_loader, open_training
+from duetgan.training.engine.metric_window import MetricWindow
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.utils.distributed import collectives
 from tests.slim import slim_down
-from training.base.data import make_loader, open_training
-from training.engine.metric_window import MetricWindow
-from training.engine.tasks import TASKS, build_run_config
-from utils.distributed import collectives
 
 STEPS = 4
 CLASSIFIER = "classifier"  # run beside the data, of the classifier that gives the generator a loss

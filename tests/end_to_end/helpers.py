@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import train
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from utils.script import run_cli
 
 GAN = """
 task: gan

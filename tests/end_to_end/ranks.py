@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "training.engine.run", "tests.slim", "tests.end_to_end.ranks"])
+CONTEXT.set_forkserver_preload(["train", "duetgan.training.engine.run", "tests.slim", "tests.end_to_end.ranks"])
 SECONDS = 900.0  # that anything may take before the test fails
 
 Notes = list[tuple[int, list[str]]]  # of one rank: where a global batch begins, and its samples' digests
@@ -89,9 +89,9 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved
     import torch
 
     import train as script
-    from data.reading.loader import Batch, InfiniteLoader
+    from duetgan.data.reading.loader import Batch, InfiniteLoader
+    from duetgan.utils.script import run_cli
     from tests.slim import slim_down
-    from utils.script import run_cli
 
     slim_down()
     if float64:

@@ -7,8 +7,8 @@ import cv2
 import numpy as np
 import yaml
 
-from data.pack import pack
-from data.sources import open_source
+from duetgan.data.pack import pack
+from duetgan.data.sources import open_source
 
 CLASSES = ("cross", "dot", "stripe")
 STEPS, BATCH = 18, 8

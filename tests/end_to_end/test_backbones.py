@@ -10,12 +10,12 @@ import torch
 import export
 import hubconf
 import predict
-from models.backbones import base
-from models.restore import classifier_from
+from duetgan.models.backbones import base
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.slim import SLIM
-from utils.checkpoint import load, resolve
-from utils.script import run_cli
 
 MODELS = {
     "resnet18": ["--model.stem", "small-stride2"],

@@ -11,11 +11,11 @@ from PIL import Image
 import evaluate
 import predict
 import train
-from data import pack
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from duetgan.data import pack
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import write_config
-from utils.script import run_cli
 
 
 @pytest.fixture
@@ -118,8 +118,8 @@ def test_processes_under_torchrun(
     command: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
 ) -> None:
     """Found by a reader: they started nothing, without a word."""
-    monkeypatch.setattr("utils.distributed.collectives.start", lambda *_, **__: None)
-    monkeypatch.setattr("utils.distributed.collectives.world_size", lambda: 1)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.start", lambda *_, **__: None)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 1)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("DUET_LAUNCHED", raising=False)

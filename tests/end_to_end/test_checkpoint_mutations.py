@@ -14,23 +14,23 @@ import pytest
 import torch
 
 import train
-from data.reading.dataset import dataset_for_model
-from inference.influence_scores import rate_of
-from inference.predictions import read_image
-from models import weights
-from models.restore import classifier_from, generator_from
+from duetgan.data.reading.dataset import dataset_for_model
+from duetgan.inference.influence_scores import rate_of
+from duetgan.inference.predictions import read_image
+from duetgan.models import weights
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.run import prepare
+from duetgan.training.engine.transfer import find_donor, transfer
+from duetgan.training.gan.config import config_of
+from duetgan.utils.checkpoint import file_name, load
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import write_config
-from training.classifier.config import ClassifierConfig
-from training.engine.loop import Loop
-from training.engine.run import prepare
-from training.engine.transfer import find_donor, transfer
-from training.gan.config import config_of
-from utils.checkpoint import file_name, load
-from utils.config.build import build
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.runlog.run_folder import RunFolder
-from utils.script import run_cli
 
 Content = dict[str, Any]
 JUNK: list[Any] = [None, 3, -1, "x", [], {}, 2.5, float("nan"), 10**30, True, torch.zeros(2), [[]], {"a": {}}, {1: 2}]

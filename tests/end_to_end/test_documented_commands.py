@@ -17,11 +17,11 @@ import pytest
 from safetensors.torch import save_file
 from torchvision.models import resnet50
 
-from duet.__main__ import recipe
+from duetgan.utils.config.recipes import recipe_file
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.test_docs import PAGES, SHORTENED, commands, fenced, tokens
-from utils.config.yaml_files import read_yaml
-from utils.script import run_cli
 
 # what makes a training last seconds: two steps of small networks
 SMALL = {
@@ -142,7 +142,7 @@ def made_small(module: str, arguments: Sequence[str]) -> list[str]:
         return [*arguments, *short]
     own = list(arguments)
     place = own.index("--config") + 1
-    own[place] = recipe(own[place])
+    own[place] = recipe_file(own[place])
     tree = read_yaml(own[place])
     scaled = ["--model.input_size=32"] if tree.get("model", {}).get("input_size") else []
     steps = short or ["--max-steps=2"]

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from duetgan.utils import checkpoint
 from tests.end_to_end.helpers import differing, rows, state_of
 from tests.end_to_end.ranks import Notes, run
 from tests.end_to_end.recipes import BATCH, STEPS, write_recipe
-from utils import checkpoint
 
 SAVED = (4, 5, 8, 10, 12, 15, 16, STEPS)  # after these steps every run saves
 INTERRUPTED, RESTORED = 7, 5  # after this step a run is interrupted; to this one kill -9 sends it back

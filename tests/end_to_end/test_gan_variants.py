@@ -9,10 +9,10 @@ import pytest
 import evaluate
 import generate
 import train
-from models.restore import generator_from
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, graph_scopes, state_of
-from utils.checkpoint import load, resolve
-from utils.script import run_cli
 
 NETS = """
 generator: {z_dim: 8, w_dim: 8, mapping_layers: 2, channel_base: 128, channel_max: 8}

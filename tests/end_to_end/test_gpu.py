@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import train
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, state_of, write_config
-from utils.script import run_cli
 
 pytestmark = [
     pytest.mark.gpu,

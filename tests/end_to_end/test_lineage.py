@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 import export
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.script import run_cli
 from tests.data.test_passport import PASSPORT
 from tests.end_to_end.helpers import train_in_process, write_config
-from utils.checkpoint import load, resolve
-from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim_module")
 AS_IT_WAS = ["--model.normalise", "symmetric"]  # which fine-tuning would not choose

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import train
+from duetgan.training.engine.profile import WARM_UP
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
 from tests.training.engine.test_profile import phases_of
-from training.engine.profile import WARM_UP
-from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim_module")
 

@@ -13,9 +13,9 @@ from PIL import Image
 import evaluate
 import quickstart
 import train
-from data import pack
-from planning import measure, steps
-from utils.script import run_cli
+from duetgan.data import pack
+from duetgan.planning import measure, steps
+from duetgan.utils.script import run_cli
 
 SCRIPTS: dict[str, Callable[[list[str]], int | None]] = {
     "data.pack": pack.main,
@@ -36,7 +36,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(steps, "call", in_process)
     monkeypatch.setenv("DUET_PRECISION", "fp32")
     monkeypatch.setenv("DUET_WEIGHTS", "")
-    monkeypatch.setattr("metrics.features.extractors.PLACES", ())
+    monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", ())
 
 
 def draw(file: Path, seed: int) -> None:

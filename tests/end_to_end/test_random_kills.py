@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from duetgan.utils import checkpoint
 from tests.conftest import REPOSITORY
 from tests.end_to_end import ranks
 from tests.end_to_end.helpers import differing, rows, state_of
 from tests.end_to_end.recipes import write_recipe
-from utils import checkpoint
 
 EVERY, FIRST_EVALUATION = 2, 15  # steps between checkpoints, and until the first that may be the best
 # of a kill: once training has gone on by a checkpoint or some, so many seconds later; while a checkpoint is being

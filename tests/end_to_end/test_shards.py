@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import evaluate
-from data.pack import pack
-from data.sources import open_source
-from models.backbones import base
+from duetgan.data.pack import pack
+from duetgan.data.sources import open_source
+from duetgan.models.backbones import base
+from duetgan.utils.script import run_cli
 from tests.end_to_end.ranks import Notes, printed, run
 from tests.end_to_end.recipes import image_folders, write_recipe
 from tests.end_to_end.test_exact_resume import INTERRUPTED, RESTORED, Trained, differences
 from tests.slim import SlimResNet
-from utils.script import run_cli
 
 ELASTIC_STEPS = 6
 

@@ -12,9 +12,9 @@ from PIL import Image
 import evaluate
 import generate
 import predict
-from data.reading.dataset import Dataset
+from duetgan.data.reading.dataset import Dataset
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import events_of, graph_scopes, start, train_in_process, write_config
-from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim")
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from models import convert
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.models import convert
+from duetgan.utils.checkpoint import file_sha256
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.seeding import generator as keyed
 from tests.end_to_end import ranks
 from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
 from tests.models.official import layouts
-from utils.checkpoint import file_sha256
-from utils.config.yaml_files import read_yaml
-from utils.seeding import generator as keyed
 
 # steps that change no weight; the average stays because its ramp is off after a transfer
 STILL = ["--generator_optimizer.lr", "1e-30", "--discriminator_optimizer.lr", "1e-30", "--ema.ema_kimg", "1e18"]

@@ -12,10 +12,10 @@ import torch
 import evaluate
 import generate
 import predict
+from duetgan.utils.script import run_cli
 from tests import slim
 from tests.end_to_end.helpers import rows, state_of, train_in_process
 from tests.fixtures.before import ARCHIVE, RECIPES, STEPS, STOPPED, machine
-from utils.script import run_cli
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def old(tmp_path, monkeypatch):
         archive.extractall(tmp_path, filter="data")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slim, "SHRINK", 32)
-    monkeypatch.setattr("models.backbones.base.make", lambda name, **options: slim.SlimResNet())
+    monkeypatch.setattr("duetgan.models.backbones.base.make", lambda name, **options: slim.SlimResNet())
     return tmp_path
 
 

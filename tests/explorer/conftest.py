@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from werkzeug.test import Client
 
-from explorer.app import App
-from explorer.runs import open_runs
-from explorer.worker import Worker
+from duetgan.explorer.app import App
+from duetgan.explorer.runs import open_runs
+from duetgan.explorer.worker import Worker
+from duetgan.utils.images import save_png
 from tests.inference.conftest import gan_run, styled, without_w
 from tests.metrics.conftest import CLASSES, classifier_run, pack
-from utils.images import save_png
 
 GAN, PLAIN, CLASSIFIER = 0, 1, 2  # the runs' numbers
 STEPS = (0, 1000, 20_000)

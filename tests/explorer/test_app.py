@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from explorer import classifier, generator
-from explorer.app import MOST_DRAWN
-from explorer.classifier import training_images
-from explorer.generator import FRAMES, Source, address
-from explorer.runs import Shown
-from inference.editing import Editor
-from inference.influence import snapshot
-from inference.influence_scores import influence, passes
-from inference.samples import Sampler
-from inference.settings import ProjectionConfig
-from metrics.evaluate_gan import judge_images
+from duetgan.data.reading.dataset import Dataset
+from duetgan.explorer import classifier, generator
+from duetgan.explorer.app import MOST_DRAWN
+from duetgan.explorer.classifier import training_images
+from duetgan.explorer.generator import FRAMES, Source, address
+from duetgan.explorer.runs import Shown
+from duetgan.inference.editing import Editor
+from duetgan.inference.influence import snapshot
+from duetgan.inference.influence_scores import influence, passes
+from duetgan.inference.samples import Sampler
+from duetgan.inference.settings import ProjectionConfig
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.utils.checkpoint import resolve
 from tests.explorer.conftest import CLASSIFIER, GAN, PLAIN, STEPS, grey, one_line, pixels, png, sample, two
 from tests.metrics.conftest import CLASSES
-from utils.checkpoint import resolve
 
 # --- the page
 
@@ -212,7 +212,7 @@ def test_training_images_that_are_not_there_or_others(shown, tmp_path):
 
 
 def test_nearest_image(client, monkeypatch):
-    monkeypatch.setattr("inference.projection.build_features", lambda *_: None)
+    monkeypatch.setattr("duetgan.inference.projection.build_features", lambda *_: None)
     monkeypatch.setattr(generator, "SEARCH", ProjectionConfig(steps=2))
     found = client.post("/api/nearest", query_string={"run": GAN}, data=grey()).json
     assert (pixels(found["target"]) == 128).all()

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from duetgan.explorer.runs import _told_apart, open_runs
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from explore import listen, main
-from explorer.runs import _told_apart, open_runs
 from tests.conftest import REPOSITORY
-from utils.errors import UserError
-from utils.script import run_cli
 
 
 def start(*options):

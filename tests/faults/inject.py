@@ -19,7 +19,7 @@ fired: set[str] = set()
 
 def due(kind: str, step: int) -> bool:
     """Whether a fault of this kind is asked for here and now; true once."""
-    from utils.distributed import collectives
+    from duetgan.utils.distributed import collectives
 
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return False
@@ -138,16 +138,16 @@ def patch_backbones(module: Any, put: Set) -> None:
 
 
 CHEAPER: dict[str, Callable[[Any, Set], None]] = {  # in all processes of the suite
-    "models.backbones.base": patch_backbones,
-    "reporting.charts": lambda module, put: put(module, "_svg", lambda curves, *, log: "<svg></svg>"),
+    "duetgan.models.backbones.base": patch_backbones,
+    "duetgan.reporting.charts": lambda module, put: put(module, "_svg", lambda curves, *, log: "<svg></svg>"),
 }
 PATCHES: dict[str, Callable[[Any, Set], None]] = {
-    "training.engine.loop": patch_loop,
-    "training.engine.health": patch_health,
-    "training.optim.updater": patch_updater,
-    "training.classifier.task": patch_classifier,
-    "utils.checkpoint.writer": patch_writer,
-    "metrics.features.passes": patch_passes,
+    "duetgan.training.engine.loop": patch_loop,
+    "duetgan.training.engine.health": patch_health,
+    "duetgan.training.optim.updater": patch_updater,
+    "duetgan.training.classifier.task": patch_classifier,
+    "duetgan.utils.checkpoint.writer": patch_writer,
+    "duetgan.metrics.features.passes": patch_passes,
 }
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from training.base.config import RunConfig
-from training.engine.checkpoints import CheckpointManager
-from utils.checkpoint import load_latest
-from utils.runlog.run_folder import RunFolder
+from duetgan.training.base.config import RunConfig
+from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.utils.checkpoint import load_latest
+from duetgan.utils.runlog.run_folder import RunFolder
 
 ABOUT: dict[str, Any] = {"shape": {"channels": 1, "classes": 0, "resolution": 8}, "origin": None}
 MOMENT = 0.06  # seconds after its first save, at most, in which a writer is killed

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 
-from utils.script import run_cli
+from duetgan.utils.script import run_cli
 
 MODULES = {
     "train.py": "train",
@@ -19,8 +19,8 @@ MODULES = {
     "predict.py": "predict",
     "generate.py": "generate",
     "export.py": "export",
-    "data.pack": "data.pack",
-    "data.inspect": "data.inspect",
+    "data.pack": "duetgan.data.pack",
+    "data.inspect": "duetgan.data.inspect",
 }
 
 
@@ -41,7 +41,7 @@ def run(argv: list[str], out: str, err: str) -> int:
 
 def main() -> None:
     """Serve until stdin is closed."""
-    for name in ("training.engine.run", *MODULES.values()):
+    for name in ("duetgan.training.engine.run", *MODULES.values()):
         importlib.import_module(name)
     gc.freeze()  # or every fork would copy the memory of all that was imported when it collects garbage
     for line in sys.stdin:

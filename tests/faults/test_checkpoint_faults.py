@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.utils.checkpoint import file_sha256, load, newest_first, step_of
 from tests.conftest import REPOSITORY
 from tests.faults.conftest import ENVIRONMENT, Command, Outcome, own_process, with_mounts
 from tests.utils.checkpoint.files import damage
-from utils.checkpoint import file_sha256, load, newest_first, step_of
 
 QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.errors import DamageError
-from data.lmdb.reader import LMDBReader
-from data.reading.dataset import Dataset
-from data.reading.sampler import GlobalSampler
-from data.records import pack_arrays
+from duetgan.data.errors import DamageError
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.records import pack_arrays
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.data.conftest import change, flip, save
 from tests.data.conftest import images as sample_images
@@ -22,7 +23,6 @@ from tests.data.reading.test_dataset_damage import payload
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import write_config
 from tests.faults.conftest import ENVIRONMENT, Command, own_process
-from utils.script import run_cli
 
 DRAWN = int(GlobalSampler(200, batch_size=20, seed=0).order(0)[25])  # a record of the second step's batch
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.records import pack_arrays
+from duetgan.data.records import pack_arrays
 from tests.end_to_end.helpers import write_config
 from tests.end_to_end.ranks import printed, run, train, wait
 from tests.end_to_end.ranks import start as start_ranks
@@ -71,12 +71,12 @@ def evaluate_here(data: str, batch_size: int, out: str) -> int:
     """A rank of the evaluation in a classifier's training; rank 0 writes what all counts came to."""
     import torch
 
-    from data.reading.dataset import Dataset
-    from metrics.evaluate_classifier import answers_of, classify, document_of
+    from duetgan.data.reading.dataset import Dataset
+    from duetgan.metrics.evaluate_classifier import answers_of, classify, document_of
+    from duetgan.training.classifier.task import ClassifierTask
+    from duetgan.training.engine.tasks import build_run_config
+    from duetgan.utils.distributed import collectives
     from tests.slim import slim_down
-    from training.classifier.task import ClassifierTask
-    from training.engine.tasks import build_run_config
-    from utils.distributed import collectives
 
     slim_down()
     collectives.start(torch.device("cpu"))

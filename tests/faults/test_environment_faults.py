@@ -14,15 +14,15 @@ import pytest
 from PIL import Image
 
 import train
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.reading.dataset import Dataset
-from data.records import add_image, pack_arrays
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import add_image, pack_arrays
+from duetgan.utils.script import run_cli
 from tests.data.conftest import images as sample_images
 from tests.data.conftest import save
 from tests.end_to_end.ranks import start, wait
 from tests.faults.conftest import Command, own_process, with_mounts
-from utils.script import run_cli
 
 SHARDS = 40
 ONE_STEP = ["--max-steps", "1", "--evaluation.every", "0", "--log.samples-every", "0"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from duetgan.utils.distributed.launch import AGAIN
 from tests.faults import inject
 from tests.faults.conftest import own_process, start
 from tests.faults.test_data_faults import repacked
-from utils.distributed.launch import AGAIN
 
 
 def lines(errors: str) -> list[str]:

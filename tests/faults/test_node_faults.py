@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import train
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults.test_torchrun_faults import rows
 from tests.faults.torchrun import PATIENCE
 from tests.faults.two_nodes import Node, two_nodes
-from utils.script import run_cli
 
 STEPS, LOST_AT = 14, 7
 LONG = ["--steps", str(STEPS), "--data.workers", "0", "--evaluation.every", "0", "--log.every", "2"]

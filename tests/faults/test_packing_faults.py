@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.decode import stored_image
-from data.images import fit
-from data.lmdb.reader import LMDBReader
+from duetgan.data.decode import stored_image
+from duetgan.data.images import fit
+from duetgan.data.lmdb.reader import LMDBReader
 from tests.data.conftest import save
 from tests.faults.conftest import Command, own_process, with_mounts
 
@@ -51,9 +51,9 @@ def names(folder: Path) -> list[str]:
 
 SMALL_MAP = """
 import sys
-from data import pack
-from data.lmdb import writer
-from utils.script import run_cli
+from duetgan.data import pack
+from duetgan.data.lmdb import writer
+from duetgan.utils.script import run_cli
 writer.FIRST_MAP = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
 sys.exit(run_cli(pack.main))
 """
@@ -90,9 +90,9 @@ def test_fault_17_disk_full_of_a_small_file_system(many: Path, tmp_path: Path) -
 
 KILLED = """
 import os, sys
-from data import pack
-from data.lmdb import writer
-from utils.script import run_cli
+from duetgan.data import pack
+from duetgan.data.lmdb import writer
+from duetgan.utils.script import run_cli
 name, calls, real = sys.argv[1], int(sys.argv[2]), None
 def killing(*arguments, **options):
     global calls

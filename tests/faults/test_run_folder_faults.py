@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 from tests.end_to_end.helpers import GAN
 from tests.faults.conftest import Command, start
-from training.engine.tasks import build_run_config
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
 
 QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import train
+from duetgan.training.engine import health
+from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
+from duetgan.utils import seeding
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import TrainingHalted
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults import inject
 from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
-from training.engine import health
-from training.optim.updater import OptimizerConfig, Precision, Updater
-from utils import seeding
-from utils.distributed import collectives
-from utils.errors import TrainingHalted
-from utils.script import run_cli
 
 SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "1"]
 
@@ -201,7 +201,7 @@ def test_the_seed_of_pythons_hashes_does_not_matter(
 
 
 def test_an_operation_without_a_deterministic_form_is_explained(packed: Path) -> None:
-    from training.engine.tasks import build_run_config
+    from duetgan.training.engine.tasks import build_run_config
 
     config = build_run_config({"task": "gan", "data": {"path": str(packed / "train.lmdb")}}, [], "x")
     error = RuntimeError(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.decode import stored_image
-from data.inspect import verify
-from data.lmdb.reader import LMDBReader
-from utils.errors import UserError
+from duetgan.data.decode import stored_image
+from duetgan.data.inspect import verify
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.utils.errors import UserError
 
 PAGE = 4096  # bytes
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # LMDB's flags of a page, 10 bytes into it

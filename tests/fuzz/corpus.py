@@ -12,9 +12,9 @@ import numpy as np
 from PIL import Image
 
 import train
-from data.pack import pack
-from data.records import pack_arrays
-from data.sources import open_source
+from duetgan.data.pack import pack
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
 from tests.slim import slim_down
 
 SIDE = 16  # px

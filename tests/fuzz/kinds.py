@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import yaml
 
-from data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
+from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from tests.fuzz import sources
 from tests.fuzz.corpus import CLASSES, TASKS, copy
 from tests.fuzz.mutate import (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from utils.script import run_cli
+from duetgan.utils.script import run_cli
 
 CODES = (0, 2, 4)
 LINES = 3  # on stderr
@@ -33,7 +33,7 @@ FILE = 256 << 20  # bytes of the largest file that it may write
 
 ROOT = Path(__file__).parents[2]
 FRAME = re.compile(rf'File "{ROOT}/((?!\.venv|tests/)[^"]+)", line ([0-9]+)')  # of a traceback, in the program
-MODULES = ("train", "evaluate", "predict", "generate", "data.pack", "data.inspect", "reporting.report")
+MODULES = ("train", "evaluate", "predict", "generate", "data.pack", "data.inspect", "duetgan.reporting.report")
 LAZY = ("lmdb", "pyarrow.parquet", "jinja2", "matplotlib.figure", "matplotlib.backends.backend_svg")  # of MODULES
 
 
@@ -79,7 +79,13 @@ def warm_up() -> None:
     from PIL import Image
 
     torch.set_num_threads(1)
-    for name in ("training.engine.run", "inference.predictions", "metrics.evaluate_gan", *MODULES, *LAZY):
+    for name in (
+        "duetgan.training.engine.run",
+        "duetgan.inference.predictions",
+        "duetgan.metrics.evaluate_gan",
+        *MODULES,
+        *LAZY,
+    ):
         importlib.import_module(name)
     Image.init()
     gc.collect()
@@ -192,7 +198,7 @@ def _main(name: str) -> Callable[[list[str]], int | None]:
     """The command's `main`; `report` stands for what evaluate.py and train.py do at their ends."""
     if name != "report":
         return importlib.import_module(name.removesuffix(".py")).main
-    write = importlib.import_module("reporting.report").write_report
+    write = importlib.import_module("duetgan.reporting.report").write_report
     return lambda argv: print(write(argv[0]))
 
 

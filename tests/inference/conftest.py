@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from inference.samples import Sampler
-from models.registry import architecture_of
-from models.restore import generator_from
-from models.stylegan2 import Generator, GeneratorConfig
+from duetgan.inference.samples import Sampler
+from duetgan.models.registry import architecture_of
+from duetgan.models.restore import generator_from
+from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.seeding import forked
+from duetgan.utils.seeding import generator as keyed_generator
 from tests.metrics.conftest import CLASSES, SIDE, TINY, classifier_run, make_run
-from utils.checkpoint import load, resolve
-from utils.seeding import forked
-from utils.seeding import generator as keyed_generator
 
 DCGAN: dict[str, Any] = {"architecture": "dcgan", "sizes": {"z_dim": 4, "width": 2}}
 R3: dict[str, Any] = {"z_dim": 4, "width": 8, "cardinality": 2, "blocks": 1}
@@ -85,5 +85,5 @@ def generator(checkpoint):
 @pytest.fixture
 def no_weights(monkeypatch):
     """No ResNet-50 weights are found on this machine."""
-    monkeypatch.setattr("metrics.features.extractors.PLACES", ())
+    monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", ())
     monkeypatch.delenv("DUET_WEIGHTS", raising=False)

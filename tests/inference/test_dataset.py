@@ -1,16 +1,16 @@
 import numpy as np
 import pytest
 
-from data.reading.dataset import Dataset
-from inference import dataset
-from inference.dataset import provenance, write_dataset
-from metrics.features.extractors import fingerprint
-from models.restore import generator_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.inference import dataset
+from duetgan.inference.dataset import provenance, write_dataset
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.models.restore import generator_from
+from duetgan.training.base.config import DataConfig
+from duetgan.training.base.data import open_training
+from duetgan.utils.checkpoint import file_sha256, resolve
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import sampler_of, styled, without_w
-from training.base.config import DataConfig
-from training.base.data import open_training
-from utils.checkpoint import file_sha256, resolve
-from utils.errors import UserError
 
 
 def written(sampler, checkpoint, path, **options):

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from inference.editing import Editor, Start, first_reached, gradient_slopes, pixel_rows, steer
-from inference.samples import Sampler
-from inference.settings import EditConfig
-from models.gan import StyledGenerator, to_uint8
+from duetgan.inference.editing import Editor, Start, first_reached, gradient_slopes, pixel_rows, steer
+from duetgan.inference.samples import Sampler
+from duetgan.inference.settings import EditConfig
+from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import DCGAN, draws, sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES
-from utils.errors import UserError
 
 FREE: Any = {"pixel_weight": 0.0, "keep_weight": 0.0}
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import export as script
-from inference.export import check
-from inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
-from inference.export.formats import FORMATS, Format
+from duetgan.inference.export import check
+from duetgan.inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
+from duetgan.inference.export.formats import FORMATS, Format
+from duetgan.utils.errors import EXIT_HALTED, EXIT_USER, UserError
+from duetgan.utils.script import run_cli
 from tests.metrics.conftest import CLASSES, classifier_run, pack
-from utils.errors import EXIT_HALTED, EXIT_USER, UserError
-from utils.script import run_cli
 
 NEAR = FORMATS["onnx"]
 
@@ -85,7 +85,7 @@ def test_speeds_are_medians_of_alternating_turns(monkeypatch):
             return (torch.zeros(rows),)
 
     now, took = [0.0], {"a": {1: 0.01, 20: 0.4}, "b": {1: 0.002, 20: 0.1}}
-    monkeypatch.setattr("inference.export.check.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("duetgan.inference.export.check.time.perf_counter", lambda: now[0])
     order = []
 
     def contender(name):

@@ -17,18 +17,18 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 
 import export as script
-from data.reading.dataset import Dataset
-from inference.export.check import CheckFailed
-from inference.export.folder import described, figures, readme
-from inference.export.formats import FORMATS, Format
-from inference.export.subject import classifier_subject, generator_subject
-from inference.export.weights_file import read_weights
-from inference.samples import Sampler
-from metrics.evaluate_gan import judge_images
+from duetgan.data.reading.dataset import Dataset
+from duetgan.inference.export.check import CheckFailed
+from duetgan.inference.export.folder import described, figures, readme
+from duetgan.inference.export.formats import FORMATS, Format
+from duetgan.inference.export.subject import classifier_subject, generator_subject
+from duetgan.inference.export.weights_file import read_weights
+from duetgan.inference.samples import Sampler
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
-from utils.checkpoint import load, resolve
-from utils.errors import UserError
 
 NEEDED = ["torch", "torchgen", "functorch", "safetensors", "typing_extensions.py", "sympy", "mpmath", "networkx"]
 NEEDED += ["jinja2", "markupsafe", "filelock", "fsspec"]  # torch's own

@@ -11,17 +11,17 @@ import pytest
 import torch
 from PIL import Image
 
-from data.reading.dataset import Dataset
-from inference.export.formats import FORMATS, import_extra
-from inference.export.subject import SAMPLES, classifier_subject, generator_subject
-from inference.predictions import predict
-from metrics.features.extractors import classifier_input
-from models.gan import draw
-from models.restore import classifier_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.inference.export.formats import FORMATS, import_extra
+from duetgan.inference.export.subject import SAMPLES, classifier_subject, generator_subject
+from duetgan.inference.predictions import predict
+from duetgan.metrics.features.extractors import classifier_input
+from duetgan.models.gan import draw
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, pack
-from utils.checkpoint import load, resolve
-from utils.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import export as script
-from inference.export.formats import FORMATS
-from inference.export.subject import generator_subject
-from models.convert import main as convert
-from models.convert import read
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.inference.export.formats import FORMATS
+from duetgan.inference.export.subject import generator_subject
+from duetgan.models.convert import main as convert
+from duetgan.models.convert import read
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.metrics.conftest import make_run
 from tests.models.official import layouts
-from utils.checkpoint import load, resolve
-from utils.errors import UserError
-from utils.seeding import forked
 
 SUFFIX = {"nvidia": "safetensors", "rosinality": "pt"}
 SIZES = {"channel_base": 64, "channel_max": 8}

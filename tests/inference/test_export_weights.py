@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inference.export.weights_file import ENTRY, contents, read_weights, write_weights
-from models.restore import classifier_from, generator_from
+from duetgan.inference.export.weights_file import ENTRY, contents, read_weights, write_weights
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import SCHEMA, load, resolve
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import R3
-from utils.checkpoint import SCHEMA, load, resolve
-from utils.errors import UserError
 
 
 @pytest.mark.parametrize("name", ["grey", "plain", "r3", "dcgan", "classifier"])

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from inference.export.subject import InBfloat16
-from models.classifier import Classifier, ModelConfig
-from models.fast import faster, fold_batchnorm
-from utils.seeding import forked
+from duetgan.inference.export.subject import InBfloat16
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.fast import faster, fold_batchnorm
+from duetgan.utils.seeding import forked
 
 SIZES = [
     ("resnet18", "small", False, 1),

@@ -10,13 +10,13 @@ from PIL import Image
 from safetensors.torch import load_file, safe_open
 
 import generate
-from data.reading.dataset import Dataset
-from inference.projection import Projector
+from duetgan.data.reading.dataset import Dataset
+from duetgan.inference.projection import Projector
+from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.script import run_cli
 from tests.inference.conftest import sampler_of
 from tests.inference.test_video import mp4_frames
 from tests.metrics.conftest import gan_run as coarse_run
-from utils.runlog.progress import Bar
-from utils.script import run_cli
 
 
 def call(*argv):

@@ -10,13 +10,13 @@ from PIL import Image
 from torch import nn
 
 import predict
-from inference import predictions
-from inference.predictions import grad_cam, image_heat, output_files, overlay
-from models.classifier import Classifier, ModelConfig
+from duetgan.inference import predictions
+from duetgan.inference.predictions import grad_cam, image_heat, output_files, overlay
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import forked, generator
 from tests.metrics.conftest import CLASSES, classifier_run
-from utils.errors import UserError
-from utils.script import run_cli
-from utils.seeding import forked, generator
 
 
 def classifier(side=32):

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from inference import influence as command
-from inference.influence_scores import (
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.inference import influence as command
+from duetgan.inference.influence_scores import (
     Snapshot,
     Suspicion,
     head_gradients,
@@ -24,15 +24,15 @@ from inference.influence_scores import (
     sample_gradients,
     suspicion,
 )
-from models.classifier import Classifier, ModelConfig
-from models.restore import classifier_from
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, newest_first
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import forked, generator, numpy_generator
 from tests.conftest import sample_images
 from tests.end_to_end.helpers import train_in_process
 from tests.metrics.conftest import gan_run
-from utils.checkpoint import load, newest_first
-from utils.errors import UserError
-from utils.script import run_cli
-from utils.seeding import forked, generator, numpy_generator
 
 pytestmark = pytest.mark.usefixtures("slim_module")
 CHOSEN = ["trouser", "sneaker", "bag", "dress"]

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from inference.interpolate import FilmConfig, Journey, draw_film, slerp
-from models.gan import draw, to_uint8
+from duetgan.inference.interpolate import FilmConfig, Journey, draw_film, slerp
+from duetgan.models.gan import draw, to_uint8
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import draws, sampler_of, styled, without_w
-from utils.errors import UserError
 
 
 def frames_of(sampler, **config):

@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.autograd import gradcheck, gradgradcheck
 
-from inference.perceptual import Distance, ResNetFeatures, build_features, feature_distance, resize, unit_length
-from models.backbones.base import MEAN, STD
-from models.backbones.torchvision import RESNET
+from duetgan.inference.perceptual import Distance, ResNetFeatures, build_features, feature_distance, resize, unit_length
+from duetgan.models.backbones.base import MEAN, STD
+from duetgan.models.backbones.torchvision import RESNET
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.inference.conftest import draws, styled
-from utils.errors import UserError
-from utils.seeding import forked
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_scaling_is_bilinear(before, side):
 @pytest.mark.parametrize(("channels", "side", "seen"), [(1, 8, 64), (3, 64, 64), (3, 96, 96), (1, 128, 112)])
 def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen, monkeypatch):
     """The oracle: hooks on the whole network, fed by hand."""
-    monkeypatch.setattr("inference.perceptual.LARGEST", 112)
+    monkeypatch.setattr("duetgan.inference.perceptual.LARGEST", 112)
     images = draws(1, channels, side, side).clamp(-1, 1)
     caught = {}
     hooks = [

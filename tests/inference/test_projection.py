@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from inference.perceptual import Distance
-from inference.projection import ProjectionConfig, Projector, correlation, normalise_, rate
-from models.gan import to_uint8
+from duetgan.inference.perceptual import Distance
+from duetgan.inference.projection import ProjectionConfig, Projector, correlation, normalise_, rate
+from duetgan.models.gan import to_uint8
+from duetgan.utils.seeding import generator as keyed_generator
 from tests.inference.conftest import draws, sampler_of, styled
-from utils.seeding import generator as keyed_generator
 
 
 def projector(generator, target, *, seed=0, **config):

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from inference import pseudo_labels as command
-from metrics.evaluate_gan import judge_images
-from models.restore import classifier_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.inference import pseudo_labels as command
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.script import run_cli
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
-from utils.checkpoint import load, resolve
-from utils.script import run_cli
 
 
 @pytest.fixture(scope="module")

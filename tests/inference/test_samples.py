@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from inference.samples import chosen_classes
-from models.gan import draw, generate
+from duetgan.inference.samples import chosen_classes
+from duetgan.models.gan import draw, generate
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import sampler_of, styled, without_w
-from utils.errors import UserError
 
 
 def apart(a, b):

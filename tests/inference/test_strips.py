@@ -13,18 +13,18 @@ from PIL import Image
 import generate
 import predict
 from benchmarks import edit as benchmark
-from inference.editing import Editor
-from inference.settings import EditConfig
-from metrics.lineage import load_judge
-from models.classifier import Classifier, ModelConfig
-from models.restore import classifier_from
+from duetgan.inference.editing import Editor
+from duetgan.inference.settings import EditConfig
+from duetgan.metrics.lineage import load_judge
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import forked
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
 from tests.inference.test_editing import linear_editor
 from tests.metrics.conftest import CLASSES, SIDE, make_run
-from utils.checkpoint import load, resolve
-from utils.errors import UserError
-from utils.script import run_cli
-from utils.seeding import forked
 
 
 def answering(folder, sampler, seed):
@@ -142,7 +142,7 @@ def test_who_taught_a_generator_does_not_judge_its_edits(closed):
 
 
 def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):
-    monkeypatch.setattr("inference.editing.EditConfig", partial(EditConfig, samples=6))
+    monkeypatch.setattr("duetgan.inference.editing.EditConfig", partial(EditConfig, samples=6))
     folder = tmp_path / "strips"
     base = ["--checkpoint", closed["guide"], closed["image"], tmp_path / "absent.png", "--json", "--steps", 2]
     base += ["--counterfactual", folder]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
-from inference import samples as tables
-from inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers
-from models.gan import draw, to_uint8
+from duetgan.inference import samples as tables
+from duetgan.inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers
+from duetgan.models.gan import draw, to_uint8
+from duetgan.utils.errors import UserError
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.inference.test_samples import apart
 from tests.metrics.conftest import CLASSES
-from utils.errors import UserError
 
 NOWHERE = Path("x.png")  # nothing is written where `table` catches it
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from inference.interpolate import check_film, enlargement, film
-from utils.errors import UserError
-from utils.files import building
+from duetgan.inference.interpolate import check_film, enlargement, film
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import building
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 40]], np.uint8)
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.reading.dataset import Dataset
-from data.records import add_image
-from models.classifier import Classifier, ModelConfig
-from models.stylegan2 import Generator, GeneratorConfig
-from utils.checkpoint import point, save
-from utils.seeding import forked
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import add_image
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.utils.checkpoint import point, save
+from duetgan.utils.seeding import forked
 
 CLASSES = ["dark", "grey", "light"]
 SIDE = 8
@@ -113,7 +113,7 @@ def train_reader(files):
 @pytest.fixture
 def no_weights(monkeypatch):
     """No ResNet-50 weights are found on this machine."""
-    monkeypatch.setattr("metrics.features.extractors.PLACES", ())
+    monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", ())
     monkeypatch.delenv("DUET_WEIGHTS", raising=False)
 
 

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 import evaluate
-from data.augment.transforms import to_float
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from metrics import evaluate_gan
-from metrics.evaluate_audit import Partners, audit_scores, choose_sides
-from metrics.samples.membership_inference import audit_table, verdict
-from models.restore import discriminator_from, generator_from
-from models.stylegan2 import Discriminator, DiscriminatorConfig
+from duetgan.data.augment.transforms import to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.metrics import evaluate_gan
+from duetgan.metrics.evaluate_audit import Partners, audit_scores, choose_sides
+from duetgan.metrics.samples.membership_inference import audit_table, verdict
+from duetgan.models.restore import discriminator_from, generator_from
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed.launch import launch
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 from tests.metrics.test_scripts import call, pixels, refused
-from utils.checkpoint import load, resolve
-from utils.distributed.launch import launch
-from utils.errors import UserError
-from utils.seeding import forked
 
 D_SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8}
 

@@ -9,16 +9,16 @@ from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
 import evaluate
-from data.reading.dataset import Dataset
-from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
-from metrics.evaluate_classifier import answers_of, classify, corrupted_hits, evaluate_classifier, logits_of
-from metrics.figures import CLASSIFIER, history
-from models.classifier import Classifier
-from models.restore import classifier_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
+from duetgan.metrics.evaluate_classifier import answers_of, classify, corrupted_hits, evaluate_classifier, logits_of
+from duetgan.metrics.figures import CLASSIFIER, history
+from duetgan.models.classifier import Classifier
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
 from tests.metrics.conftest import CLASSES, SIDE, pack, read_json
 from tests.metrics.test_scripts import call, refused
-from utils.checkpoint import load, resolve
-from utils.errors import UserError
 
 
 class ByBrightness(Classifier):
@@ -64,7 +64,7 @@ def test_logits_and_progress_are_of_every_image_in_order(tmp_path, monkeypatch):
         bars.append(tqdm(**named | {"disable": False, "file": io.StringIO()}))
         return bars[-1]
 
-    monkeypatch.setattr("metrics.features.passes.Bar", bar)
+    monkeypatch.setattr("duetgan.metrics.features.passes.Bar", bar)
     model = ByBrightness().eval()
     with Dataset(pack(tmp_path / "many.lmdb", count=150)) as reader:
         logits = classify(model, reader, batch_size=25, what="images")

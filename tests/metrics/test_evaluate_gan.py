@@ -5,22 +5,22 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from metrics.evaluate_gan import evaluate_generator
-from metrics.features.extractors import ClassifierFeatures, PixelFeatures, extract
-from metrics.features.sets import RealFeatures, select
-from metrics.figures import GAN, Samples, history, measured
-from metrics.samples.copies import neighbour_images
-from metrics.samples.diversity import diversity_ratio
-from metrics.samples.frechet import frechet_distance
-from metrics.samples.kernel import kernel_distance
-from metrics.samples.memorisation import RealSet, memorisation
-from models.classifier import Classifier, ModelConfig
-from models.gan import ImageGenerator, generate
-from models.restore import classifier_from, generator_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.evaluate_gan import evaluate_generator
+from duetgan.metrics.features.extractors import ClassifierFeatures, PixelFeatures, extract
+from duetgan.metrics.features.sets import RealFeatures, select
+from duetgan.metrics.figures import GAN, Samples, history, measured
+from duetgan.metrics.samples.copies import neighbour_images
+from duetgan.metrics.samples.diversity import diversity_ratio
+from duetgan.metrics.samples.frechet import frechet_distance
+from duetgan.metrics.samples.kernel import kernel_distance
+from duetgan.metrics.samples.memorisation import RealSet, memorisation
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.gan import ImageGenerator, generate
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
-from utils.checkpoint import load, resolve
-from utils.errors import UserError
 
 PIXELS = PixelFeatures(1)
 

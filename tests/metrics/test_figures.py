@@ -7,17 +7,17 @@ import pytest
 import torch
 
 import evaluate
-from metrics import evaluate_classifier, evaluate_gan, figures, tables
-from metrics.comparison import compare, predictions
-from metrics.evaluate_classifier import evaluate_classifier as evaluated
-from metrics.figures import PAGE, Figure, history, written
-from metrics.intervals import Measured
-from models.restore import classifier_from
-from reporting import figures as report
-from reporting.report import write_report
+from duetgan.metrics import evaluate_classifier, evaluate_gan, figures, tables
+from duetgan.metrics.comparison import compare, predictions
+from duetgan.metrics.evaluate_classifier import evaluate_classifier as evaluated
+from duetgan.metrics.figures import PAGE, Figure, history, written
+from duetgan.metrics.intervals import Measured
+from duetgan.models.restore import classifier_from
+from duetgan.reporting import figures as report
+from duetgan.reporting.report import write_report
+from duetgan.utils.checkpoint import load, resolve
 from tests.metrics.conftest import read_json
 from tests.metrics.test_scripts import call
-from utils.checkpoint import load, resolve
 
 
 def mean_confidence(answers):

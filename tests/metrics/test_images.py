@@ -5,9 +5,9 @@ import pytest
 import torch
 from PIL import Image
 
-from metrics.classification.answers import Answers
-from metrics.classification.corruptions import CORRUPTIONS
-from metrics.images import (
+from duetgan.metrics.classification.answers import Answers
+from duetgan.metrics.classification.corruptions import CORRUPTIONS
+from duetgan.metrics.images import (
     Best,
     SampleBoard,
     save_confused,
@@ -16,9 +16,9 @@ from metrics.images import (
     save_mistakes,
     save_reliability,
 )
-from metrics.tables import classifier_table, gan_table
+from duetgan.metrics.tables import classifier_table, gan_table
+from duetgan.utils.images import PADDING
 from tests.metrics.conftest import CLASSES, SIDE
-from utils.images import PADDING
 
 
 def shades(*values, side=8):
@@ -66,7 +66,9 @@ def answered(labels, predicted, confidence):
 
 def test_mistakes_are_the_confident_wrong_ones_with_their_record(test_reader, tmp_path, monkeypatch):
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr("metrics.images.save_captioned", lambda *given: drawn.update(images=given[0], texts=given[1]))
+    monkeypatch.setattr(
+        "duetgan.metrics.images.save_captioned", lambda *given: drawn.update(images=given[0], texts=given[1])
+    )
     predicted, confidence = [0, 1, 2, 1, 2], [0.9, 0.8, 0.95, 0.8, 0.4]  # all are "dark"
     assert save_mistakes(test_reader, answered([0] * 5, predicted, confidence), tmp_path / "x.png", size=3)
     assert drawn["texts"] == ["2: dark\nnamed light 0.95", "1: dark\nnamed grey 0.80", "3: dark\nnamed grey 0.80"]

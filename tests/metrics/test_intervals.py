@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from data.reading.dataset import Dataset
-from metrics.intervals import Measured, balanced_interval, influence_interval, normal_interval, wilson
-from metrics.lineage import leaks
-from metrics.tables import few_images
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval, normal_interval, wilson
+from duetgan.metrics.lineage import leaks
+from duetgan.metrics.tables import few_images
 from tests.metrics.conftest import pack
 
 

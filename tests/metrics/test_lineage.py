@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 import evaluate
-from data.lmdb.format import Split
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from metrics.lineage import TOLERATED, identities, lineage_of, provenance_of, unfit
-from models.restore import classifier_from, generator_from
+from duetgan.data.lmdb.format import Split
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.metrics.lineage import TOLERATED, identities, lineage_of, provenance_of, unfit
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
+from duetgan.utils.provenance import Lineage, recorded
 from tests.data.test_passport import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import call, refused
-from utils.checkpoint import CorruptCheckpoint, load, resolve
-from utils.provenance import Lineage, recorded
 
 
 def judge_of(folder, *, data=None, **more):

@@ -9,19 +9,19 @@ import pytest
 import torch
 from PIL import Image
 
+import duetgan.inference.predictions
 import evaluate
 import generate
-import inference.predictions
 import predict
-from data.reading.dataset import Dataset
-from inference.predictions import predict as predict_files
-from metrics.comparison.predictions import Predictions
-from metrics.evaluate_gan import judge_images
-from metrics.features.extractors import fingerprint
-from models.restore import classifier_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.inference.predictions import predict as predict_files
+from duetgan.metrics.comparison.predictions import Predictions
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.script import run_cli
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
-from utils.checkpoint import load, resolve
-from utils.script import run_cli
 
 
 def call(script, *argv):
@@ -292,7 +292,7 @@ class TestPredict:
         model = classifier_from(checkpoint)
         (alone,) = zip(*(predict_files(model, checkpoint, [file], **how, batch_size=1) for file in files), strict=True)
         read, seen = [], []
-        plain_read, plain_judge = inference.predictions.read_image, inference.predictions.judge_images
+        plain_read, plain_judge = duetgan.inference.predictions.read_image, duetgan.inference.predictions.judge_images
 
         def counted(*arguments, **named):
             read.append(arguments[0])
@@ -302,9 +302,9 @@ class TestPredict:
             seen.append(len(read))
             return plain_judge(*arguments)
 
-        monkeypatch.setattr(inference.predictions, "cores", lambda: 3)
-        monkeypatch.setattr(inference.predictions, "read_image", counted)
-        monkeypatch.setattr(inference.predictions, "judge_images", judged)
+        monkeypatch.setattr(duetgan.inference.predictions, "cores", lambda: 3)
+        monkeypatch.setattr(duetgan.inference.predictions, "read_image", counted)
+        monkeypatch.setattr(duetgan.inference.predictions, "judge_images", judged)
         together = predict_files(model, checkpoint, files, **how, batch_size=5)
         assert sorted(read) == sorted(files)
         assert len(seen) == 3  # nothing of the last batch can be read
@@ -321,7 +321,7 @@ class TestPredict:
         def broken(*arguments, **named):
             raise MemoryError
 
-        monkeypatch.setattr(inference.predictions, "read_image", broken)
+        monkeypatch.setattr(duetgan.inference.predictions, "read_image", broken)
         checkpoint = load(resolve(runs["classifier"]))
         with pytest.raises(MemoryError):
             predict_files(classifier_from(checkpoint), checkpoint, ["a"] * 9, resize=None, top=1, batch_size=4)

@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.augment.transforms import to_float
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, read_batch
-from models.backbones.airbench import EPS, whitening
-from models.classifier import Classifier, ModelConfig
-from models.fast import fold_batchnorm
-from training.base.config import DataConfig
-from training.classifier import network as fitting
-from training.classifier.config import ClassifierConfig
-from training.classifier.finetune import FineTuneConfig, FineTuning
-from training.classifier.task import ClassifierTask
-from utils.errors import UserError
-from utils.seeding import forked
+from duetgan.data.augment.transforms import to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, read_batch
+from duetgan.models.backbones.airbench import EPS, whitening
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.fast import fold_batchnorm
+from duetgan.training.base.config import DataConfig
+from duetgan.training.classifier import network as fitting
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 
 CPU = torch.device("cpu")
 

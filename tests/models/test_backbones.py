@@ -11,18 +11,18 @@ import torchvision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from inference.predictions import grad_cam, image_heat
-from models.backbones.base import Backbone
-from models.backbones.torchvision import RESNET
-from models.classifier import Classifier, ModelConfig
-from models.fast import fold_batchnorm
-from models.model_parallel import place
-from models.registry import BACKBONES, backbone_of
-from models.weights import find_weights, load_pretrained
+from duetgan.inference.predictions import grad_cam, image_heat
+from duetgan.models.backbones.base import Backbone
+from duetgan.models.backbones.torchvision import RESNET
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.fast import fold_batchnorm
+from duetgan.models.model_parallel import place
+from duetgan.models.registry import BACKBONES, backbone_of
+from duetgan.models.weights import find_weights, load_pretrained
+from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.models.test_layers import draw
-from training.classifier.finetune import FineTuneConfig, FineTuning
-from utils.errors import UserError
-from utils.seeding import forked
 
 OURS = ["resnet18", "convnext_tiny", "efficientnet_b0"]
 TIMM = ["timm:test_resnet", "timm:test_convnext", "timm:test_efficientnet"]
@@ -200,7 +200,7 @@ def test_weights_of_another_head_and_of_colour_are_fitted(name, tmp_path):
 
 @pytest.mark.parametrize("name", OURS)
 def test_torchvisions_names_mean_torchvisions_files(name, monkeypatch, tmp_path):
-    monkeypatch.setattr("models.weights._download", lambda url, what: f"{tmp_path}/{Path(url).name}")
+    monkeypatch.setattr("duetgan.models.weights._download", lambda url, what: f"{tmp_path}/{Path(url).name}")
     found = find_weights("IMAGENET1K_V1", name)
     assert found.name == Path(torchvision.models.get_model_weights(name).IMAGENET1K_V1.url).name
     with pytest.raises(UserError, match=rf"'IMAGENET1K' ?: no such file .*{name} has IMAGENET1K_V1"):

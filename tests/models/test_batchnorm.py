@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.batchnorm import CPUSyncBatchNorm2d, synchronise_batchnorm
-from models.classifier import Classifier, ModelConfig
+from duetgan.models.batchnorm import CPUSyncBatchNorm2d, synchronise_batchnorm
+from duetgan.models.classifier import Classifier, ModelConfig
 from tests.models.test_layers import draw
 
 CPU = torch.device("cpu")

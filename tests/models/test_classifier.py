@@ -7,13 +7,13 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from models.backbones.base import MEAN, STD
-from models.backbones.torchvision import RESNET
-from models.batchnorm import CPUSyncBatchNorm2d, statistics_kept
-from models.classifier import Classifier, ModelConfig, normalisation, scaled
+from duetgan.models.backbones.base import MEAN, STD
+from duetgan.models.backbones.torchvision import RESNET
+from duetgan.models.batchnorm import CPUSyncBatchNorm2d, statistics_kept
+from duetgan.models.classifier import Classifier, ModelConfig, normalisation, scaled
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.models.test_layers import draw
-from utils.errors import UserError
-from utils.seeding import forked
 
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"
 
@@ -225,7 +225,7 @@ def test_checkpointing_is_for_training_only(monkeypatch):
         calls.append(function)
         return function(x)
 
-    monkeypatch.setattr("models.classifier.checkpoint", checkpoint)
+    monkeypatch.setattr("duetgan.models.classifier.checkpoint", checkpoint)
     model = build(activation_checkpointing=True)
     x = draw(2, 3, 32, 32).float()
     model.eval()(x)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.dcgan import (
+from duetgan.models.dcgan import (
     GAIN,
     DcganConfig,
     DcganDiscriminator,
@@ -13,9 +13,9 @@ from models.dcgan import (
     DcganGeneratorConfig,
     Spectral,
 )
-from training.gan.losses import squared_gradient_norm
-from utils.errors import UserError
-from utils.seeding import forked
+from duetgan.training.gan.losses import squared_gradient_norm
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 
 SHAPE = {"resolution": 16, "channels": 1}
 

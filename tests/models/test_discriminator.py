@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.stylegan2 import Discriminator, DiscriminatorConfig, minibatch_std
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, minibatch_std
+from duetgan.utils.seeding import forked
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
-from utils.seeding import forked
 
 ORDERS: tuple[Any, Any] = ("consecutive", "strided")
 SHAPE: dict[str, Any] = {"resolution": 8, "channels": 3, "classes": 0}

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from inference.predictions import image_heat
-from models.backbones.base import in_turn
-from models.backbones.discriminator import Trunk
-from models.classifier import Classifier, ModelConfig
-from models.fast import fold_batchnorm
-from models.registry import architecture_of
+from duetgan.inference.predictions import image_heat
+from duetgan.models.backbones.base import in_turn
+from duetgan.models.backbones.discriminator import Trunk
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.fast import fold_batchnorm
+from duetgan.models.registry import architecture_of
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.models.test_layers import draw
-from utils.errors import UserError
-from utils.seeding import forked
 
 SIZES: dict[str, dict[str, Any]] = {
     "stylegan2": {"channel_base": 64, "channel_max": 8},

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from models import layers
-from models.layers import blur_fir, downsample_fir, fir_kernel, upsample_fir
+from duetgan.models import layers
+from duetgan.models.layers import blur_fir, downsample_fir, fir_kernel, upsample_fir
 from tests.models import reference
 from tests.models.test_layers import close, draw
 

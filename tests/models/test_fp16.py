@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.layers.stylegan2 import DiscriminatorBlock, ModulatedConv2d, StyledLayer, ToRGB
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.models.layers.stylegan2 import DiscriminatorBlock, ModulatedConv2d, StyledLayer, ToRGB
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.utils.seeding import forked
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
-from utils.seeding import forked
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from models.gan import sizes_up_to
-from models.stylegan2 import (
+from duetgan.models.gan import sizes_up_to
+from duetgan.models.stylegan2 import (
     DiscriminatorConfig,
     Generator,
     GeneratorConfig,
     MappingNetwork,
     channels_at,
 )
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
-from utils.errors import UserError
-from utils.seeding import forked
 
 TINY: dict[str, Any] = {"z_dim": 5, "w_dim": 6, "mapping_layers": 2, "channel_base": 64, "channel_max": 5}
 FORMS = [(8, 1, 0), (16, 3, 3), (32, 1, 4)]  # resolution, channels, classes

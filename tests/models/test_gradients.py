@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
-from models.layers.stylegan2 import DiscriminatorBlock, MappingNetwork, StyledLayer, SynthesisBlock, ToRGB
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
+from duetgan.models.layers.stylegan2 import DiscriminatorBlock, MappingNetwork, StyledLayer, SynthesisBlock, ToRGB
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.utils.seeding import forked
 from tests.models.test_layers import draw, randomised
-from utils.seeding import forked
 
 
 def check(module, inputs, *, fast=False, **options):

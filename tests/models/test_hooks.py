@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from models.hooks import LayerStatistics, find_layer, matching_layers, merge, output_gradient
-from utils.errors import UserError
-from utils.seeding import forked, generator
+from duetgan.models.hooks import LayerStatistics, find_layer, matching_layers, merge, output_gradient
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked, generator
 
 
 class Refused(torch.autograd.Function):

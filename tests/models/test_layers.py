@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.layers import (
+from duetgan.models.layers import (
     LEAKY_SLOPE,
     EqualizedConv2d,
     EqualizedLinear,
@@ -13,8 +13,8 @@ from models.layers import (
     pointwise,
     scaled_activation,
 )
+from duetgan.utils.seeding import forked, generator
 from tests.models import reference
-from utils.seeding import forked, generator
 
 
 def draw(*shape, key="x"):

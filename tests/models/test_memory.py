@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.utils.seeding import forked
 from tests.models.test_layers import draw
-from utils.seeding import forked
 
 PAGE = 4096
 

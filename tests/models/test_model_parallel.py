@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models import model_parallel as split
-from models.batchnorm import synchronise_batchnorm
-from models.classifier import Classifier, ModelConfig
+from duetgan.models import model_parallel as split
+from duetgan.models.batchnorm import synchronise_batchnorm
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.end_to_end.helpers import differing
 from tests.models.test_layers import draw
-from utils.errors import UserError
-from utils.seeding import forked
 
 CPU = torch.device("cpu")
 # Devices whose tensors are faked. A build for CUDA refuses a backward pass on faked GPUs where there is none, so these

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from models.layers.stylegan2 import ModulatedConv2d, StyledLayer
+from duetgan.models.layers.stylegan2 import ModulatedConv2d, StyledLayer
+from duetgan.utils.seeding import forked
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
-from utils.seeding import forked
 
 FORMS = [(3, True, False), (3, True, True), (1, True, False), (1, False, False), (3, False, False), (3, False, True)]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.gan import StageGenerator, generate
+from duetgan.models.gan import StageGenerator, generate
 from tests.models import reference, test_discriminator, test_generator
 from tests.models.test_layers import close, draw
 

@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 
-from models import r3gan
-from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
+from duetgan.models import r3gan
+from duetgan.models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
+from duetgan.training.gan.losses import squared_gradient_norm
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked, generator
 from tests.models.test_layers import draw, randomised
-from training.gan.losses import squared_gradient_norm
-from utils.errors import UserError
-from utils.seeding import forked, generator
 
 TINY: dict[str, Any] = {"width": 4, "cardinality": 2, "blocks": 1, "expansion": 2}
 

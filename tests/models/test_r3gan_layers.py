@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from models import layers, r3gan
-from models.layers import downsample_fir, upsample_fir
-from models.r3gan import Block, Stage, convolve_twice, downsample, upsample
+from duetgan.models import layers, r3gan
+from duetgan.models.layers import downsample_fir, upsample_fir
+from duetgan.models.r3gan import Block, Stage, convolve_twice, downsample, upsample
+from duetgan.utils.seeding import forked, generator
 from tests.models.test_layers import draw, randomised
-from utils.seeding import forked, generator
 
 CONVOLUTIONS = [(1, 3, 2, 1), (1, 2, 3, 3), (2, 4, 6, 3), (3, 3, 3, 3), (2, 2, 2, 5)]
 

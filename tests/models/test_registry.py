@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from models.registry import ARCHITECTURES, architecture_of
-from utils.errors import UserError
+from duetgan.models.registry import ARCHITECTURES, architecture_of
+from duetgan.utils.errors import UserError
 
 SMALL: dict[str, dict[str, int]] = {
     "stylegan2": {"channel_base": 64, "channel_max": 4},

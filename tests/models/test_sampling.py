@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.gan import draw, generate, to_uint8
-from models.stylegan2 import Generator, GeneratorConfig
-from utils.seeding import forked, seed_of
+from duetgan.models.gan import draw, generate, to_uint8
+from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.utils.seeding import forked, seed_of
 
 
 @pytest.fixture(scope="module")

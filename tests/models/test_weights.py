@@ -13,16 +13,16 @@ import torchvision
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models import weights as module
-from models.backbones.base import Backbone
-from models.backbones.torchvision import CONVNEXT, RESNET
-from models.classifier import Classifier, ModelConfig
-from models.weights import file_hash, find_weights, fit_first, fitted, load_pretrained, read_state_dict
+from duetgan.models import weights as module
+from duetgan.models.backbones.base import Backbone
+from duetgan.models.backbones.torchvision import CONVNEXT, RESNET
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.weights import file_hash, find_weights, fit_first, fitted, load_pretrained, read_state_dict
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage
+from duetgan.utils.seeding import forked
 from tests.models.test_layers import draw
-from utils import checkpoint as checkpoints
-from utils.errors import UserError
-from utils.provenance import Lineage
-from utils.seeding import forked
 
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"
 
@@ -344,7 +344,7 @@ def test_r1_only_networks_that_begin_alike_are_built_to_word_it(file, monkeypatc
         built.append(name)
         return torchvision.models.get_model(name)
 
-    monkeypatch.setattr("models.backbones.base.make", make)
+    monkeypatch.setattr("duetgan.models.backbones.base.make", make)
     regnet = Backbone(
         names=("regnet_y_400mf",),
         stages={"stem": ("stem",), "body": ("trunk_output.*",)},

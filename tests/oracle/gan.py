@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.classifier import fit_images
-from models.layers import upsample_fir
+from duetgan.models.classifier import fit_images
+from duetgan.models.layers import upsample_fir
 from tests.oracle.optimizer import Optimizer, half_cosine
 
 DEFAULTS: dict[str, dict[str, Any]] = {

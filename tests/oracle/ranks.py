@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.launch import launch
 from tests.slim import slim_down
-from utils.distributed import collectives
-from utils.distributed.launch import launch
 
 
 def of_two_ranks(folder: Path, module: str, names: Sequence[str]) -> dict[str, list[dict[str, Tensor]]]:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.records import pack_arrays
+from duetgan.data.records import pack_arrays
+from duetgan.training.base.data import make_loader, open_training
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import build_run_config
 from tests.oracle.classifier import ClassifierReference
 from tests.oracle.ranks import of_two_ranks
-from training.base.data import make_loader, open_training
-from training.classifier.task import ClassifierTask
-from training.engine.tasks import build_run_config
 
 CPU, STEPS = torch.device("cpu"), 4
 State = dict[str, torch.Tensor]
@@ -136,7 +136,7 @@ def test_what_is_evaluated(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None
         asked.extend([*arguments, how])
         return {"accuracy": 0.5, "ece": 0.1}
 
-    monkeypatch.setattr("training.classifier.task.evaluate_classifier", evaluate)
+    monkeypatch.setattr("duetgan.training.classifier.task.evaluate_classifier", evaluate)
     assert task.evaluate() == {"accuracy": 0.5, "ece": 0.1}
     assert asked[0] is task.ema.model
     assert asked[1] is held_out

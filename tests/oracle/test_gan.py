@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from models.gan import generate
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.models.gan import generate
+from duetgan.training.base.data import make_loader
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.task import GanTask
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
 from tests.oracle.gan import GanReference
 from tests.oracle.ranks import of_two_ranks
-from training.base.data import make_loader
-from training.engine.tasks import build_run_config
-from training.gan.task import GanTask
 
 CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]
@@ -183,7 +183,7 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
         row = {"frechet": 1.0, "kernel": 2.0, "diversity_ratio": 3.0}
         return {"n": 24, "distances": [row], "memorisation": None}
 
-    monkeypatch.setattr("training.gan.task.evaluate_generator", evaluate)
+    monkeypatch.setattr("duetgan.training.gan.task.evaluate_generator", evaluate)
     figures = task.evaluate()
     stage = reference.stage(steps - 1)
     noise = [torch.zeros(2, *shape) for shape in reference.g.noise_shapes(stage.side)]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.training.engine.tasks import TASKS
+from duetgan.utils.config.model import keys_of
 from tests.oracle import test_classifier, test_gan
 from tests.oracle.test_classifier import folder as classifier_folder
 from tests.oracle.test_gan import folder as gan_folder
-from training.engine.tasks import TASKS
-from utils.config.model import keys_of
 
 __all__ = ["classifier_folder", "gan_folder"]  # fixtures
 SECTIONS = ("loss", "ema", "ada", "progressive", "generator_optimizer", "optimizer", "finetune")

@@ -12,15 +12,15 @@ import pytest
 import scipy.linalg
 import torch
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.training.base.data import make_loader
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.task import GanTask
 from examples import one_file
 from tests.oracle.classifier import ClassifierReference
 from tests.oracle.gan import GanReference
-from training.base.data import make_loader
-from training.classifier.task import ClassifierTask
-from training.engine.tasks import build_run_config
-from training.gan.task import GanTask
 
 CPU, STEPS = torch.device("cpu"), 3
 ADAM = {"name": "adam", "lr": one_file.Gan.lr, "betas": [0.0, 0.99]}

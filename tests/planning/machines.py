@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from planning.plan import GAN, SCRATCH, SIZES, Machine, Size, Speed, Survey, _work
+from duetgan.planning.plan import GAN, SCRATCH, SIZES, Machine, Size, Speed, Survey, _work
 
 WEIGHTS = ("resnet50.safetensors", "resnet50", True)
 

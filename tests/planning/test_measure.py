@@ -6,19 +6,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.registry import backbone_of
-from planning import measure
-from planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
-from planning.plan import GAN, Machine, choose
+from duetgan.models.registry import backbone_of
+from duetgan.planning import measure
+from duetgan.planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
+from duetgan.planning.plan import GAN, Machine, choose
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
-from utils.errors import UserError
-from utils.script import run_cli
 
 
 @pytest.fixture
 def nothing_at_hand(monkeypatch, tmp_path):
     monkeypatch.delenv("DUET_WEIGHTS", raising=False)
-    monkeypatch.setattr("metrics.features.extractors.PLACES", ())
+    monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", ())
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
 
 

@@ -5,10 +5,22 @@ from itertools import pairwise
 
 import pytest
 
-from planning.plan import ADA_BELOW, BATCH, FILLED, GAN, SCRATCH, STEPS, TUNED, Plan, Training, choose, replanned
+from duetgan.planning.plan import (
+    ADA_BELOW,
+    BATCH,
+    FILLED,
+    GAN,
+    SCRATCH,
+    STEPS,
+    TUNED,
+    Plan,
+    Training,
+    choose,
+    replanned,
+)
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.yaml_files import read_yaml
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
-from training.engine.tasks import build_run_config
-from utils.config.yaml_files import read_yaml
 
 MACHINES = {"fast": Fast, "slow": Slow, "tiny": Tiny, "accelerator": Accelerator}
 IMAGES = {

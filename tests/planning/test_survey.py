@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from planning.measure import FEWEST, survey
-from utils.errors import UserError
-from utils.script import run_cli
+from duetgan.planning.measure import FEWEST, survey
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 
 
 def draw(file: Path, side: int = 20, mode: str = "RGB", seed: int = 0) -> Path:

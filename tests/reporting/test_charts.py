@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from reporting.charts import Chart, number, thin
+from duetgan.reporting.charts import Chart, number, thin
 
 EVIL = "<script>alert('x')</script>"
 

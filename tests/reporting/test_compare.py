@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from metrics.comparison.compare import compare
-from reporting.compare import main
+from duetgan.metrics.comparison.compare import compare
+from duetgan.reporting.compare import main
+from duetgan.utils.script import run_cli
 from tests.metrics.comparison.test_compare import classified
-from utils.script import run_cli
 
 
 @pytest.fixture

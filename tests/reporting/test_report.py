@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from reporting.pictures import LARGEST_SIDE
-from reporting.report import refresh, write_quickstart_report, write_report
-from reporting.run_files import Run
-from utils.images import grid, save_png
-from utils.versions import environment
+from duetgan.reporting.pictures import LARGEST_SIDE
+from duetgan.reporting.report import refresh, write_quickstart_report, write_report
+from duetgan.reporting.run_files import Run
+from duetgan.utils.images import grid, save_png
+from duetgan.utils.versions import environment
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 CHART = re.compile(r'<figure class="chart">.*?</figure>', re.DOTALL)

@@ -3,10 +3,10 @@
 import numpy as np
 from PIL import Image
 
-from reporting.report import show_images
+from duetgan.reporting.report import show_images
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import Events
 from tests.end_to_end.helpers import events_of
-from utils.runlog.run_folder import RunFolder
-from utils.runlog.run_log import Events
 
 
 def test_images_are_added_at_the_checkpoints_step_unless_the_run_trains(tmp_path):

@@ -9,21 +9,32 @@ import pytest
 import yaml
 
 import study as script
-from data.reading.dataset import Dataset
-from studies import SUBJECTS, load_subject
-from studies.augment import CLASSIC, CONTROL, HELD, REAL, SELECTED, SYNTHETIC, UNTRAINED, Augment, AugmentConfig, choose
-from studies.config import quickened, tokens
-from studies.images import HELD_OUT, TEST, TRAIN
-from studies.subject import Result, Results, Subject, require_trained_on
+from duetgan.data.reading.dataset import Dataset
+from duetgan.studies import SUBJECTS, load_subject
+from duetgan.studies.augment import (
+    CLASSIC,
+    CONTROL,
+    HELD,
+    REAL,
+    SELECTED,
+    SYNTHETIC,
+    UNTRAINED,
+    Augment,
+    AugmentConfig,
+    choose,
+)
+from duetgan.studies.config import quickened, tokens
+from duetgan.studies.images import HELD_OUT, TEST, TRAIN
+from duetgan.studies.subject import Result, Results, Subject, require_trained_on
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import CLASSIFIER, GAN
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 from tests.reporting.test_report import page
-from training.engine.tasks import build_run_config
-from utils.config.build import build
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.script import run_cli
 
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
 
@@ -56,7 +67,7 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, monkeypatch):
         told[folder.name] = build_run_config(read_yaml(config), tokens({**overrides, "seed": seed}), config)
         raise KeyError  # before it is judged
 
-    monkeypatch.setattr("studies.subject.train_run", note)
+    monkeypatch.setattr("duetgan.studies.subject.train_run", note)
     for arm in Augment(config_of(), tmp_path).arms():
         with pytest.raises(KeyError):
             arm.make(tmp_path / arm.name, 3)

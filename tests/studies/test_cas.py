@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.reading.dataset import Dataset
-from data.reading.loader import read_batch
-from data.records import pack_arrays
-from models.stylegan2 import Generator, GeneratorConfig
-from studies.cas import CONTROL, NOISE, PLAIN, REAL, TOGETHER, Cas, CasConfig
-from studies.config import Recipe, StudyData
-from studies.runner import Study
-from studies.samples import Drawing
-from studies.subject import Result
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
+from duetgan.data.records import pack_arrays
+from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.studies.cas import CONTROL, NOISE, PLAIN, REAL, TOGETHER, Cas, CasConfig
+from duetgan.studies.config import Recipe, StudyData
+from duetgan.studies.runner import Study
+from duetgan.studies.samples import Drawing
+from duetgan.studies.subject import Result
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 from tests.conftest import sample_images
 from tests.metrics.conftest import TINY, make_run
-from utils.errors import UserError
-from utils.seeding import forked
 
 SHAPE = {"channels": 1, "classes": 10, "resolution": 16}
 
@@ -95,8 +95,8 @@ def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
             seen[place.name[:-3]] = images_of(overrides["data.path"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("studies.subject.train_run", train)
-        patch.setattr("studies.subject.judge_classifier", quick_judge)
+        patch.setattr("duetgan.studies.subject.train_run", train)
+        patch.setattr("duetgan.studies.subject.judge_classifier", quick_judge)
         patch.chdir(folder.parent)  # recipes of configs/ are found from any folder
         document = study(images, folder).run()
     return folder, document, seen
@@ -159,8 +159,8 @@ def test_goes_on_to_the_same_document(made, images: Path) -> None:
     folder, document, _ = made
     (folder / "results" / "psi-s1.json").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("studies.subject.train_run", quick_train)
-        patch.setattr("studies.subject.judge_classifier", quick_judge)
+        patch.setattr("duetgan.studies.subject.train_run", quick_train)
+        patch.setattr("duetgan.studies.subject.judge_classifier", quick_judge)
         again = study(images, folder)
         assert again.write()["seeds"] == [0]
         for file in (folder / "runs" / "psi-s1").iterdir():
@@ -185,7 +185,7 @@ def test_keys_are_of_what_recipes_say(images: Path, tmp_path: Path) -> None:
 def test_more_than_the_control_can_have_is_refused(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("studies.subject.train_run", quick_train)
+    monkeypatch.setattr("duetgan.studies.subject.train_run", quick_train)
     with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
         study(images, tmp_path / "cas", n=401).run()
 

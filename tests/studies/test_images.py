@@ -6,15 +6,24 @@ import numpy as np
 import pytest
 import yaml
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from studies.augment import sample_counts
-from studies.config import StudyConfig, StudyData, quickened, tokens
-from studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, divide, expected_counts, make_parts, training_counts
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.studies.augment import sample_counts
+from duetgan.studies.config import StudyConfig, StudyData, quickened, tokens
+from duetgan.studies.images import (
+    HELD_BACK,
+    HELD_OUT,
+    TEST,
+    TRAIN,
+    divide,
+    expected_counts,
+    make_parts,
+    training_counts,
+)
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 from tests.conftest import REPOSITORY
-from training.engine.tasks import build_run_config
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
 
 DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_back=0.3)
 LABELS = np.repeat([0, 1, 2], [200, 100, 50])

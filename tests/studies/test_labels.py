@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 
 import study as script
-from data.reading.dataset import Dataset
-from data.reading.weighted_sampling import few_labels
-from inference.pseudo_labels import guesses
-from models.restore import classifier_from
-from studies.images import TEST, TRAIN
-from studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMPLES, Labels, LabelsConfig, arm_name
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.weighted_sampling import few_labels
+from duetgan.inference.pseudo_labels import guesses
+from duetgan.models.restore import classifier_from
+from duetgan.studies.images import TEST, TRAIN
+from duetgan.studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMPLES, Labels, LabelsConfig, arm_name
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import CLASSES, classifier_run, pack
 from tests.reporting.test_report import page
 from tests.studies.test_augment import write_recipe
-from utils.checkpoint import load, resolve
-from utils.config.build import build
-from utils.config.yaml_files import read_yaml
-from utils.script import run_cli
 
 RECIPE = REPOSITORY / "configs/study_labels.yaml"
 
@@ -34,7 +34,7 @@ def subject(tmp_path, monkeypatch):
         if not folder.is_dir():
             classifier_run(folder, seed=seed)
 
-    monkeypatch.setattr("studies.subject.train_run", train)
+    monkeypatch.setattr("duetgan.studies.subject.train_run", train)
     tree = read_yaml(RECIPE) | {"per_class": [4], "threshold": 0.35}
     made: Any = Labels(build(LabelsConfig, tree), tmp_path)
     made.notes = {}

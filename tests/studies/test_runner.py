@@ -8,11 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from reporting.study import write_study_page
-from studies.runner import Study, packed, unpacked
-from studies.subject import Comparison, Conclusion, Control, Job, Result, Subject
+from duetgan.reporting.study import write_study_page
+from duetgan.studies.runner import Study, packed, unpacked
+from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Subject
+from duetgan.utils.errors import StoppedBySignal, UserError
 from tests.reporting.test_report import page
-from utils.errors import StoppedBySignal, UserError
 
 LABELS = np.arange(400) % 4
 SHARES = {"real": 0.5, "samples": 0.5, "untrained": 0.45, "held back": 0.7}

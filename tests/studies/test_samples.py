@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.reading.dataset import Dataset
-from data.reading.loader import read_batch
-from inference.samples import Sampler
-from models.gan import draw, generate, to_uint8
-from models.restore import generator_from
-from studies.samples import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
+from duetgan.inference.samples import Sampler
+from duetgan.models.gan import draw, generate, to_uint8
+from duetgan.models.restore import generator_from
+from duetgan.studies.samples import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints
+from duetgan.utils.checkpoint import load, resolve, save
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage
+from duetgan.utils.seeding import generator as keyed_generator
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack
-from utils.checkpoint import load, resolve, save
-from utils.errors import UserError
-from utils.provenance import Lineage
-from utils.seeding import generator as keyed_generator
 
 
 @pytest.fixture(scope="module")

@@ -6,27 +6,27 @@ from typing import Any
 import pytest
 
 import study as script
-from metrics.features.extractors import fingerprint
-from models.restore import classifier_from
-from studies.config import tokens
-from studies.images import TEST
-from studies.teach import (
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.models.restore import classifier_from
+from duetgan.studies.config import tokens
+from duetgan.studies.images import TEST
+from duetgan.studies.teach import (
     PLAIN,
     SHORT,
     WRONG_TEACHER,
     Teach,
     TeachConfig,
 )
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import classifier_run, gan_run, pack
 from tests.reporting.test_report import page
 from tests.studies.test_augment import write_recipe
-from training.engine.tasks import build_run_config
-from utils.checkpoint import load, resolve
-from utils.config.build import build
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.script import run_cli
 
 RECIPE = REPOSITORY / "configs/study_teach.yaml"
 
@@ -45,7 +45,7 @@ def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
         most[folder.name] = max_steps
         raise KeyError  # before it is judged
 
-    monkeypatch.setattr("studies.subject.train_run", note)
+    monkeypatch.setattr("duetgan.studies.subject.train_run", note)
     for arm in subject_in(tmp_path, teacher=[0.5]).arms():
         with pytest.raises(KeyError):
             arm.make(tmp_path / arm.name, 3)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from metrics.comparison.paired import holm
-from studies.images import groups_of
-from studies.subject import Comparison, Control, Result, Results
-from studies.verdict import checked, compared, in_words
+from duetgan.metrics.comparison.paired import holm
+from duetgan.studies.images import groups_of
+from duetgan.studies.subject import Comparison, Control, Result, Results
+from duetgan.studies.verdict import checked, compared, in_words
 
 CLASSES = ["a", "b", "c", "d"]
 COUNTS = [1000, 100, 50, 10]

@@ -17,19 +17,19 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from data.errors import ImageError
-from data.inspect import main as inspect
-from data.pack import main as pack
-from data.sources import open_source, tables
-from data.sources.remote import RemoteSource
-from inference.predictions import read_image
-from models.weights import read_state_dict
+from duetgan.data.errors import ImageError
+from duetgan.data.inspect import main as inspect
+from duetgan.data.pack import main as pack
+from duetgan.data.sources import open_source, tables
+from duetgan.data.sources.remote import RemoteSource
+from duetgan.inference.predictions import read_image
+from duetgan.models.weights import read_state_dict
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.text import printable
 from tests.data.sources.source_files import item_refused, parquet, refused
-from utils import bounded
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
-from utils.script import run_cli
-from utils.text import printable
 
 ROOT = Path(__file__).parents[2]
 OWN = {  # what opens files otherwise, and why

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from utils.errors import StoppedBySignal, TrainingHalted, UserError
-from utils.script import run_cli
+from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
+from duetgan.utils.script import run_cli
 
 
 def raising(error):
@@ -73,7 +73,7 @@ def test_other_ranks_leave_the_telling_to_rank_zero(capsys, monkeypatch):
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault():
-    code = "import sys; from utils.script import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
+    code = "import sys; from duetgan.utils.script import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -2,8 +2,8 @@ import stat
 
 import pytest
 
-from utils.errors import UserError
-from utils.files import check_writable, replace_file, write_atomic
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import check_writable, replace_file, write_atomic
 
 
 @pytest.mark.parametrize("cut_short", ["fsync", "replace"])

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from data.inspect import save_grid
-from data.lmdb.reader import LMDBReader
-from data.records import pack_arrays
-from metrics.images import save_confusion
+from duetgan.data.inspect import save_grid
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.records import pack_arrays
+from duetgan.metrics.images import save_confusion
+from duetgan.utils import images as fonts
 from tests.data.conftest import images as sample_images
-from utils import images as fonts
 
 CAT = "\u732b"
 

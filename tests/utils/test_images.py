@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from utils.images import PADDING, grid, save_captioned, save_png, save_rows, save_table
+from duetgan.utils.images import PADDING, grid, save_captioned, save_png, save_rows, save_table
 
 
 def sample_images(n, channels=1, height=2, width=3):

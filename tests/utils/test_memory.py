@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from utils import memory
-from utils.memory import tune_malloc
+from duetgan.utils import memory
+from duetgan.utils.memory import tune_malloc
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="another C library")
@@ -15,7 +15,7 @@ glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"
 # a step that takes blocks as activations do, gives all back, and comes again
 PROGRAM = """
 import ctypes, json, resource, sys
-from utils.memory import tune_malloc
+from duetgan.utils.memory import tune_malloc
 kept = tune_malloc(256 * 2**20) if sys.argv[1] == "keep" else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

@@ -5,17 +5,17 @@ import sys
 
 import pytest
 
+from duetgan.utils import processes
+from duetgan.utils.distributed import collectives
 from tests.conftest import REPOSITORY
-from utils import processes
-from utils.distributed import collectives
 
 # threads that ask for Python's lock in C++, as gloo's do where a process group is not destroyed
 SCRIPT = """
 import sys, threading
 import torch
-from utils import processes
-from utils.errors import UserError
-from utils.script import exit_cli
+from duetgan.utils import processes
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import exit_cli
 
 def work():
     a = torch.ones(64, 64)

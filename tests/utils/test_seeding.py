@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from utils.seeding import forked, generator, numpy_generator, seed_of
+from duetgan.utils.seeding import forked, generator, numpy_generator, seed_of
 
 # A run's every draw comes from these. A change of one of them breaks the resume of every run there is: don't.
 KNOWN = [

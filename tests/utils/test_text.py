@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.text import columns, decimal, shorten
+from duetgan.utils.text import columns, decimal, shorten
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from utils.versions import ROOT, commit, environment
+from duetgan.utils.versions import ROOT, commit, environment
 
 
 def git(folder, *arguments):
@@ -60,5 +60,7 @@ def test_a_git_that_hangs_is_not_waited_for(checkout, monkeypatch):
 
 
 def test_for_people_a_dirty_commit_has_local_changes(monkeypatch):
-    monkeypatch.setattr("utils.versions.commit", lambda checkout: "0123456789ab-dirty" if checkout == ROOT else None)
+    monkeypatch.setattr(
+        "duetgan.utils.versions.commit", lambda checkout: "0123456789ab-dirty" if checkout == ROOT else None
+    )
     assert environment()["commit"] == "0123456789ab with local changes"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from utils.runlog.run_log import say_main
+from duetgan.utils.runlog.run_log import say_main
 
 CompileSetting = Literal["auto", "on", "off"]
 

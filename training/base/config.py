@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Interval
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from training.base.monitors import EarlyStoppingConfig, SpikesConfig
-from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from utils.errors import UserError
+from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
+from duetgan.utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from duetgan.utils.errors import UserError
 
 
 def in_updates(value: Any, info: ValidationInfo) -> Any:

@@ -6,22 +6,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.decode import RandomCrop
-from data.errors import DamageError
-from data.reading.dataset import Dataset
-from data.reading.loader import InfiniteLoader
-from data.reading.mixture import MixedDataset, SyntheticSource
-from data.reading.several_files import open_at_once, shard_paths
-from data.reading.workers import choose_workers
-from metrics.lineage import lineage_of
-from training.base.config import DataConfig, RunConfig
-from training.base.generated import GeneratedSamples
-from training.base.sampling import fill_weights, lack_of, make_sampler, real_label_shares, share_of
-from utils.classes import require_same_classes
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.provenance import Lineage
-from utils.runlog.run_log import say
+from duetgan.data.decode import RandomCrop
+from duetgan.data.errors import DamageError
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.data.reading.mixture import MixedDataset, SyntheticSource
+from duetgan.data.reading.several_files import open_at_once, shard_paths
+from duetgan.data.reading.workers import choose_workers
+from duetgan.metrics.lineage import lineage_of
+from duetgan.training.base.config import DataConfig, RunConfig
+from duetgan.training.base.generated import GeneratedSamples
+from duetgan.training.base.sampling import fill_weights, lack_of, make_sampler, real_label_shares, share_of
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage
+from duetgan.utils.runlog.run_log import say
 
 OPEN_FILES = 96  # that a process needs besides the packed files: libraries, sockets, logs
 

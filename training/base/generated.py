@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.lmdb.format import Meta
-from data.reading.sampler import SampleKeys
-from metrics.features.extractors import fingerprint
-from metrics.features.precision import full_float32
-from metrics.lineage import provenance_of
-from models.gan import generate
-from models.restore import generator_from
-from utils.checkpoint import load, resolve
-from utils.errors import UserError
-from utils.provenance import Provenance
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.reading.sampler import SampleKeys
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.metrics.features.precision import full_float32
+from duetgan.metrics.lineage import provenance_of
+from duetgan.models.gan import generate
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Provenance
 
 BLOCK = 16  # samples a forward pass, always the same ones together: rounding depends on a batch's size
 

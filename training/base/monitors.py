@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge
 
-from utils.config.model import AboveOne, Config, NonNegativeFloat, PositiveInt
+from duetgan.utils.config.model import AboveOne, Config, NonNegativeFloat, PositiveInt
 
 LEAST = 30  # steps that must have been seen before one can be told to be unusual
 GAUSS = 1.4826  # standard deviations of a normal distribution in a median absolute deviation

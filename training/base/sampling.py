@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from data.reading.dataset import Dataset
-from data.reading.mixture import MixedDataset, MixedSampler
-from data.reading.sampler import GlobalSampler
-from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
-from training.base.config import DataConfig, RunConfig, SyntheticConfig
-from utils.distributed import collectives
-from utils.errors import UserError
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.mixture import MixedDataset, MixedSampler
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
+from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
 
 
 def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch
-from utils.provenance import Lineage
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch
+from duetgan.utils.provenance import Lineage
 
 Outline = Mapping[str, tuple[torch.nn.Module, int]]  # section of the config -> its network, least copies of its weights
 

@@ -2,18 +2,18 @@
 
 from typing import ClassVar, Literal, Self
 
-from data.augment.mixing import MixingAugment
-from data.reading.dataset import Dataset
-from models.classifier import ModelConfig
-from training.base.compiled import CompileSetting
-from training.base.config import RunConfig
-from training.base.data import check_same_classes
-from training.classifier.finetune import FineTuneConfig
-from training.classifier.loss import ClassifierLossConfig
-from training.classifier.resizing import ResizingConfig
-from training.optim.updater import OptimizerConfig
-from utils.config.model import Config, Decay
-from utils.errors import UserError
+from duetgan.data.augment.mixing import MixingAugment
+from duetgan.data.reading.dataset import Dataset
+from duetgan.models.classifier import ModelConfig
+from duetgan.training.base.compiled import CompileSetting
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.data import check_same_classes
+from duetgan.training.classifier.finetune import FineTuneConfig
+from duetgan.training.classifier.loss import ClassifierLossConfig
+from duetgan.training.classifier.resizing import ResizingConfig
+from duetgan.training.optim.updater import OptimizerConfig
+from duetgan.utils.config.model import Config, Decay
+from duetgan.utils.errors import UserError
 
 
 class ClassifierEmaConfig(Config):

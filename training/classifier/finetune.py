@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook
 
-from models.classifier import Classifier
-from training.optim.config import OptimizerConfig
-from utils.config.cli import did_you_mean
-from utils.config.model import Config, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from utils.errors import UserError
-from utils.text import columns
+from duetgan.models.classifier import Classifier
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.model import Config, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from duetgan.utils.errors import UserError
+from duetgan.utils.text import columns
 
 BACKBONE = "backbone"  # every stage but the head
 HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils.config.cli import did_you_mean
-from utils.config.model import Config, Decay, NonNegativeFloat
-from utils.errors import UserError
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.model import Config, Decay, NonNegativeFloat
+from duetgan.utils.errors import UserError
 
 
 class ClassifierLossConfig(Config):

@@ -3,7 +3,7 @@
 from itertools import pairwise
 from typing import Any, Literal
 
-from utils.errors import TrainingHalted
+from duetgan.utils.errors import TrainingHalted
 
 MicroBatchSetting = int | Literal["auto"] | None
 

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.augment.transforms import to_float
-from data.reading.dataset import Dataset
-from data.reading.loader import read_batch
-from metrics.lineage import provenance_of
-from models.backbones.discriminator import Trunk, form_of
-from models.classifier import Classifier
-from models.restore import discriminator_from, generator_from
-from utils.checkpoint import load, resolve
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.provenance import Lineage, join, recorded
+from duetgan.data.augment.transforms import to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
+from duetgan.metrics.lineage import provenance_of
+from duetgan.models.backbones.discriminator import Trunk, form_of
+from duetgan.models.classifier import Classifier
+from duetgan.models.restore import discriminator_from, generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage, join, recorded
 
 IMAGES = 5000  # that are looked at, at most
 PART, PIXELS = 256, 1 << 22  # images that are in memory at a time, and their pixels, at most

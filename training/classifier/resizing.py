@@ -8,9 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 from math import ceil
 
-from models.classifier import Classifier
-from utils.config.model import Config, Probability, Share
-from utils.errors import UserError
+from duetgan.models.classifier import Classifier
+from duetgan.utils.config.model import Config, Probability, Share
+from duetgan.utils.errors import UserError
 
 SMALLEST = 8  # px, as of model.input_size
 INCREMENT = 4  # px; sizes are multiples of it, and few: torch.compile compiles for each, eight times at most

@@ -10,36 +10,36 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from data.augment.mixing import Mixing, draw_mixing, mix_images, partners
-from data.augment.transforms import draw_and_apply, to_float
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, read_batch
-from metrics.evaluate_classifier import evaluate_classifier
-from metrics.figures import CLASSIFIER, history
-from models.batchnorm import synchronise_batchnorm
-from models.classifier import Classifier
-from models.model_parallel import Share, place
-from models.weights import load_pretrained
-from training.base.compiled import Compiled
-from training.base.phases import phase
-from training.base.sampling import label_shares
-from training.base.task import Outline, Task
-from training.classifier.config import ClassifierConfig, check_batches, check_classes
-from training.classifier.finetune import FineTuning, layer_table, plain
-from training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
-from training.classifier.micro_batch import MicroBatch
-from training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
-from training.classifier.resizing import Resizing
-from training.optim.ema import EMA
-from training.optim.updater import Precision, Updater, restore_where_
-from utils.distributed import collectives
-from utils.distributed.collectives import by_device
-from utils.errors import UserError
-from utils.images import grid
-from utils.memory import ran_out
-from utils.provenance import Lineage
-from utils.runlog.run_log import say_main
-from utils.seeding import forked
+from duetgan.data.augment.mixing import Mixing, draw_mixing, mix_images, partners
+from duetgan.data.augment.transforms import draw_and_apply, to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, read_batch
+from duetgan.metrics.evaluate_classifier import evaluate_classifier
+from duetgan.metrics.figures import CLASSIFIER, history
+from duetgan.models.batchnorm import synchronise_batchnorm
+from duetgan.models.classifier import Classifier
+from duetgan.models.model_parallel import Share, place
+from duetgan.models.weights import load_pretrained
+from duetgan.training.base.compiled import Compiled
+from duetgan.training.base.phases import phase
+from duetgan.training.base.sampling import label_shares
+from duetgan.training.base.task import Outline, Task
+from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
+from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
+from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
+from duetgan.training.classifier.micro_batch import MicroBatch
+from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
+from duetgan.training.classifier.resizing import Resizing
+from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import Precision, Updater, restore_where_
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.collectives import by_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import grid
+from duetgan.utils.memory import ran_out
+from duetgan.utils.provenance import Lineage
+from duetgan.utils.runlog.run_log import say_main
+from duetgan.utils.seeding import forked
 
 
 class Prepared(NamedTuple):

@@ -4,18 +4,18 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from data.reading.loader import InfiniteLoader
-from training.base.config import RunConfig
-from utils import checkpoint as checkpoints
-from utils.checkpoint.state_schema import FAULTS, check_part
-from utils.checkpoint.writer import Background, Snapshot
-from utils.config.build import to_tree
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.provenance import Lineage, join, recorded
-from utils.runlog.run_folder import RunFolder
-from utils.runlog.run_log import say
-from utils.versions import versions
+from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.training.base.config import RunConfig
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.state_schema import FAULTS, check_part
+from duetgan.utils.checkpoint.writer import Background, Snapshot
+from duetgan.utils.config.build import to_tree
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage, join, recorded
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import say
+from duetgan.utils.versions import versions
 
 Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from training.base.config import RunConfig
-from training.optim.ema import EMA
-from utils import seeding
-from utils.distributed import collectives
-from utils.distributed.heartbeat import silent_ranks
-from utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
-from utils.errors import TrainingHalted, UserError
-from utils.memory import ran_out
-from utils.runlog.run_folder import RunFolder
-from utils.text import listed
+from duetgan.training.base.config import RunConfig
+from duetgan.training.optim.ema import EMA
+from duetgan.utils import seeding
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.heartbeat import silent_ranks
+from duetgan.utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
+from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.memory import ran_out
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.text import listed
 
 
 def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:

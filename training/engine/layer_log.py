@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.hooks import LayerStatistics, matching_layers, merge
-from training.base.config import LogConfig
-from training.optim.updater import Precision
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.runlog.run_log import Events
+from duetgan.models.hooks import LayerStatistics, matching_layers, merge
+from duetgan.training.base.config import LogConfig
+from duetgan.training.optim.updater import Precision
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_log import Events
 
 FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its own
 

@@ -8,26 +8,26 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from data.errors import DamageError
-from data.reading.loader import Batch, InfiniteLoader
-from training.base.config import RunConfig
-from training.base.monitors import EarlyStopping, SpikeDetector
-from training.base.phases import phase
-from training.base.task import Task
-from training.engine import health
-from training.engine import profile as profiling
-from training.engine.checkpoints import CheckpointManager
-from training.engine.layer_log import LayerLog
-from training.engine.metric_window import MetricWindow
-from training.optim.updater import Updater
-from utils.distributed import collectives
-from utils.distributed.heartbeat import Heartbeat
-from utils.distributed.launch import handling, obeyed_signals
-from utils.errors import StoppedBySignal, TrainingHalted, UserError
-from utils.images import save_png
-from utils.memory import peak_bytes
-from utils.runlog.run_folder import RunFolder
-from utils.runlog.run_log import Metrics, RunLog, say, say_main
+from duetgan.data.errors import DamageError
+from duetgan.data.reading.loader import Batch, InfiniteLoader
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.monitors import EarlyStopping, SpikeDetector
+from duetgan.training.base.phases import phase
+from duetgan.training.base.task import Task
+from duetgan.training.engine import health
+from duetgan.training.engine import profile as profiling
+from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.training.engine.layer_log import LayerLog
+from duetgan.training.engine.metric_window import MetricWindow
+from duetgan.training.optim.updater import Updater
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.heartbeat import Heartbeat
+from duetgan.utils.distributed.launch import handling, obeyed_signals
+from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
+from duetgan.utils.images import save_png
+from duetgan.utils.memory import peak_bytes
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import Metrics, RunLog, say, say_main
 
 
 class Loop:

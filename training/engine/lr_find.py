@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from training.engine.loop import Loop
-from training.engine.profile import Rewind
-from training.optim.config import OptimizerConfig
-from training.optim.updater import Updater
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.files import as_json, write_atomic
-from utils.runlog.run_folder import SEARCHED
+from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.profile import Rewind
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.training.optim.updater import Updater
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import as_json, write_atomic
+from duetgan.utils.runlog.run_folder import SEARCHED
 
 IMAGE, NUMBERS = SEARCHED  # in the run folder
 SMOOTHING = 0.9  # of the running mean that the suggestions are read from

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.distributed import collectives
+from duetgan.utils.distributed import collectives
 
 
 class MetricWindow:

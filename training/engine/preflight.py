@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from data.reading.dataset import Dataset
-from data.reading.stages import stages_text
-from training.base.config import RunConfig
-from training.base.data import data_text, mixture_text
-from training.base.task import Outline, Task
-from training.optim.config import OptimizerConfig
-from training.optim.updater import Updater
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.memory import local_processes, total_bytes
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.stages import stages_text
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.data import data_text, mixture_text
+from duetgan.training.base.task import Outline, Task
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.training.optim.updater import Updater
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import local_processes, total_bytes
 
 GIB = 2**30
 MIB = 2**20

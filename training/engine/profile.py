@@ -16,14 +16,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from training.base.phases import OTHER, PhaseClock, listening, phase
-from utils.distributed import collectives
-from utils.files import write_atomic
-from utils.memory import peak_bytes
-from utils.text import columns
+from duetgan.training.base.phases import OTHER, PhaseClock, listening, phase
+from duetgan.utils.distributed import collectives
+from duetgan.utils.files import write_atomic
+from duetgan.utils.memory import peak_bytes
+from duetgan.utils.text import columns
 
 if TYPE_CHECKING:
-    from training.engine.loop import Loop
+    from duetgan.training.engine.loop import Loop
 
 WARM_UP = 3  # steps before the measured ones: caches fill, optimizers make their moments
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"  # in RUN/profile

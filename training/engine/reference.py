@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import PydanticUndefined
 
-from models.registry import ARCHITECTURES, DEFAULT
-from training.base.config import RunConfig
-from training.engine.tasks import TASKS
-from utils.config.model import Config, hints
-from utils.errors import UserError
+from duetgan.models.registry import ARCHITECTURES, DEFAULT
+from duetgan.training.base.config import RunConfig
+from duetgan.training.engine.tasks import TASKS
+from duetgan.utils.config.model import Config, hints
+from duetgan.utils.errors import UserError
 
 NAMES = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "null", Any: "any"}
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

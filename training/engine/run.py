@@ -8,26 +8,26 @@ from typing import Any
 
 import torch
 
-from training.base import data
-from training.base.config import RunConfig
-from training.base.task import Task
-from training.engine import health, lr_find, preflight, speed, transfer
-from training.engine import profile as profiling
-from training.engine.loop import Loop
-from training.engine.tasks import TASKS, build_run_config
-from utils import seeding
-from utils.checkpoint import newest_first
-from utils.config.build import to_tree
-from utils.config.yaml_files import read_yaml
-from utils.distributed import collectives
-from utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
-from utils.distributed.launch import under_launcher
-from utils.errors import StoppedBySignal, TrainingHalted, UserError
-from utils.memory import tune_malloc
-from utils.provenance import Lineage, join
-from utils.runlog.run_folder import RunFolder
-from utils.runlog.run_log import say, say_main, say_refused
-from utils.text import columns
+from duetgan.training.base import data
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.task import Task
+from duetgan.training.engine import health, lr_find, preflight, speed, transfer
+from duetgan.training.engine import profile as profiling
+from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.utils import seeding
+from duetgan.utils.checkpoint import newest_first
+from duetgan.utils.config.build import to_tree
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
+from duetgan.utils.distributed.launch import under_launcher
+from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
+from duetgan.utils.memory import tune_malloc
+from duetgan.utils.provenance import Lineage, join
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import say, say_main, say_refused
+from duetgan.utils.text import columns
 
 
 def train(
@@ -233,7 +233,7 @@ def _start_heartbeat(folder: Path) -> Heartbeat:
 
 def _report(folder: Path) -> None:
     """Write the run's report and say where it is. On a full disk a warning: what was trained is safe."""
-    from reporting.report import write_report  # a dry run writes none, and its parts take a tenth of a second
+    from duetgan.reporting.report import write_report  # a dry run writes none, and its parts take a tenth of a second
 
     try:
         say(f"report: {write_report(folder)}")

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch
-from models.fast import Fixed, native
-from training.base import data
-from training.base.config import RunConfig
-from training.base.task import Task
-from training.engine.tasks import TASKS, build_run_config
-from training.optim.updater import Precision
-from utils.config.yaml_files import read_yaml
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.memory import ran_out
-from utils.text import duration
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch
+from duetgan.models.fast import Fixed, native
+from duetgan.training.base import data
+from duetgan.training.base.config import RunConfig
+from duetgan.training.base.task import Task
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.training.optim.updater import Precision
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import ran_out
+from duetgan.utils.text import duration
 
 FORCED = "DUET_PRECISION"  # environment variable: what auto means, without a measurement
 FIRST = 3.0  # seconds that the first step may take, with the fewest samples

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from training.base import data
-from training.base.config import RunConfig
-from training.classifier.config import ClassifierConfig
-from training.classifier.task import ClassifierTask
-from training.gan.config import config_of
-from training.gan.task import GanTask
-from utils.config.build import build
-from utils.config.cli import Parser, did_you_mean
-from utils.config.yaml_files import Tree
-from utils.errors import UserError
+from duetgan.training.base import data
+from duetgan.training.base.config import RunConfig
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.gan.config import config_of
+from duetgan.training.gan.task import GanTask
+from duetgan.utils.config.build import build
+from duetgan.utils.config.cli import Parser, did_you_mean
+from duetgan.utils.config.yaml_files import Tree
+from duetgan.utils.errors import UserError
 
 
 class Entry(NamedTuple):

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from models.registry import DEFAULT
-from training.base.config import RunConfig
-from training.optim.ema import EMA
-from training.optim.updater import Updater
-from utils import checkpoint as checkpoints
-from utils.checkpoint.state_schema import check_tensors
-from utils.config.build import to_tree
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.provenance import Lineage, recorded
-from utils.runlog.run_folder import RunFolder
-from utils.runlog.run_log import say
-from utils.text import listed
+from duetgan.models.registry import DEFAULT
+from duetgan.training.base.config import RunConfig
+from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import Updater
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint.state_schema import check_tensors
+from duetgan.utils.config.build import to_tree
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage, recorded
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import say
+from duetgan.utils.text import listed
 
 LINES = 4  # parts that do not fit, or are new, that are listed for a network; the others are counted
 

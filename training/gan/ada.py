@@ -12,13 +12,13 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from training.gan import ada_operations as ops
-from training.gan.ada_operations import Draws, GroupDraws
-from training.optim.config import cosine
-from utils.config.cli import did_you_mean
-from utils.config.model import Config, PositiveFloat, PositiveInt, Probability
-from utils.errors import UserError
-from utils.seeding import generator
+from duetgan.training.gan import ada_operations as ops
+from duetgan.training.gan.ada_operations import Draws, GroupDraws
+from duetgan.training.optim.config import cosine
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import generator
 
 KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 1
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.gan.warp import copy_pixels, reflect, warp
+from duetgan.training.gan.warp import copy_pixels, reflect, warp
 
 MAX_SHIFT = 0.125  # of the side, either way: shift by whole pixels
 SCALE = 0.2  # standard deviation of log2: isotropic and anisotropic scale

@@ -7,19 +7,27 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge
 from pydantic import create_model
 
-from data.augment.transforms import Augment
-from models.registry import DEFAULT, architecture_of
-from models.stylegan2 import DiscriminatorConfig, GeneratorConfig
-from training.base.compiled import CompileSetting
-from training.base.config import RunConfig
-from training.gan.ada import AdaConfig
-from training.gan.diagnostics import WatchConfig
-from training.gan.losses import OBJECTIVES, Objective
-from training.gan.stages import ProgressiveConfig, Stages
-from training.optim.updater import OptimizerConfig
-from utils.config.cli import did_you_mean
-from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Share
-from utils.errors import UserError
+from duetgan.data.augment.transforms import Augment
+from duetgan.models.registry import DEFAULT, architecture_of
+from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig
+from duetgan.training.base.compiled import CompileSetting
+from duetgan.training.base.config import RunConfig
+from duetgan.training.gan.ada import AdaConfig
+from duetgan.training.gan.diagnostics import WatchConfig
+from duetgan.training.gan.losses import OBJECTIVES, Objective
+from duetgan.training.gan.stages import ProgressiveConfig, Stages
+from duetgan.training.optim.updater import OptimizerConfig
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.model import (
+    Config,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Share,
+)
+from duetgan.utils.errors import UserError
 
 
 class GanLossConfig(Config):

@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.augment.transforms import draw_and_apply, to_float
-from data.reading.loader import Batch
-from models.gan import StyledGenerator
-from models.layers import upsample_fir
-from training.base.compiled import Compiled
-from training.base.phases import phase
-from training.gan.ada import Ada
-from training.gan.config import GanConfig
-from training.gan.stages import Stage
-from training.optim.updater import Precision
-from utils.distributed import collectives
-from utils.seeding import generator as keyed_generator
+from duetgan.data.augment.transforms import draw_and_apply, to_float
+from duetgan.data.reading.loader import Batch
+from duetgan.models.gan import StyledGenerator
+from duetgan.models.layers import upsample_fir
+from duetgan.training.base.compiled import Compiled
+from duetgan.training.base.phases import phase
+from duetgan.training.gan.ada import Ada
+from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.stages import Stage
+from duetgan.training.optim.updater import Precision
+from duetgan.utils.distributed import collectives
+from duetgan.utils.seeding import generator as keyed_generator
 
 
 @dataclass

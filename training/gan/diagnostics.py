@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from training.gan.losses import OBJECTIVES, Objective
-from utils.config.model import AboveOne, Config, InnerShare, NonNegativeFloat, PositiveInt, Share
-from utils.errors import UserError
+from duetgan.training.gan.losses import OBJECTIVES, Objective
+from duetgan.utils.config.model import AboveOne, Config, InnerShare, NonNegativeFloat, PositiveInt, Share
+from duetgan.utils.errors import UserError
 
 NORMS = {  # whose sudden growth or loss is told
     "gradient_norm/generator": "the generator's gradient norm",

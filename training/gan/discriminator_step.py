@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.base.phases import phase
-from training.gan import losses
-from training.gan.context import Context, DiscriminatorOutput, Images, StepShare
-from training.optim.config import cosine
-from training.optim.updater import Updater
-from utils.distributed import collectives
+from duetgan.training.base.phases import phase
+from duetgan.training.gan import losses
+from duetgan.training.gan.context import Context, DiscriminatorOutput, Images, StepShare
+from duetgan.training.optim.config import cosine
+from duetgan.training.optim.updater import Updater
+from duetgan.utils.distributed import collectives
 
 # name of the images -> the penalty that is taken of them, and its value for each image, of the logits and the images
 PENALTIES = {

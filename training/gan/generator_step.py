@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.classifier import Classifier, fit_images
-from training.base.phases import phase
-from training.gan import losses
-from training.gan.context import Context, Images, StepShare
-from training.gan.loss_gradients import PerLossGradients
-from training.optim.config import cosine
-from training.optim.ema import EMA, half_life_beta
-from training.optim.updater import Updater
-from utils.distributed import collectives
+from duetgan.models.classifier import Classifier, fit_images
+from duetgan.training.base.phases import phase
+from duetgan.training.gan import losses
+from duetgan.training.gan.context import Context, Images, StepShare
+from duetgan.training.gan.loss_gradients import PerLossGradients
+from duetgan.training.optim.config import cosine
+from duetgan.training.optim.ema import EMA, half_life_beta
+from duetgan.training.optim.updater import Updater
+from duetgan.utils.distributed import collectives
 
 
 class PathLength(torch.nn.Module):

@@ -6,8 +6,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from training.optim.updater import Precision
-from utils.distributed import collectives
+from duetgan.training.optim.updater import Precision
+from duetgan.utils.distributed import collectives
 
 
 class PerLossGradients:

@@ -12,8 +12,8 @@ from typing import Annotated, NamedTuple
 
 from annotated_types import Ge
 
-from utils.config.model import Config, NonNegativeFloat, PositiveInt
-from utils.errors import UserError
+from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt
+from duetgan.utils.errors import UserError
 
 SMALLEST = 8  # px; the first stage's at least
 

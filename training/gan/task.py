@@ -8,38 +8,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.augment.transforms import to_float
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, read_batch
-from metrics.evaluate_gan import evaluate_generator
-from metrics.features.extractors import build, fingerprint
-from metrics.features.passes import shared_pass
-from metrics.features.precision import evaluating
-from metrics.features.sets import RealFeatures
-from metrics.figures import GAN, history
-from models.classifier import Classifier
-from models.gan import StageGenerator, generate
-from models.registry import architecture_of
-from models.restore import classifier_from
-from training.base.data import check_same_classes
-from training.base.phases import phase
-from training.base.sampling import label_shares
-from training.base.task import Outline, Task
-from training.gan.ada import Ada
-from training.gan.config import GanConfig
-from training.gan.context import Context, GanDraws, Images, StepShare
-from training.gan.diagnostics import Watch
-from training.gan.discriminator_step import DiscriminatorStep
-from training.gan.generator_step import GeneratorStep
-from training.optim.ema import EMA
-from training.optim.updater import Precision, Updater
-from utils.checkpoint import load, resolve
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.images import grid
-from utils.provenance import Lineage
-from utils.runlog.run_log import say_main
-from utils.seeding import forked
+from duetgan.data.augment.transforms import to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, read_batch
+from duetgan.metrics.evaluate_gan import evaluate_generator
+from duetgan.metrics.features.extractors import build, fingerprint
+from duetgan.metrics.features.passes import shared_pass
+from duetgan.metrics.features.precision import evaluating
+from duetgan.metrics.features.sets import RealFeatures
+from duetgan.metrics.figures import GAN, history
+from duetgan.models.classifier import Classifier
+from duetgan.models.gan import StageGenerator, generate
+from duetgan.models.registry import architecture_of
+from duetgan.models.restore import classifier_from
+from duetgan.training.base.data import check_same_classes
+from duetgan.training.base.phases import phase
+from duetgan.training.base.sampling import label_shares
+from duetgan.training.base.task import Outline, Task
+from duetgan.training.gan.ada import Ada
+from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.context import Context, GanDraws, Images, StepShare
+from duetgan.training.gan.diagnostics import Watch
+from duetgan.training.gan.discriminator_step import DiscriminatorStep
+from duetgan.training.gan.generator_step import GeneratorStep
+from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import grid
+from duetgan.utils.provenance import Lineage
+from duetgan.utils.runlog.run_log import say_main
+from duetgan.utils.seeding import forked
 
 LOGIT_IMAGES = 512  # images of which the discriminator's mean logit is taken at an evaluation
 SEARCHED_PER_SAMPLE = 4  # training images among which an evaluation looks for copies

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 from pydantic import BeforeValidator
 
-from training.base.config import Epochs, Updates, in_updates
-from utils.config.model import (
+from duetgan.training.base.config import Epochs, Updates, in_updates
+from duetgan.utils.config.model import (
     Config,
     Decay,
     InnerShare,
@@ -19,7 +19,7 @@ from utils.config.model import (
     Probability,
     Share,
 )
-from utils.errors import UserError
+from duetgan.utils.errors import UserError
 
 WarmUp = Annotated[NonNegativeInt, BeforeValidator(in_updates, json_schema_input_type=NonNegativeInt | Epochs)]
 

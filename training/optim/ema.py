@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from utils.distributed.collectives import by_device
+from duetgan.utils.distributed.collectives import by_device
 
 Network = TypeVar("Network", bound=nn.Module)
 

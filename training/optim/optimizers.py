@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from training.optim.config import OptimizerConfig
-from utils.distributed.collectives import by_device
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.utils.distributed.collectives import by_device
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

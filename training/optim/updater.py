@@ -6,14 +6,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from training.base.config import PrecisionName
-from training.optim.config import OptimizerConfig
-from training.optim.optimizers import ScheduleFree, build_optimizer
-from utils.checkpoint.state_schema import check_moments
-from utils.distributed import collectives
-from utils.distributed.collectives import by_device
-from utils.distributed.gradients import Compression, GradientExchange
-from utils.errors import UserError
+from duetgan.training.base.config import PrecisionName
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.training.optim.optimizers import ScheduleFree, build_optimizer
+from duetgan.utils.checkpoint.state_schema import check_moments
+from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.collectives import by_device
+from duetgan.utils.distributed.gradients import Compression, GradientExchange
+from duetgan.utils.errors import UserError
 
 SMALLEST_WEIGHTS = 1e-3  # norm that a unit's weights count for at least, so that new ones can leave zero
 SMALLEST_GRADIENT = 1e-6

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Interval
 from pydantic import Field
 
-from utils import bounded
-from utils.config.model import Stored
-from utils.config.yaml_files import near_file
-from utils.errors import StoppedBySignal, UserError
-from utils.files import replace_file, sync_folder
-from utils.provenance import Lineage
+from duetgan.utils import bounded
+from duetgan.utils.config.model import Stored
+from duetgan.utils.config.yaml_files import near_file
+from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.files import replace_file, sync_folder
+from duetgan.utils.provenance import Lineage
 
 if TYPE_CHECKING:
-    from utils.checkpoint.writer import Snapshot
+    from duetgan.utils.checkpoint.writer import Snapshot
 
 SCHEMA = 1
 BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
@@ -127,8 +127,8 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
     (full, read-only); what was there before stays. Raises TypeError for content that could not be loaded again.
     """
-    from utils.checkpoint import writer as checkpoint_writer
-    from utils.checkpoint.writer import Snapshot
+    from duetgan.utils.checkpoint import writer as checkpoint_writer
+    from duetgan.utils.checkpoint.writer import Snapshot
 
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.config.model import Unfit
-from utils.errors import UserError
+from duetgan.utils.config.model import Unfit
+from duetgan.utils.errors import UserError
 
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # of a state that is odd
 ADAM = {"step", "exp_avg", "exp_avg_sq"}

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from utils.config.cli import UnknownKey, normalise
-from utils.config.model import Config, keys_of, refused, section_at
-from utils.config.yaml_files import Tree, from_text
-from utils.errors import UserError
+from duetgan.utils.config.cli import UnknownKey, normalise
+from duetgan.utils.config.model import Config, keys_of, refused, section_at
+from duetgan.utils.config.yaml_files import Tree, from_text
+from duetgan.utils.errors import UserError
 
 C = TypeVar("C", bound=Config)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from utils.errors import UserError
+from duetgan.utils.errors import UserError
 
 MOST = 2.0**63  # no number of an option is larger
 

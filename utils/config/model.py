@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args
 from annotated_types import Ge, Gt, Interval
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
-from utils.config.cli import UnknownKey
-from utils.config.yaml_files import from_text
-from utils.errors import UserError
+from duetgan.utils.config.cli import UnknownKey
+from duetgan.utils.config.yaml_files import from_text
+from duetgan.utils.errors import UserError
 
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]

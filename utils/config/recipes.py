@@ -11,6 +11,15 @@ STUDIES = "study_"  # names of the recipes of study.py begin so
 LENGTH = 88  # characters of a head's first line, so that a listed line stays within 120
 
 
+def recipe_file(name: str) -> str:
+    """The file that `--config name` means: a file, else the recipe of this name, `gan_64` or configs/gan_64.yaml, from
+    whatever folder.
+    """
+    own = CONFIGS / Path(name).with_suffix(".yaml").name
+    ours = str(Path(name).parent) in (".", "configs") and own.is_file() and not Path(name).exists()
+    return str(own) if ours else name
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A file of configs/ and what its head says."""

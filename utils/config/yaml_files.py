@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from utils import bounded
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
-from utils.files import replace_file
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import replace_file
 
 Tree = dict[str, Any]
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.distributed.launch import AGAIN, LAUNCHED
-from utils.distributed.rendezvous import fresh_store
-from utils.errors import TrainingHalted, UserError
-from utils.processes import leave_threads
+from duetgan.utils.distributed.launch import AGAIN, LAUNCHED
+from duetgan.utils.distributed.rendezvous import fresh_store
+from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.processes import leave_threads
 
 T = TypeVar("T")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.distributed import collectives
+from duetgan.utils.distributed import collectives
 
 Compression = Literal["off", "bf16"]
 BUCKET_ELEMENTS = 25_000_000 // 4  # one collective per this many gradient elements, as DDP's 25 MB buckets

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.text import duration
+from duetgan.utils.text import duration
 
 SECONDS_BETWEEN_LINES = 25.0  # where no bar can be drawn, however long a step or an evaluation takes
 

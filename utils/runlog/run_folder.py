@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.config.build import differences
-from utils.config.yaml_files import Tree, read_yaml, save_yaml
-from utils.errors import UserError
-from utils.files import as_json, replace_file
+from duetgan.utils.config.build import differences
+from duetgan.utils.config.yaml_files import Tree, read_yaml, save_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import as_json, replace_file
 
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
 BREAKING = re.compile(

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from utils.distributed import collectives
-from utils.files import replace_file
-from utils.runlog.progress import Bar
-from utils.runlog.trackers import Tracker
+from duetgan.utils.distributed import collectives
+from duetgan.utils.files import replace_file
+from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.runlog.trackers import Tracker
 
 Metrics = dict[str, float | int]
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from utils import bounded
-from utils.config.cli import Parser
-from utils.config.model import NonNegativeInt, Stored
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.files import replace_file
-from utils.script import exit_cli
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.model import NonNegativeInt, Stored
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import replace_file
+from duetgan.utils.script import exit_cli
 
 Values = Mapping[str, float]
 
@@ -128,7 +128,7 @@ class Tracker:
 
     def send(self) -> int:
         """Send the rows up to the last checkpoint that were not sent; returns how many. Raises what a tracker does."""
-        from utils import checkpoint  # imports torch
+        from duetgan.utils import checkpoint  # imports torch
 
         saved = checkpoint.newest_first(self._run / "checkpoints")
         last = checkpoint.step_of(saved[0]) if saved else 0

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from data.augment.mixing import Mixing, MixingAugment, cut_boxes, draw_mixing, mix_images, partners
-from data.augment.transforms import to_float
+from duetgan.data.augment.mixing import Mixing, MixingAugment, cut_boxes, draw_mixing, mix_images, partners
+from duetgan.data.augment.transforms import to_float
+from duetgan.utils.errors import UserError
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from data.augment import transforms
-from data.augment.transforms import (
+from duetgan.data.augment import transforms
+from duetgan.data.augment.transforms import (
     Augment,
     draw_and_apply,
     erase_boxes,
@@ -17,8 +17,8 @@ from data.augment.transforms import (
     random_shift,
     to_float,
 )
+from duetgan.utils.errors import UserError
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 
 def images(dtype: torch.dtype = torch.uint8, channels: int = 3) -> torch.Tensor:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torchvision.transforms.v2 import InterpolationMode, TrivialAugmentWide
 
-from data.augment.transforms import Augment, draw_and_apply
-from data.augment.trivial_augment import BINS, KINDS, SIGNED, STRENGTHS, Draws, draw, trivial_augment
+from duetgan.data.augment.transforms import Augment, draw_and_apply
+from duetgan.data.augment.trivial_augment import BINS, KINDS, SIGNED, STRENGTHS, Draws, draw, trivial_augment
 from tests.data.conftest import images as sample_images
 
 OTHER_NAMES = {

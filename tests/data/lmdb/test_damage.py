@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.decode import stored_image
-from data.errors import DamageError
-from data.lmdb.format import ENTRY, INDEX_HEAD, META_KEY
-from data.lmdb.reader import LMDBReader
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from duetgan.data.decode import stored_image
+from duetgan.data.errors import DamageError
+from duetgan.data.lmdb.format import ENTRY, INDEX_HEAD, META_KEY
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, change, flip, stored, value
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 LABEL_OFFSET = 8  # of the label in an entry: checksum and size stand before it
 

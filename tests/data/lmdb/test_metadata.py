@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.errors import DamageError
-from data.lmdb.format import COMPLETE_KEY, META_KEY, index_key
-from data.lmdb.reader import LMDBReader
-from data.reading.dataset import Dataset
-from data.records import make_plan, pack_arrays
-from data.sources.base import ArraySource
+from duetgan.data.errors import DamageError
+from duetgan.data.lmdb.format import COMPLETE_KEY, META_KEY, index_key
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import make_plan, pack_arrays
+from duetgan.data.sources.base import ArraySource
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, change
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 OTHERS: list[Any] = [None, True, -1, 0, 1, 2, 2**31, 10**9, 2**63, 10**30, 0.5, 1e400, float("nan"), {}, {"a": 1}]
 OTHERS += ["", "raw", "\ud800", [], [0], [1], [-1], [10**9], [0.5], [None], ["a"], [[]]]

@@ -10,15 +10,15 @@ import lmdb
 import numpy as np
 import pytest
 
-from data.lmdb import format as record_format
-from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.reading.dataset import Dataset
-from data.records import add_image, pack_arrays
+from duetgan.data.lmdb import format as record_format
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import add_image, pack_arrays
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 GREY = Layout(channels=1, resolutions=(8,))
 

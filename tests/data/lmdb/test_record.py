@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from data.lmdb.record import mean_and_std
-from data.records import pixel_sums
+from duetgan.data.lmdb.record import mean_and_std
+from duetgan.data.records import pixel_sums
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -10,10 +10,10 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from data.errors import ImageError
-from data.lmdb.environment import acquire
-from data.sources import open_source
-from utils.errors import UserError
+from duetgan.data.errors import ImageError
+from duetgan.data.lmdb.environment import acquire
+from duetgan.data.sources import open_source
+from duetgan.utils.errors import UserError
 
 PAGE = 4096  # bytes
 TREE = (1, 2)  # flags of branches and leaves

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import pack as pack_module
-from data.lmdb.format import CODEC_JPEG
-from data.lmdb.writer import LMDBWriter
-from data.pack import main, pack
-from data.reading.dataset import Dataset
-from data.records import make_plan
-from data.sources import open_source
+from duetgan.data import pack as pack_module
+from duetgan.data.lmdb.format import CODEC_JPEG
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.pack import main, pack
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import make_plan
+from duetgan.data.sources import open_source
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.data.conftest import save
-from utils.errors import UserError
-from utils.script import run_cli
 
 
 def packed(path: Path, *options: str) -> Dataset:
@@ -227,7 +227,7 @@ def test_fault_in_the_search_for_duplicates_loses_nothing(
     def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr("data.pack.find", fail)
+    monkeypatch.setattr("duetgan.data.pack.find", fail)
     assert len(packed(photos)) == 4
     assert "the search failed (ZeroDivisionError: a fault of ours); the file is complete" in capsys.readouterr().out
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data.inspect import main as inspect
-from data.lmdb.reader import LMDBReader
-from data.pack import main as pack
-from data.sources import open_source
-from utils.errors import UserError
-from utils.files import replace_file
-from utils.script import run_cli
+from duetgan.data.inspect import main as inspect
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.pack import main as pack
+from duetgan.data.sources import open_source
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import replace_file
+from duetgan.utils.script import run_cli
 
 ROOT = Path(__file__).parents[3]
 

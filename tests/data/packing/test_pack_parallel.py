@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import records
-from data.errors import ImageError
-from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout, Record
-from data.pack import main, pack
-from data.records import Plan, converted, thread_count
-from data.sources import open_source
-from data.sources.base import ArraySource, Item, Source
-from utils.errors import UserError
+from duetgan.data import records
+from duetgan.data.errors import ImageError
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout, Record
+from duetgan.data.pack import main, pack
+from duetgan.data.records import Plan, converted, thread_count
+from duetgan.data.sources import open_source
+from duetgan.data.sources.base import ArraySource, Item, Source
+from duetgan.utils.errors import UserError
 
 RNG = np.random.default_rng(0)
 
@@ -153,7 +153,7 @@ def test_number_of_threads(
 
 
 def test_packing_imports_no_torch() -> None:
-    code = "import sys, data.pack; sys.exit('torch' in sys.modules)"
+    code = "import sys, duetgan.data.pack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -170,9 +170,9 @@ def test_full_disk_with_workers(tmp_path: Path) -> None:
 
 SLOW = """
 import pathlib, sys, time
-from data.pack import pack
+from duetgan.data.pack import pack
 from tests.data.packing.test_pack_parallel import Numbers
-from utils.script import run_cli
+from duetgan.utils.script import run_cli
 
 def before(index):
     pathlib.Path("working").touch()

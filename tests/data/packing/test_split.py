@@ -9,22 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.decode import stored_image
-from data.duplicates import find
-from data.inspect import verify
-from data.lmdb.format import Split
-from data.lmdb.reader import LMDBReader
-from data.lmdb.writer import LMDBWriter
-from data.pack import main, pack
-from data.packing.split import draw, look_alikes, quotas, to_share, val_path
-from data.records import pack_arrays
-from data.sources import open_source
+from duetgan.data.decode import stored_image
+from duetgan.data.duplicates import find
+from duetgan.data.inspect import verify
+from duetgan.data.lmdb.format import Split
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.pack import main, pack
+from duetgan.data.packing.split import draw, look_alikes, quotas, to_share, val_path
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
+from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import seed_of
 from tests.data.conftest import images
 from tests.data.test_duplicates import photos as photo_like
 from tests.data.test_duplicates import saved
-from utils.errors import EXIT_OK, EXIT_USER, UserError
-from utils.script import run_cli
-from utils.seeding import seed_of
 
 TENTH = Fraction(1, 10)
 SHARES = st.fractions(min_value=Fraction(1, 100), max_value=Fraction(1, 2))
@@ -278,7 +278,7 @@ def test_a_fault_leaves_both_files_as_they_were(
     capsys.readouterr()
     pack(open_source(str(pets)), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]
-    for fault in ("data.packing.split.draw", "data.pack.publish_both"):
+    for fault in ("duetgan.data.packing.split.draw", "duetgan.data.pack.publish_both"):
         with monkeypatch.context() as patch:
             patch.setattr(fault, lambda *arguments: (_ for _ in ()).throw(UserError("a fault")))
             assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == EXIT_USER

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.decode import RandomCrop, stored_image
-from data.lmdb.format import CODEC_JPEG
-from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.reading.dataset import Dataset, dataset_for_model
-from data.reading.sampler import SampleKeys
-from data.records import add_image, make_record, pack_arrays
+from duetgan.data.decode import RandomCrop, stored_image
+from duetgan.data.lmdb.format import CODEC_JPEG
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.reading.sampler import SampleKeys
+from duetgan.data.records import add_image, make_record, pack_arrays
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.reading.test_several_files import COUNT, pack_shards, small_blocks
-from utils.errors import UserError
-from utils.seeding import numpy_generator
 
 __all__ = ["small_blocks"]  # a fixture
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from data.errors import DamageError
-from data.lmdb import format as record_format
-from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.reading.dataset import Dataset
-from data.reading.loader import InfiniteLoader
-from data.reading.sampler import GlobalSampler
-from data.records import add_image, pack_arrays
+from duetgan.data.errors import DamageError
+from duetgan.data.lmdb import format as record_format
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.decode import decode_crop
-from data.lmdb import environment
-from data.reading import dataset as dataset_module
-from data.reading.dataset import Dataset
-from data.reading.loader import InfiniteLoader
-from data.reading.sampler import GlobalSampler
+from duetgan.data.decode import decode_crop
+from duetgan.data.lmdb import environment
+from duetgan.data.reading import dataset as dataset_module
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.data.reading.sampler import GlobalSampler
 from tests.data.conftest import images as sample_images
 from tests.data.reading.test_several_files import COUNT, LABELS, pack_shards, small_blocks
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from data.reading.weighted_sampling import few_labels
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.reading.weighted_sampling import few_labels
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 LABELS = np.arange(90) % 3
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, InfiniteLoader, mirror_in_turn
-from data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, InfiniteLoader, mirror_in_turn
+from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from tests.data.conftest import images as sample_images
 
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from data.decode import RandomCrop
-from data.errors import DamageError
-from data.reading.dataset import Dataset
-from data.reading.loader import InfiniteLoader
-from data.reading.mixture import MixedDataset, MixedSampler
-from data.reading.sampler import GlobalSampler, SampleKeys
-from data.reading.weighted_sampling import balanced_weights
-from data.records import pack_arrays
+from duetgan.data.decode import RandomCrop
+from duetgan.data.errors import DamageError
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.data.reading.mixture import MixedDataset, MixedSampler
+from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.weighted_sampling import balanced_weights
+from duetgan.data.records import pack_arrays
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 REAL, DRAWN = 20, 7  # images
 SHARES = ["1/4", "1/3", "0.37", "1/100", "1"]

@@ -17,15 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.decode import RandomCrop
-from data.reading.dataset import Dataset
-from data.reading.loader import InfiniteLoader, evaluation_batches
-from data.reading.sampler import GlobalSampler, SampleKeys
-from data.reading.weighted_sampling import balanced_weights
-from data.records import pack_arrays
+from duetgan.data.decode import RandomCrop
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import InfiniteLoader, evaluation_batches
+from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.weighted_sampling import balanced_weights
+from duetgan.data.records import pack_arrays
+from duetgan.utils.seeding import numpy_generator
 from tests.data.conftest import images as sample_images
 from tests.data.reading.test_sampler import take, weighted
-from utils.seeding import numpy_generator
 
 sizes = st.integers(1, 40)
 worlds = st.sampled_from([1, 2, 3, 4])
@@ -111,7 +111,7 @@ def test_weighted_epochs_round_every_share_down_or_up(
     weights: list[float], seed: int, groups: np.ndarray | None, bits: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.reading.weighted_sampling.FRACTION_BITS", bits)
+        patch.setattr("duetgan.data.reading.weighted_sampling.FRACTION_BITS", bits)
         sampler = weighted(weights, seed, None if groups is None else groups[: len(weights)])
     line = sampler._weighted
     if line is not None:

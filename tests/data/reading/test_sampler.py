@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.reading.sampler import GlobalSampler
-from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights, occurrences
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights, occurrences
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 
 def take(sampler: GlobalSampler, batches: int) -> np.ndarray:
@@ -45,7 +45,7 @@ def test_copies_draw_an_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.append(key[-1])
         return numpy_generator(*key)
 
-    monkeypatch.setattr("data.reading.sampler.numpy_generator", counted)
+    monkeypatch.setattr("duetgan.data.reading.sampler.numpy_generator", counted)
     for _ in range(10):  # as a loader without prefetching does
         copy.copy(sampler).next_batch()
         sampler.advance()
@@ -77,7 +77,7 @@ def test_equal_weights_are_no_weights(weight: float) -> None:
 
 def test_rounding_errors_of_weights_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # so coarse that the least excess would be seen
-    monkeypatch.setattr("data.reading.weighted_sampling.FRACTION_BITS", 1)
+    monkeypatch.setattr("duetgan.data.reading.weighted_sampling.FRACTION_BITS", 1)
     labels = np.repeat([0, 1, 2], [3, 5, 7])
     weights = balanced_weights(labels, ["a", "b", "c"])
     np.testing.assert_allclose(np.bincount(labels, weights), 1)

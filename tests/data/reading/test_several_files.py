@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.lmdb import format as record_format
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from duetgan.data.lmdb import format as record_format
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 COUNT, PARTS = 22, [(0, 9), (9, 10), (10, 22)]
 LABELS = np.arange(COUNT) % 3

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.decode import RandomCrop
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, InfiniteLoader
-from data.reading.sampler import GlobalSampler
-from data.reading.stages import at_resolution, stages_text
-from data.records import pack_arrays
+from duetgan.data.decode import RandomCrop
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, InfiniteLoader
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.stages import at_resolution, stages_text
+from duetgan.data.records import pack_arrays
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
-from utils.errors import UserError
 
 COUNT, SIDE = 20, 32
 SPANS = [(0, 8, 8), (3, 16, 12), (5, 32, 4)]  # first step, px, batch

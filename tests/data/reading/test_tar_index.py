@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 
 import train
-from data.decode import RandomCrop
-from data.errors import DamageError
-from data.pack import pack
-from data.reading import several_files as shard_index
-from data.reading.dataset import Dataset
-from data.reading.sampler import GlobalSampler
-from data.reading.several_files import MOST_FILES, expand_braces, shard_paths
-from data.records import pack_arrays
-from data.sources import open_source
-from data.tar_files import OPEN, TarFiles
+from duetgan.data.decode import RandomCrop
+from duetgan.data.errors import DamageError
+from duetgan.data.pack import pack
+from duetgan.data.reading import several_files as shard_index
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.several_files import MOST_FILES, expand_braces, shard_paths
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
+from duetgan.data.tar_files import OPEN, TarFiles
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.data.conftest import images as sample_images
 from tests.data.sources.source_files import content_of
 from tests.data.sources.test_tars import samples, tar
 from tests.end_to_end.recipes import image_folders, write_recipe
-from utils.errors import UserError
-from utils.script import run_cli
 
 COUNT = 20
 
@@ -138,7 +138,7 @@ def test_a_shard_that_changes_while_it_is_read(shards: Path) -> None:
 
 
 def test_more_tars_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.tar_files.OPEN", 2)
+    monkeypatch.setattr("duetgan.data.tar_files.OPEN", 2)
     for number in range(5):
         tar(tmp_path / "set" / f"{number}.tar", samples(0, 1, first=2 * number))
     with Dataset(tmp_path / "set", workers=3, resolution=8) as dataset:

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.reading import workers as workers_module
-from data.reading.dataset import Dataset
-from data.reading.sampler import SampleKeys
-from data.reading.workers import candidates, choose_workers
-from data.records import pack_arrays
+from duetgan.data.reading import workers as workers_module
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import SampleKeys
+from duetgan.data.reading.workers import candidates, choose_workers
+from duetgan.data.records import pack_arrays
+from duetgan.utils import memory
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
-from utils import memory
 
 KEYS = SampleKeys(1, np.arange(12), np.zeros(12, np.int64))
 

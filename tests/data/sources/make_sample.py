@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.sources.base import ArraySource
-from data.sources.named import PREFIX, SAMPLE, open_fashion_mnist
-from utils.config.cli import Parser
-from utils.script import run_cli
+from duetgan.data.sources.base import ArraySource
+from duetgan.data.sources.named import PREFIX, SAMPLE, open_fashion_mnist
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.script import run_cli
 
 PER_CLASS = {"train": 1000, "test": 200}
 

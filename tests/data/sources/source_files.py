@@ -10,10 +10,10 @@ import lmdb
 import pytest
 from PIL import Image
 
-from data.errors import ImageError
-from data.sources import Source, open_source
+from duetgan.data.errors import ImageError
+from duetgan.data.sources import Source, open_source
+from duetgan.utils.errors import UserError
 from tests.data.conftest import save
-from utils.errors import UserError
 
 
 def content_of(shade: int) -> bytes:

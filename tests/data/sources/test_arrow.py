@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.errors import ImageError
-from data.pack import main, pack
-from data.sources import open_source, tables
+from duetgan.data.errors import ImageError
+from duetgan.data.pack import main, pack
+from duetgan.data.sources import open_source, tables
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.data.sources.source_files import arrow_table, cells, content_of, contents, item_refused, refused
-from utils.errors import UserError
-from utils.script import run_cli
 
 pa = pytest.importorskip("pyarrow")
 REPOSITORY = Path(__file__).parents[3]

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from data.pack import main
-from data.sources import open_source
-from data.sources.labels import looks_like_labels
-from data.sources.listing import first_of, split_name
+from duetgan.data.pack import main
+from duetgan.data.sources import open_source
+from duetgan.data.sources.labels import looks_like_labels
+from duetgan.data.sources.listing import first_of, split_name
+from duetgan.utils.errors import EXIT_OK
+from duetgan.utils.script import run_cli
 from tests.data.conftest import save
 from tests.data.sources.source_files import cells, manifest, parquet, refused
 from tests.data.sources.test_sources import zipped
-from utils.errors import EXIT_OK
-from utils.script import run_cli
 
 
 def test_names_of_splits() -> None:

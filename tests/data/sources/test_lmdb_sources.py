@@ -7,11 +7,11 @@ import lmdb
 import numpy as np
 import pytest
 
-from data.errors import ImageError
-from data.lmdb.reader import LMDBReader
-from data.pack import pack
-from data.records import pack_arrays
-from data.sources import open_source
+from duetgan.data.errors import ImageError
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.pack import pack
+from duetgan.data.records import pack_arrays
+from duetgan.data.sources import open_source
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
 from tests.data.sources.source_files import contents, item_refused, refused, rosinality

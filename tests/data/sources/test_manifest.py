@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from data.pack import pack
-from data.sources import open_source
+from duetgan.data.pack import pack
+from duetgan.data.sources import open_source
+from duetgan.utils.errors import UserError
 from tests.data.sources.source_files import contents, item_refused, manifest, refused
-from utils.errors import UserError
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.lmdb.format import Meta
-from data.pack import pack
-from data.reading.dataset import Dataset
-from data.sources import named, open_source
-from data.sources.named import cache_folder, find_idx, read_idx
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.pack import pack
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.sources import named, open_source
+from duetgan.data.sources.named import cache_folder, find_idx, read_idx
+from duetgan.utils.errors import UserError
 from tests.data.sources.make_sample import idx_gz
 from tests.data.sources.source_files import refused
-from utils.errors import UserError
 
 
 def write_idx(folder: Path, prefix: str, images: np.ndarray, labels: np.ndarray, suffix: str = ".gz") -> None:

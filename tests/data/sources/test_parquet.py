@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.pack import pack
-from data.sources import open_source, tables
+from duetgan.data.pack import pack
+from duetgan.data.sources import open_source, tables
 from tests.data.conftest import flip, save
 from tests.data.sources.source_files import cells, content_of, contents, item_refused, parquet, refused
 

@@ -9,10 +9,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations, register_implementation
 
-from data.sources import open_source, remote
+from duetgan.data.sources import open_source, remote
+from duetgan.utils.bounded import FileLimit
+from duetgan.utils.errors import UserError
 from tests.data.sources.source_files import contents, item_refused, refused
-from utils.bounded import FileLimit
-from utils.errors import UserError
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         store.pipe("/pets/cat/a.png", b"shorter")
         item_refused(source, 0, r"7 of 9 bytes arrived, after 3 attempts")
         with monkeypatch.context() as small:
-            small.setattr("utils.bounded.IMAGE", FileLimit("an image file", 1))
+            small.setattr("duetgan.utils.bounded.IMAGE", FileLimit("an image file", 1))
             assert isinstance(source, remote.RemoteSource)
             source._sizes["cat/a.png"] = 1 + (1 << 20)
             item_refused(source, 0, "has 1,048,577 bytes, more than the 1 MiB for an image file")

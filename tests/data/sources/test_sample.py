@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.sources import open_source
-from data.sources.named import DEBIAN, SAMPLE
+from duetgan.data.sources import open_source
+from duetgan.data.sources.named import DEBIAN, SAMPLE
 from tests.data.sources.make_sample import choose, main, sample_files
 from tests.data.sources.test_named import IMAGES, LABELS, write_idx
 

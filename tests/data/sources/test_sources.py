@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.errors import ImageError
-from data.sources import Source, open_source
+from duetgan.data.errors import ImageError
+from duetgan.data.sources import Source, open_source
 from tests.data.conftest import save
 from tests.data.sources.source_files import item_refused, refused
 

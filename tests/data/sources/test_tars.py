@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.pack import main, pack
-from data.sources import open_source, tars
+from duetgan.data.pack import main, pack
+from duetgan.data.sources import open_source, tars
+from duetgan.utils import bounded
+from duetgan.utils.script import run_cli
 from tests.data.sources.source_files import content_of, contents, item_refused, refused
-from utils import bounded
-from utils.script import run_cli
 
 
 def tar(path: Path, members: Mapping[str, bytes | str], mode: str = "w") -> Path:

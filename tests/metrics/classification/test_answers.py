@@ -17,7 +17,7 @@ from sklearn.metrics import (
 )
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from metrics.classification.answers import (
+from duetgan.metrics.classification.answers import (
     Answers,
     auroc,
     average_precision,
@@ -29,10 +29,10 @@ from metrics.classification.answers import (
     reliability,
     top5_accuracy,
 )
-from metrics.evaluate_classifier import document_of
-from metrics.figures import CLASSIFIER, measured
-from metrics.intervals import wilson
-from utils.errors import UserError
+from duetgan.metrics.evaluate_classifier import document_of
+from duetgan.metrics.figures import CLASSIFIER, measured
+from duetgan.metrics.intervals import wilson
+from duetgan.utils.errors import UserError
 
 
 def answers(n=500, classes=7, seed=0, sharpness=2.0):

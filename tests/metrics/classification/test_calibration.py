@@ -4,7 +4,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch.nn.functional import cross_entropy
 
-from metrics.classification.calibration import (
+from duetgan.metrics.classification.calibration import (
     COLDEST,
     HOTTEST,
     fit_temperature,

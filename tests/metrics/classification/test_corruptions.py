@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
-from metrics.intervals import wilson
-from utils.seeding import numpy_generator
+from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
+from duetgan.metrics.intervals import wilson
+from duetgan.utils.seeding import numpy_generator
 
 
 def picture(channels=3, side=32, seed=0):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import evaluate
-from metrics.comparison.compare import compare, comparison_table
-from metrics.comparison.predictions import save_predictions
-from metrics.evaluate_classifier import document_of
+from duetgan.metrics.comparison.compare import compare, comparison_table
+from duetgan.metrics.comparison.predictions import save_predictions
+from duetgan.metrics.evaluate_classifier import document_of
+from duetgan.utils.errors import UserError
 from tests.metrics.classification.test_answers import answers, given
 from tests.metrics.conftest import classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import call, refused
-from utils.errors import UserError
 
 NAMES = [f"c{label}" for label in range(7)]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm, t, ttest_rel, wilcoxon
 
-from metrics.classification.ranking import Ranking
-from metrics.comparison.paired import (
+from duetgan.metrics.classification.ranking import Ranking
+from duetgan.metrics.comparison.paired import (
     by_seeds,
     by_seeds_and_images,
     holm,
@@ -14,7 +14,7 @@ from metrics.comparison.paired import (
     paired_shares,
     tango,
 )
-from metrics.intervals import wilson
+from duetgan.metrics.intervals import wilson
 
 
 def pair(gained, lost, both=10, neither=10):

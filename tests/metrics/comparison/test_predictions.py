@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from metrics.comparison.predictions import FILE, Predictions, save_predictions
-from utils.errors import UserError
+from duetgan.metrics.comparison.predictions import FILE, Predictions, save_predictions
+from duetgan.utils.errors import UserError
 
 ABOUT = {"task": "classifier", "data": "ab12", "n": 4, "seed": 0, "training_seed": 3, "classes": ["a", "b"]}
 ABOUT |= {"judge": None}

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from data.augment.transforms import to_float
-from metrics.features.extractors import (
+from duetgan.data.augment.transforms import to_float
+from duetgan.metrics.features.extractors import (
     ClassifierFeatures,
     InceptionFeatures,
     PixelFeatures,
@@ -14,11 +14,11 @@ from metrics.features.extractors import (
     classifier_input,
     extract,
 )
-from metrics.features.precision import evaluating, full_float32
-from models.classifier import Classifier, ModelConfig
+from duetgan.metrics.features.precision import evaluating, full_float32
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage
 from tests.metrics.conftest import classifier_run
-from utils.errors import UserError
-from utils.provenance import Lineage
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"device": CPU, "channels": 1}
@@ -136,7 +136,7 @@ class FakeLibrary:
 
 @pytest.fixture
 def fake_library(monkeypatch):
-    monkeypatch.setattr("metrics.features.extractors.importlib.import_module", lambda name: FakeLibrary)
+    monkeypatch.setattr("duetgan.metrics.features.extractors.importlib.import_module", lambda name: FakeLibrary)
 
 
 def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 
-from metrics.features.passes import chunk_size, shared_pass
-from utils.errors import UserError
+from duetgan.metrics.features.passes import chunk_size, shared_pass
+from duetgan.utils.errors import UserError
 
 
 @pytest.mark.parametrize(("side", "size"), [(8, 64), (32, 64), (128, 64), (256, 16), (300, 11), (512, 4), (1024, 4)])

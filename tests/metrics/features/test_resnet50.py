@@ -4,11 +4,11 @@ import torch.nn.functional as F
 import torchvision
 from safetensors.torch import save_file
 
-from metrics.features.extractors import ResNet50Features, extract, find_weights, load_resnet50
-from models.backbones.base import MEAN, STD
-from models.backbones.torchvision import RESNET
-from utils.errors import UserError
-from utils.seeding import forked
+from duetgan.metrics.features.extractors import ResNet50Features, extract, find_weights, load_resnet50
+from duetgan.models.backbones.base import MEAN, STD
+from duetgan.models.backbones.torchvision import RESNET
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_search_order(tmp_path, monkeypatch, no_weights):
     assert find_weights() is None
     with pytest.raises(UserError, match=r"--weights|weights/"):
         ResNet50Features()
-    monkeypatch.setattr("metrics.features.extractors.PLACES", (tmp_path / "absent", lying))
+    monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", (tmp_path / "absent", lying))
     assert find_weights() == lying
     monkeypatch.setenv("DUET_WEIGHTS", str(named))
     assert find_weights() == named

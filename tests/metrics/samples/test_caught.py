@@ -6,8 +6,8 @@ Samples and real images are features of ten classes: what the figures see, whate
 import pytest
 import torch
 
-from metrics.figures import GAN, Samples, measured
-from metrics.samples.memorisation import RealSet, memorisation
+from duetgan.metrics.figures import GAN, Samples, measured
+from duetgan.metrics.samples.memorisation import RealSet, memorisation
 
 CLASSES, DIM, N = 10, 16, 1000
 LABELS = torch.arange(N) % CLASSES

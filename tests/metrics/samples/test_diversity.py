@@ -2,7 +2,7 @@ import pytest
 import torch
 from scipy.spatial.distance import pdist
 
-from metrics.samples.diversity import diversity_by_class, diversity_ratio, mean_distances
+from duetgan.metrics.samples.diversity import diversity_by_class, diversity_ratio, mean_distances
 
 
 def normal(n, seed, scale=1.0):

@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from metrics.samples.frechet import frechet_distance, intra_class_frechet
+from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
 
 
 def normal(n, dim, seed, *, scale=1.0, shift=0.0, dtype=torch.float64):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy.stats import entropy
 
-from metrics.samples import judged
-from metrics.samples.judged import recognised
+from duetgan.metrics.samples import judged
+from duetgan.metrics.samples.judged import recognised
 
 
 def class_score(probabilities) -> Any:

@@ -3,7 +3,7 @@ import pytest
 import torch
 from sklearn.metrics.pairwise import polynomial_kernel as sklearn_kernel
 
-from metrics.samples.kernel import kernel_distance, polynomial_kernel, squared_mmd
+from duetgan.metrics.samples.kernel import kernel_distance, polynomial_kernel, squared_mmd
 
 
 def normal(n, dim, seed, shift=0.0):

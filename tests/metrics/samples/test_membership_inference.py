@@ -8,10 +8,10 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from data.sources import open_source
-from data.sources.base import ArraySource
-from metrics.features.extractors import PixelFeatures
-from metrics.samples.membership_inference import (
+from duetgan.data.sources import open_source
+from duetgan.data.sources.base import ArraySource
+from duetgan.metrics.features.extractors import PixelFeatures
+from duetgan.metrics.samples.membership_inference import (
     LEVEL,
     attack,
     auc,
@@ -20,8 +20,8 @@ from metrics.samples.membership_inference import (
     distances_with_copies,
     halves,
 )
-from metrics.samples.memorisation import nearest
-from utils.seeding import generator
+from duetgan.metrics.samples.memorisation import nearest
+from duetgan.utils.seeding import generator
 
 SPLITS = 20
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from metrics.samples import neighbours
-from metrics.samples.memorisation import (
+from duetgan.metrics.samples import neighbours
+from duetgan.metrics.samples.memorisation import (
     Nearest,
     RealSet,
     chance_bound,
@@ -19,7 +19,7 @@ from metrics.samples.memorisation import (
     share_below,
     training_bound,
 )
-from utils.seeding import generator
+from duetgan.utils.seeding import generator
 
 
 def normal(*shape, key=0):

@@ -8,8 +8,8 @@ from scipy.spatial.distance import cdist
 from scipy.stats import betabinom
 from sklearn.neighbors import NearestNeighbors
 
-from metrics.samples import neighbours as module
-from metrics.samples.neighbours import (
+from duetgan.metrics.samples import neighbours as module
+from duetgan.metrics.samples.neighbours import (
     clipped_coverage,
     clipped_density,
     coverage,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from utils.seeding import generator as keyed
+from duetgan.utils.seeding import generator as keyed
 
 FIR = torch.outer(torch.tensor([1.0, 3, 3, 1]), torch.tensor([1.0, 3, 3, 1])) / 64
 SIZES = [4, 8, 16]

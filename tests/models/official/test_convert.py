@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from inference.samples import Sampler
-from models.convert import main, read
-from models.official.names import Converted
-from models.registry import architecture_of
-from models.restore import generator_from
+from duetgan.inference.samples import Sampler
+from duetgan.models.convert import main, read
+from duetgan.models.official.names import Converted
+from duetgan.models.registry import architecture_of
+from duetgan.models.restore import generator_from
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.build import build
+from duetgan.utils.errors import UserError
 from tests.models import reference
 from tests.models.official import layouts, r3gan_program
-from utils.checkpoint import load, resolve
-from utils.config.build import build
-from utils.errors import UserError
 
 LABELS = np.array([0, 2, 1, 1])
 

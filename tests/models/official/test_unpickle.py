@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.convert import main
+from duetgan.models.convert import main
+from duetgan.utils.errors import UserError
 from tests.models.official import layouts
-from utils.errors import UserError
 
 
 class Call:

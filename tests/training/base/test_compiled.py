@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
+from duetgan.training.base import compiled
+from duetgan.training.base.compiled import Compiled
 from tests.distributed.worker import GAN
 from tests.training.gan.test_steps import Run, folder  # noqa: F401  (a fixture)
-from training.base import compiled
-from training.base.compiled import Compiled
 
 CPU = torch.device("cpu")
 LOSS = {"r1_interval": 2, "path_length_weight": 2.0, "path_length_interval": 2, "mismatch_weight": 0.0}

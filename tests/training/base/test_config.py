@@ -2,15 +2,15 @@ import math
 
 import pytest
 
-from models.stylegan2 import DiscriminatorConfig
-from training.base.config import CheckpointConfig, EvaluationConfig, LogConfig, RunConfig, SyntheticConfig
-from training.base.monitors import EarlyStoppingConfig, SpikesConfig
-from training.classifier.config import ClassifierConfig, ClassifierEmaConfig
-from training.classifier.loss import ClassifierLossConfig
-from training.engine.tasks import build_run_config
-from training.gan.config import GanConfig, GanLossConfig
-from training.optim.updater import OptimizerConfig
-from utils.errors import UserError
+from duetgan.models.stylegan2 import DiscriminatorConfig
+from duetgan.training.base.config import CheckpointConfig, EvaluationConfig, LogConfig, RunConfig, SyntheticConfig
+from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
+from duetgan.training.classifier.config import ClassifierConfig, ClassifierEmaConfig
+from duetgan.training.classifier.loss import ClassifierLossConfig
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.config import GanConfig, GanLossConfig
+from duetgan.training.optim.updater import OptimizerConfig
+from duetgan.utils.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from data.decode import RandomCrop
-from data.errors import DamageError
-from data.images import encode
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.reading.dataset import Dataset
-from data.reading.sampler import GlobalSampler
-from data.records import add_image, pack_arrays
+from duetgan.data.decode import RandomCrop
+from duetgan.data.errors import DamageError
+from duetgan.data.images import encode
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.records import add_image, pack_arrays
+from duetgan.training.base import data, sampling
+from duetgan.training.base.config import DataConfig, RunConfig
+from duetgan.training.gan import task as gan
+from duetgan.training.gan.config import GanConfig
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
 from tests.data.test_inspect import change_entry
-from training.base import data, sampling
-from training.base.config import DataConfig, RunConfig
-from training.gan import task as gan
-from training.gan.config import GanConfig
-from utils.errors import UserError
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
 
@@ -147,7 +147,7 @@ def test_leaks_are_counted(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert error.startswith("warning: 3 of the 7 images of ")
     assert error.count("\n") == 1
     assert f"`python -m data.duplicates {folder}/train.lmdb {folder}/mixed.lmdb`" in error
-    monkeypatch.setattr("utils.distributed.collectives.is_main", lambda: False)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.is_main", lambda: False)
     opened(config_of(folder, val_path=str(folder / "mixed.lmdb")))
     assert capsys.readouterr().err == ""
 
@@ -207,8 +207,8 @@ def test_weights(folder: Path) -> None:
 
 
 def test_loader_follows_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("utils.distributed.collectives.rank", lambda: 1)
-    monkeypatch.setattr("utils.distributed.collectives.world_size", lambda: 2)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.rank", lambda: 1)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
     config = config_of(folder, sampling="balanced", prefetch=3)
     training, _ = opened(config)
     loader = data.make_loader(config, training, torch.device("cpu"))

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.mixture import MixedDataset
-from data.reading.sampler import SampleKeys
-from data.records import pack_arrays
-from models.gan import generate
+from duetgan.data.reading.mixture import MixedDataset
+from duetgan.data.reading.sampler import SampleKeys
+from duetgan.data.records import pack_arrays
+from duetgan.models.gan import generate
+from duetgan.training.base import data
+from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
+from duetgan.training.base.generated import BLOCK, GeneratedSamples, even_labels
+from duetgan.utils.errors import UserError
 from tests.data.conftest import images as sample_images
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
-from training.base import data
-from training.base.config import DataConfig, RunConfig, SyntheticConfig
-from training.base.generated import BLOCK, GeneratedSamples, even_labels
-from utils.errors import UserError
 
 COUNT = 37  # two whole blocks and a part of a third
 CPU = torch.device("cpu")
@@ -121,14 +121,14 @@ def test_ranks_and_restarts_draw_the_same_samples(folder: Path, run: Path, monke
     assert len(torch.cat([b.images[b.synthetic] for b in batches]).unique(dim=0)) == 72
     ranks = []
     for rank in range(2):
-        monkeypatch.setattr("utils.distributed.collectives.rank", lambda rank=rank: rank)
-        monkeypatch.setattr("utils.distributed.collectives.world_size", lambda: 2)
+        monkeypatch.setattr("duetgan.utils.distributed.collectives.rank", lambda rank=rank: rank)
+        monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
         ranks.append(data.make_loader(config, opened(config), CPU))
     for number, batch in enumerate(batches):
         if number == 3:  # both start again
             for rank, loader in enumerate(ranks):
                 state = loader.state_dict()
-                monkeypatch.setattr("utils.distributed.collectives.rank", lambda rank=rank: rank)
+                monkeypatch.setattr("duetgan.utils.distributed.collectives.rank", lambda rank=rank: rank)
                 ranks[rank] = data.make_loader(config, opened(config), CPU)
                 ranks[rank].load_state_dict(state)
         parts = [next(loader) for loader in ranks]

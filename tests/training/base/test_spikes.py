@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import train
+from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults import inject
-from training.base.monitors import LEAST, SpikeDetector, SpikesConfig
-from utils import checkpoint as checkpoints
-from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim")  # these tests save often
 

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from training.base.data import make_loader
-from training.base.monitors import EarlyStopping, EarlyStoppingConfig
-from training.base.task import Task
-from training.classifier.task import ClassifierTask
-from training.engine.loop import Loop
-from training.engine.tasks import build_run_config
-from utils.errors import UserError
-from utils.runlog.run_folder import RunFolder
+from duetgan.data.reading.dataset import Dataset
+from duetgan.training.base.data import make_loader
+from duetgan.training.base.monitors import EarlyStopping, EarlyStoppingConfig
+from duetgan.training.base.task import Task
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
 
 
 def watch(figures, *, lower=False, **config):

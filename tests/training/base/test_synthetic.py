@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from data.reading.mixture import MixedDataset
-from data.records import pack_arrays
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.mixture import MixedDataset
+from duetgan.data.records import pack_arrays
+from duetgan.training.base import data
+from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
+from duetgan.training.base.sampling import label_shares, real_label_shares, share_of
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.test_inspect import change_entry
-from training.base import data
-from training.base.config import DataConfig, RunConfig, SyntheticConfig
-from training.base.sampling import label_shares, real_label_shares, share_of
-from training.classifier.config import ClassifierConfig
-from training.engine.tasks import build_run_config
-from utils.errors import UserError
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
 CPU = torch.device("cpu")

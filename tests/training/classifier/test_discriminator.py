@@ -5,12 +5,12 @@ import shutil
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from metrics.features.extractors import fingerprint
-from metrics.lineage import unfit
-from models.restore import classifier_from, generator_from
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.metrics.lineage import unfit
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import load, resolve
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
-from utils.checkpoint import load, resolve
 
 FROZEN = ["--finetune.freeze", "[backbone]"]
 

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch, read_batch
-from models.batchnorm import synchronise_batchnorm
-from models.classifier import Classifier, ModelConfig
-from training.base.config import DataConfig
-from training.classifier.config import ClassifierConfig
-from training.classifier.finetune import FineTuneConfig, FineTuning
-from training.classifier.task import ClassifierTask
-from training.optim.optimizers import parameter_groups
-from training.optim.updater import OptimizerConfig, Precision, Updater
-from utils.errors import UserError
-from utils.seeding import forked
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch, read_batch
+from duetgan.models.batchnorm import synchronise_batchnorm
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.training.base.config import DataConfig
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.optim.optimizers import parameter_groups
+from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked
 
 CPU = torch.device("cpu")
 

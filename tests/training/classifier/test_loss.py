@@ -3,15 +3,15 @@ import math
 import pytest
 import torch
 
-from training.classifier.loss import (
+from duetgan.training.classifier.loss import (
     ClassifierLossConfig,
     Targets,
     class_weight_list,
     classifier_loss,
     sample_weights,
 )
-from utils.errors import UserError
-from utils.seeding import generator
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import generator
 
 CLASSES, N = 5, 6
 KINDS = ["cross-entropy", "squared-error"]

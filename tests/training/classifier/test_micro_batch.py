@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from training.base.data import make_loader
-from training.classifier.config import check_batches
-from training.classifier.micro_batch import MicroBatch
-from training.classifier.task import ClassifierTask
-from training.engine.health import explain
-from training.engine.tasks import build_run_config
-from utils.errors import TrainingHalted, UserError
-from utils.memory import ran_out
+from duetgan.data.reading.dataset import Dataset
+from duetgan.training.base.data import make_loader
+from duetgan.training.classifier.config import check_batches
+from duetgan.training.classifier.micro_batch import MicroBatch
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.health import explain
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.memory import ran_out
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")

@@ -16,21 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from models import model_parallel as split
-from models.classifier import Classifier, ModelConfig
-from models.hooks import LayerStatistics
-from models.restore import classifier_from
+from duetgan.models import model_parallel as split
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.hooks import LayerStatistics
+from duetgan.models.restore import classifier_from
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
+from duetgan.utils.checkpoint import load
+from duetgan.utils.distributed import collectives, gradients
+from duetgan.utils.distributed.launch import launch
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import forked
 from tests.end_to_end.helpers import differing, state_of, write_config
-from training.engine.tasks import build_run_config
-from training.optim.ema import EMA
-from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
-from utils.checkpoint import load
-from utils.distributed import collectives, gradients
-from utils.distributed.launch import launch
-from utils.errors import UserError
-from utils.runlog.run_folder import RunFolder
-from utils.script import run_cli
-from utils.seeding import forked
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(2)]  # faked: their tensors have no values

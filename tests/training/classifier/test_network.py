@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.classifier.network import widen_narrow_maps
+from duetgan.training.classifier.network import widen_narrow_maps
 
 
 @pytest.mark.parametrize(("kernel", "stride", "side"), [(3, 2, 1), (5, 2, 1), (7, 2, 1), (3, 3, 2), (3, 2, 2)])

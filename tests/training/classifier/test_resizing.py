@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from data.augment.transforms import to_float
-from data.reading.dataset import Dataset
-from data.reading.loader import Batch
-from models.classifier import Classifier, ModelConfig, scaled
-from training.base import compiled
-from training.base.data import make_loader
-from training.classifier.resizing import Resizing, ResizingConfig, side_at
-from training.classifier.task import ClassifierTask
-from training.engine.tasks import build_run_config
-from utils.errors import UserError
+from duetgan.data.augment.transforms import to_float
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import Batch
+from duetgan.models.classifier import Classifier, ModelConfig, scaled
+from duetgan.training.base import compiled
+from duetgan.training.base.data import make_loader
+from duetgan.training.classifier.resizing import Resizing, ResizingConfig, side_at
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.errors import UserError
 
 CPU = torch.device("cpu")
 TREE: dict[str, Any] = {

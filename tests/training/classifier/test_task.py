@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from data.reading.dataset import Dataset
+from duetgan.data.reading.dataset import Dataset
+from duetgan.training.base.data import make_loader
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.run import prepare
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.checkpoint import load
+from duetgan.utils.config.build import to_tree
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import differing
-from training.base.data import make_loader
-from training.classifier.task import ClassifierTask
-from training.engine.run import prepare
-from training.engine.tasks import build_run_config
-from utils.checkpoint import load
-from utils.config.build import to_tree
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.runlog.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_batchnorm_is_synchronised_where_there_are_several_processes(
         seen.append(device)
         return model
 
-    monkeypatch.setattr("training.classifier.task.synchronise_batchnorm", convert)
+    monkeypatch.setattr("duetgan.training.classifier.task.synchronise_batchnorm", convert)
     with Dataset(packed / "train.lmdb") as reader:
         ClassifierTask(config_of(packed, sync_bn=setting), reader, None, CPU)
         assert not seen

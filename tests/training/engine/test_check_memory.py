@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.training.engine import preflight
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.utils.config.recipes import STUDIES
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from duetgan.utils.memory import total_bytes
 from tests.end_to_end.helpers import write_config
 from train import main
-from training.engine import preflight
-from training.engine.tasks import TASKS, build_run_config
-from utils.config.recipes import STUDIES
-from utils.config.yaml_files import read_yaml
-from utils.distributed import collectives
-from utils.errors import UserError
-from utils.memory import total_bytes
 
 CPU = torch.device("cpu")
 RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not path.name.startswith(STUDIES))

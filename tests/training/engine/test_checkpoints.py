@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.training.base.config import CheckpointConfig, RunConfig
+from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils import versions
+from duetgan.utils.checkpoint import load, newest_first
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
 from tests.utils.checkpoint.files import damage, names
-from training.base.config import CheckpointConfig, RunConfig
-from training.engine.checkpoints import CheckpointManager
-from utils import checkpoint as checkpoints
-from utils import versions
-from utils.checkpoint import load, newest_first
-from utils.errors import UserError
-from utils.runlog.run_folder import RunFolder
 
 META = SimpleNamespace(classes=["a"], content_hash="1234", count=3, resize_filter="area")
 ABOUT = {"shape": {"channels": 1, "classes": 1, "resolution": 8}, "origin": None}
@@ -257,7 +257,7 @@ def test_a_fault_of_ours_is_not_swallowed_by_the_thread(tmp_path, monkeypatch):
 
 
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("utils.distributed.collectives.is_main", lambda: False)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.is_main", lambda: False)
     manager = keeper_of(tmp_path)
     save(manager, 1)
     assert names(tmp_path) == []

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from training.engine.health import explain
-from training.engine.tasks import build_run_config
+from duetgan.training.engine.health import explain
+from duetgan.training.engine.tasks import build_run_config
 
 MICRO, HALF = "a smaller --micro-batch (same global batch)", "--precision bf16"
 AUTO = "a smaller --micro-batch (same global batch; auto finds one)"

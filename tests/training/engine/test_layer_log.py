@@ -5,11 +5,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from models.hooks import LayerStatistics
+from duetgan.models.hooks import LayerStatistics
+from duetgan.training.base.config import LogConfig
+from duetgan.training.engine import layer_log
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.utils.runlog.test_run_log import no_file_larger_than
-from training.base.config import LogConfig
-from training.engine import layer_log
 
 pytestmark = pytest.mark.usefixtures("slim")
 

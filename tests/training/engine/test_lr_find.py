@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 import train
+from duetgan.training.engine.loop import Loop
+from duetgan.training.engine.lr_find import Curve, Sweep, search, valley, write
+from duetgan.training.engine.metric_window import MetricWindow
+from duetgan.training.engine.run import prepare
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
-from training.engine.loop import Loop
-from training.engine.lr_find import Curve, Sweep, search, valley, write
-from training.engine.metric_window import MetricWindow
-from training.engine.run import prepare
-from training.engine.tasks import build_run_config
-from training.optim.config import OptimizerConfig
-from training.optim.updater import Precision, Updater
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
-from utils.runlog.run_folder import RunFolder
-from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")

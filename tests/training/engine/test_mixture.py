@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from data.records import pack_arrays
+from duetgan.data.records import pack_arrays
+from duetgan.training.base import data
+from duetgan.training.base.generated import GeneratedSamples
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.checkpoint import load
+from duetgan.utils.errors import UserError
 from tests.conftest import sample_images
 from tests.end_to_end.helpers import differing
 from tests.metrics.conftest import gan_run
 from tests.training.classifier.test_task import train
-from training.base import data
-from training.base.generated import GeneratedSamples
-from training.classifier.task import ClassifierTask
-from training.engine.tasks import build_run_config
-from utils.checkpoint import load
-from utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")

@@ -15,24 +15,24 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import train
-from data.lmdb.format import COMPLETE_KEY, META_KEY
-from data.lmdb.reader import LMDBReader
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
-from models.classifier import Classifier, ModelConfig
+from duetgan.data.lmdb.format import COMPLETE_KEY, META_KEY
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.training.base.task import Task
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.finetune import FineTuneConfig
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.training.gan.task import GanTask
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.seeding import forked
 from tests.data.conftest import change
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import events_of, train_in_process, write_config
 from tests.end_to_end.test_bad_input import refused
-from training.base.task import Task
-from training.classifier.config import ClassifierConfig
-from training.classifier.finetune import FineTuneConfig
-from training.classifier.task import ClassifierTask
-from training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
-from training.engine.tasks import TASKS, build_run_config
-from training.gan.task import GanTask
-from utils.config.yaml_files import read_yaml
-from utils.seeding import forked
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from training.base.phases import PhaseClock, listening, phase
-from training.engine.profile import Rewind, measure
+from duetgan.training.base.phases import PhaseClock, listening, phase
+from duetgan.training.engine.profile import Rewind, measure
 
 CPU = torch.device("cpu")
 

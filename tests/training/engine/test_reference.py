@@ -10,15 +10,15 @@ import yaml
 from annotated_types import Ge
 
 import train
-from models.registry import ARCHITECTURES
+from duetgan.models.registry import ARCHITECTURES
+from duetgan.training.engine.reference import Key, as_markdown, as_text, groups, keys, matching, takes
+from duetgan.training.engine.tasks import TASKS
+from duetgan.utils.config.build import build
+from duetgan.utils.config.model import Config, PositiveInt, Share, keys_of
+from duetgan.utils.config.recipes import CONFIGS
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 from tests.conftest import REPOSITORY
-from training.engine.reference import Key, as_markdown, as_text, groups, keys, matching, takes
-from training.engine.tasks import TASKS
-from utils.config.build import build
-from utils.config.model import Config, PositiveInt, Share, keys_of
-from utils.config.recipes import CONFIGS
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
 
 MODELS = [TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)]
 

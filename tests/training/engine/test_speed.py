@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from models.fast import native
-from tests.conftest import REPOSITORY
-from tests.end_to_end.helpers import TASKS, differing, rows, state_of, train_in_process, write_config
-from training.base.config import RunConfig
-from training.classifier.resizing import side_at
-from training.engine import run, speed
-from training.engine.speed import (
+from duetgan.data.reading.dataset import Dataset
+from duetgan.models.fast import native
+from duetgan.training.base.config import RunConfig
+from duetgan.training.classifier.resizing import side_at
+from duetgan.training.engine import run, speed
+from duetgan.training.engine.speed import (
     LONG,
     Choice,
     Trial,
@@ -34,12 +32,14 @@ from training.engine.speed import (
     race,
     times,
 )
-from training.engine.tasks import build_run_config
-from training.optim.updater import Precision
-from utils.config.recipes import STUDIES
-from utils.config.yaml_files import read_yaml
-from utils.distributed import collectives
-from utils.errors import UserError
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.optim.updater import Precision
+from duetgan.utils.config.recipes import STUDIES
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import UserError
+from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import TASKS, differing, rows, state_of, train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -479,7 +479,7 @@ def test_accelerators_search_the_fastest_convolutions(
 
 SLOW_BF16 = """
 import sys, torch
-from training.engine.speed import measure_recipe
+from duetgan.training.engine.speed import measure_recipe
 found = measure_recipe(sys.argv[1], sys.argv[2:], device="cpu")
 print(torch.backends.cpu.get_cpu_capability(), found.precision, found.ratio)
 """

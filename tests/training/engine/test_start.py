@@ -30,4 +30,4 @@ def test_gpus_are_chosen_before_torch_is_imported() -> None:
 
 def test_training_imports_only_what_it_uses() -> None:
     heavy = {"torchvision", "scipy", "matplotlib", "tensorboard", "torchmetrics", "pandas", "pyarrow"}
-    assert not heavy & imported("import training.engine.run")
+    assert not heavy & imported("import duetgan.training.engine.run")

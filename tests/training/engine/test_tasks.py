@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from data.reading.dataset import Dataset
+from duetgan.data.reading.dataset import Dataset
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 from tests.end_to_end.helpers import train_in_process, write_config
-from training.engine.tasks import build_run_config
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("slim")
 

@@ -4,21 +4,21 @@ import pytest
 import torch
 from torch import nn
 
-from models.classifier import Classifier, ModelConfig
-from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
-from training.classifier.config import ClassifierConfig
-from training.engine.transfer import Donor, Fit, find_donor, plan, transfer
-from training.gan.config import GanConfig, config_of
-from training.optim.config import OptimizerConfig
-from training.optim.ema import EMA
-from training.optim.updater import Precision, Updater
-from utils import checkpoint as checkpoints
-from utils.config.build import to_tree
-from utils.config.yaml_files import save_yaml
-from utils.errors import UserError
-from utils.provenance import Lineage
-from utils.runlog.run_folder import RunFolder
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.engine.transfer import Donor, Fit, find_donor, plan, transfer
+from duetgan.training.gan.config import GanConfig, config_of
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.config.build import to_tree
+from duetgan.utils.config.yaml_files import save_yaml
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage
+from duetgan.utils.runlog.run_folder import RunFolder
 
 # the same width at every resolution, so that shapes cannot tell resolutions apart
 FLAT: dict[str, Any] = {"channel_base": 1024, "channel_max": 8}

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from training.gan.warp import DOWN_TAPS, UP_TAPS
+from duetgan.training.gan.warp import DOWN_TAPS, UP_TAPS
 
 
 def mirrored(index, size):

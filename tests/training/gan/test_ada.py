@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.gan.ada import Ada, AdaConfig
-from training.gan.ada_operations import DRAWS, Draws, GroupDraws
-from utils.errors import UserError
-from utils.seeding import forked, generator
+from duetgan.training.gan.ada import Ada, AdaConfig
+from duetgan.training.gan.ada_operations import DRAWS, Draws, GroupDraws
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked, generator
 
 CPU = torch.device("cpu")
 ALL = dict.fromkeys(DRAWS, 1.0)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from duetgan.training.gan import ada_operations as ops
+from duetgan.training.gan.ada_operations import DRAWS, GroupDraws
+from duetgan.utils.seeding import generator
 from tests.training.gan import ada_oracle as oracle
-from training.gan import ada_operations as ops
-from training.gan.ada_operations import DRAWS, GroupDraws
-from utils.seeding import generator
 
 
 def random(*shape, key="images"):

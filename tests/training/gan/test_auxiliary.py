@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.records import pack_arrays
-from models.restore import discriminator_from
+from duetgan.data.records import pack_arrays
+from duetgan.models.restore import discriminator_from
+from duetgan.utils.errors import UserError
 from tests.distributed.worker import GAN
 from tests.training.gan.test_steps import CLASSES, Run, same, state
-from utils.errors import UserError
 
 
 @pytest.fixture(scope="module")

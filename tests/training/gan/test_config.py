@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from models.registry import ARCHITECTURES
-from training.gan.config import config_of
+from duetgan.models.registry import ARCHITECTURES
+from duetgan.training.gan.config import config_of
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.stylegan2 import Generator, GeneratorConfig
-from training.gan.context import GanDraws
-from utils.seeding import forked
+from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.training.gan.context import GanDraws
+from duetgan.utils.seeding import forked
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"z_dim": 5, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from training.gan.diagnostics import Watch, WatchConfig
-from training.gan.losses import OBJECTIVES
-from utils.errors import UserError
-from utils.seeding import numpy_generator
+from duetgan.training.gan.diagnostics import Watch, WatchConfig
+from duetgan.training.gan.losses import OBJECTIVES
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 
 BATCH, EVERY = 32, 50
 HEALTHY = {  # as our Fashion-MNIST run after 100 thousand images

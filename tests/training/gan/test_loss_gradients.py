@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from training.gan.loss_gradients import PerLossGradients
-from training.optim.updater import Precision
+from duetgan.training.gan.loss_gradients import PerLossGradients
+from duetgan.training.optim.updater import Precision
 
 CPU = torch.device("cpu")
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
-from training.engine.tasks import build_run_config
-from training.gan import losses
-from training.gan.config import GanConfig
-from training.gan.losses import OBJECTIVES
-from utils.errors import UserError
-from utils.seeding import forked, generator
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan import losses
+from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.losses import OBJECTIVES
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked, generator
 
 LOGITS = torch.tensor([-700.0, -3.0, 0.0, 0.5, 1.0, 20.0, 700.0], dtype=torch.float64)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.gan.config import GanConfig
-from training.gan.stages import ProgressiveConfig, Stage, Stages
-from utils.config.build import build, to_tree
-from utils.errors import UserError
+from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.stages import ProgressiveConfig, Stage, Stages
+from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.errors import UserError
 
 SIDES = (8, 16, 32, 64)
 

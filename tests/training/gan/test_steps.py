@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.training.base.data import make_loader
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan import losses
+from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.generator_step import GeneratorStep, PathLength
+from duetgan.training.gan.losses import OBJECTIVES, Objective
+from duetgan.training.gan.task import GanTask
+from duetgan.utils.errors import UserError
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
 from tests.distributed.worker import ADA, GAN, LOSSES, PAIRS, R3
-from training.base.data import make_loader
-from training.engine.tasks import build_run_config
-from training.gan import losses
-from training.gan.config import GanConfig
-from training.gan.generator_step import GeneratorStep, PathLength
-from training.gan.losses import OBJECTIVES, Objective
-from training.gan.task import GanTask
-from utils.errors import UserError
 
 CPU = torch.device("cpu")
 

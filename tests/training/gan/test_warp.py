@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
+from duetgan.training.gan import warp as augment_warp
+from duetgan.training.gan.warp import DOWN_TAPS, UP_TAPS, Sample, copy_pixels, reflect, warp
+from duetgan.utils.seeding import generator
 from tests.training.gan import ada_oracle as oracle
-from training.gan import warp as augment_warp
-from training.gan.warp import DOWN_TAPS, UP_TAPS, Sample, copy_pixels, reflect, warp
-from utils.seeding import generator
 
 
 def random(*shape, key="images"):

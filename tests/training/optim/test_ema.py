@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from training.optim.ema import EMA, half_life_beta
-from training.optim.updater import restore_where_
-from utils.seeding import forked, generator
+from duetgan.training.optim.ema import EMA, half_life_beta
+from duetgan.training.optim.updater import restore_where_
+from duetgan.utils.seeding import forked, generator
 
 
 def build():

@@ -9,11 +9,11 @@ import schedulefree  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from training.optim.config import OptimizerConfig
-from training.optim.ema import EMA
-from training.optim.optimizers import Muon
-from training.optim.updater import Precision, Updater
-from utils.seeding import forked, generator
+from duetgan.training.optim.config import OptimizerConfig
+from duetgan.training.optim.ema import EMA
+from duetgan.training.optim.optimizers import Muon
+from duetgan.training.optim.updater import Precision, Updater
+from duetgan.utils.seeding import forked, generator
 
 CPU = torch.device("cpu")
 MUON: dict[str, Any] = {"name": "muon", "lr": 0.1, "weight_decay": 0.02}

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from training.engine.preflight import schedule_text
-from training.optim.config import cosine
-from training.optim.updater import OptimizerConfig
+from duetgan.training.engine.preflight import schedule_text
+from duetgan.training.optim.config import cosine
+from duetgan.training.optim.updater import OptimizerConfig
 
 PAPER = [(2e-4, 5e-5), (0.9, 0.99), (0.05, 0.005), (150.0, 15.0), (0.0, 0.55), (0.0, 5e6)]  # start, end
 

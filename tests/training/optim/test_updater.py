@@ -6,12 +6,12 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
-from models.classifier import Classifier, ModelConfig
-from models.stylegan2 import Generator, GeneratorConfig
-from training.optim.optimizers import parameter_groups
-from training.optim.updater import STATE, OptimizerConfig, Precision, Updater, clip_adaptively_
-from utils.errors import UserError
-from utils.seeding import forked, generator
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.training.optim.optimizers import parameter_groups
+from duetgan.training.optim.updater import STATE, OptimizerConfig, Precision, Updater, clip_adaptively_
+from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import forked, generator
 
 CPU = torch.device("cpu")
 OPTIMIZERS = [

@@ -5,10 +5,10 @@ import zipfile
 import pytest
 import torch
 
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint import CorruptCheckpoint, load, load_latest, save
+from duetgan.utils.errors import UserError
 from tests.utils.checkpoint.files import content, damage, without_checksum
-from utils import checkpoint as checkpoints
-from utils.checkpoint import CorruptCheckpoint, load, load_latest, save
-from utils.errors import UserError
 
 CUT = [{"keep": share} for share in (0, 0.001, 0.5, 0.999)]
 FLIPPED = [{"flip": share} for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999)]

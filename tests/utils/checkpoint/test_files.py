@@ -10,10 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.checkpoint import (
+    load,
+    load_latest,
+    newest_first,
+    point,
+    pointer,
+    resolve,
+    resolve_for_people,
+    rotate,
+    save,
+)
+from duetgan.utils.errors import StoppedBySignal, UserError
 from tests.utils.checkpoint.files import content, names, value_of
-from utils import checkpoint as checkpoints
-from utils.checkpoint import load, load_latest, newest_first, point, pointer, resolve, resolve_for_people, rotate, save
-from utils.errors import StoppedBySignal, UserError
 
 
 def latest(folder):

@@ -6,10 +6,10 @@ from collections import namedtuple
 import pytest
 import torch
 
+from duetgan.utils.checkpoint import load, save
+from duetgan.utils.checkpoint import writer as checkpoint_writer
+from duetgan.utils.checkpoint.writer import Background, Snapshot
 from tests.utils.checkpoint.files import content, names
-from utils.checkpoint import load, save
-from utils.checkpoint import writer as checkpoint_writer
-from utils.checkpoint.writer import Background, Snapshot
 
 
 def everything():

@@ -3,13 +3,13 @@ from typing import Literal
 
 import pytest
 
-from training.classifier.config import ClassifierConfig
-from training.gan.config import GanConfig
-from utils.config.build import build, differences, to_tree
-from utils.config.cli import UnknownKey
-from utils.config.model import Config
-from utils.config.yaml_files import near_file, read_yaml, save_yaml
-from utils.errors import UserError
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.gan.config import GanConfig
+from duetgan.utils.config.build import build, differences, to_tree
+from duetgan.utils.config.cli import UnknownKey
+from duetgan.utils.config.model import Config
+from duetgan.utils.config.yaml_files import near_file, read_yaml, save_yaml
+from duetgan.utils.errors import UserError
 
 
 class Inner(Config):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from utils.config.cli import Parser, add_model_options, normalise, number, positive
-from utils.errors import UserError
+from duetgan.utils.config.cli import Parser, add_model_options, normalise, number, positive
+from duetgan.utils.errors import UserError
 
 
 def parser():

@@ -3,7 +3,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Interval
 
-from utils.config.model import Count, Stored, Unfit, Whole
+from duetgan.utils.config.model import Count, Stored, Unfit, Whole
 
 
 class Shard(Stored):

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Ge
 
-from training.base.config import RunConfig
-from training.classifier.config import ClassifierConfig
-from training.engine.tasks import build_run_config
-from training.gan.config import GanConfig
-from utils.config.build import build, to_tree
-from utils.config.model import Config, Decay, PositiveFloat, PositiveInt, Probability
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
+from duetgan.training.base.config import RunConfig
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.config import GanConfig
+from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.config.model import Config, Decay, PositiveFloat, PositiveInt, Probability
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 
 
 class Part(Config):

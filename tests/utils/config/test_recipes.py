@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.recipes import CONFIGS, LENGTH, STUDIES, Recipe, listing, recipe_of, recipes
+from duetgan.utils.config.yaml_files import read_yaml
 from tests.conftest import REPOSITORY
-from training.engine.tasks import build_run_config
-from utils.config.recipes import CONFIGS, LENGTH, STUDIES, Recipe, listing, recipe_of, recipes
-from utils.config.yaml_files import read_yaml
 
 ALL = recipes()
 

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training.classifier.config import ClassifierConfig
-from utils.config import yaml_files
-from utils.config.build import build
-from utils.config.yaml_files import read_yaml
-from utils.errors import UserError
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.utils.config import yaml_files
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import UserError
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
 REFUSED = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from utils.distributed import collectives
-from utils.errors import TrainingHalted, UserError
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import TrainingHalted, UserError
 
 
 def test_alone():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from utils.distributed import collectives, gradients
-from utils.distributed.gradients import GradientExchange, buckets_of
+from duetgan.utils.distributed import collectives, gradients
+from duetgan.utils.distributed.gradients import GradientExchange, buckets_of
 
 
 class Done:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 from tests.conftest import REPOSITORY
-from utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 
 
 def write(folder: Path, rank: int, **more: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_missing_file_means_a_rank_that_has_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("signum", "word"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])
 def test_processes_of_this_machine_are_known_at_once(tmp_path: Path, signum: int, word: str) -> None:
     code = (
-        "import pathlib, sys, time; from utils.distributed.heartbeat import Heartbeat;"
+        "import pathlib, sys, time; from duetgan.utils.distributed.heartbeat import Heartbeat;"
         "Heartbeat(pathlib.Path(sys.argv[1]), 2, interval=0.05).start(); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY) as process:
@@ -132,7 +132,7 @@ def test_what_an_earlier_start_has_left_is_cleared(tmp_path: Path) -> None:
 def test_an_orphan_ends_itself(tmp_path: Path) -> None:
     """A process whose launcher is gone leaves; here the launcher is a shell that ends at once."""
     code = (
-        "import os, pathlib, sys, time; from utils.distributed.heartbeat import Heartbeat;"
+        "import os, pathlib, sys, time; from duetgan.utils.distributed.heartbeat import Heartbeat;"
         "Heartbeat(pathlib.Path(sys.argv[1]), 0, parent=int(sys.argv[2]), interval=0.05).start(); time.sleep(60)"
     )
     other = os.getppid()  # not the parent of what is started here

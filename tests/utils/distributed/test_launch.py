@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from utils.distributed import launch as launcher
-from utils.distributed.launch import launch, parse_gpus, under_launcher
-from utils.errors import UserError
-from utils.script import run_cli
+from duetgan.utils.distributed import launch as launcher
+from duetgan.utils.distributed.launch import launch, parse_gpus, under_launcher
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 
 # Python 3.12 warns of a fork where torch has threads; train.py launches before it imports torch
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

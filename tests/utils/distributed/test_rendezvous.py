@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from utils.distributed import rendezvous
+from duetgan.utils.distributed import rendezvous
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from utils.runlog import progress
-from utils.runlog.progress import Bar, has_terminal
+from duetgan.utils.runlog import progress
+from duetgan.utils.runlog.progress import Bar, has_terminal
 
 LINE = re.compile(r"\d\d:\d\d:\d\d packing: 3 of 12 images \(25%\), [\d.,]+/s, \d+ s left")
 

@@ -3,11 +3,11 @@ import os
 
 import pytest
 
-from training.classifier.config import ClassifierConfig
-from training.gan.config import GanConfig
-from utils.config.build import build, to_tree
-from utils.errors import UserError
-from utils.runlog.run_folder import RunFolder
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.gan.config import GanConfig
+from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
 
 
 def opened(path):
@@ -135,7 +135,7 @@ def test_status(tmp_path):
 def test_the_time_of_all_processes_of_a_run_is_counted(tmp_path, monkeypatch):
     """U9: the report says how long a run took; a resume goes on counting."""
     now = 100.0
-    monkeypatch.setattr("utils.runlog.run_folder.time.monotonic", lambda: now)
+    monkeypatch.setattr("duetgan.utils.runlog.run_folder.time.monotonic", lambda: now)
     for expected in (7.5, 15.0):
         folder = RunFolder(tmp_path)
         folder.open()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.utils.runlog.run_log import Events, RunLog, cut_back
 from tests.end_to_end.helpers import graph_scopes
-from utils.runlog.run_log import Events, RunLog, cut_back
 
 
 def rows(folder):
@@ -172,7 +172,7 @@ def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
 
 def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
     seen: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr("utils.runlog.run_log._USUAL", [])
+    monkeypatch.setattr("duetgan.utils.runlog.run_log._USUAL", [])
     monkeypatch.setattr(threading, "excepthook", seen.append)
     Events(tmp_path).close()
 

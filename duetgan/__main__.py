@@ -1,6 +1,6 @@
-"""The command `duet COMMAND ARGS`, also `python -m duet`: each command is one of Duet's scripts.
+"""The command `duet COMMAND ARGS`, also `python -m duetgan`: each command is one of Duet's scripts.
 
-A script runs in a process of its own, in whose sys.path Duet's folder comes first: the user's `utils.py` is not seen.
+A script runs in a process of its own.
 """
 
 import difflib
@@ -8,20 +8,20 @@ import os
 import sys
 from pathlib import Path
 
-from duet import HOME
+from duetgan import HOME
 
 COMMANDS = {  # name -> script or module, and what it does
     "quickstart": ("quickstart.py", "train and evaluate both models on the sample or on your own images"),
-    "pack": ("data.pack", "pack images into one file"),
-    "inspect": ("data.inspect", "say what a packed file holds, and draw a grid of its images"),
-    "duplicates": ("data.duplicates", "find look-alikes within a packed file or between two"),
+    "pack": ("duetgan.data.pack", "pack images into one file"),
+    "inspect": ("duetgan.data.inspect", "say what a packed file holds, and draw a grid of its images"),
+    "duplicates": ("duetgan.data.duplicates", "find look-alikes within a packed file or between two"),
     "train": ("train.py", "train a GAN or a classifier, or resume; --list prints the recipes"),
     "evaluate": ("evaluate.py", "evaluate a checkpoint"),
     "study": ("study.py", "many runs, controls, one verdict: do samples help a classifier?"),
     "generate": ("generate.py", "samples, films and projections of a generator"),
     "predict": ("predict.py", "what a classifier says of images"),
-    "influence": ("inference.influence", "which training images a classifier's predictions come from"),
-    "pseudo-labels": ("inference.pseudo_labels", "label images with what a classifier is sure of"),
+    "influence": ("duetgan.inference.influence", "which training images a classifier's predictions come from"),
+    "pseudo-labels": ("duetgan.inference.pseudo_labels", "label images with what a classifier is sure of"),
     "explore": ("explore.py", "look at what the models do, in a browser"),
     "export": ("export.py", "write a model for use elsewhere"),
 }
@@ -35,25 +35,11 @@ def usage() -> str:
 
 
 def line(argv: list[str]) -> list[str]:
-    """Python's arguments for `duet argv...`. Recipes come with Duet: `--config gan_64` or configs/gan_64.yaml is found
-    from any folder that has no such file itself.
-    """
-    script, arguments = COMMANDS[argv[0]][0], list(argv[1:])
-    for place, argument in enumerate(arguments):
-        option, equals, value = argument.partition("=")
-        if option == "--config" and (equals or place + 1 < len(arguments)):
-            found = recipe(value if equals else arguments[place + 1])
-            arguments[place + (not equals)] = f"--config={found}" if equals else found
+    """Python's arguments for `duet argv...`."""
+    script, *arguments = COMMANDS[argv[0]][0], *argv[1:]
     if script.endswith(".py"):
         return [str(HOME / script), *arguments]
-    return ["-P", "-m", script, *arguments]  # -P: not the module of this name in the current folder
-
-
-def recipe(name: str) -> str:
-    """The file that `--config name` means."""
-    own = HOME / "configs" / Path(name).with_suffix(".yaml").name
-    ours = str(Path(name).parent) in (".", "configs") and own.is_file() and not Path(name).exists()
-    return str(own) if ours else name
+    return ["-P", "-m", script, *arguments]  # -P: not the current folder's own `duetgan`
 
 
 def main() -> int:
@@ -67,7 +53,7 @@ def main() -> int:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         print(f"error: no command {argv[0]}{hint}; `duet --help` lists them", file=sys.stderr)
         return 2
-    paths = [str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *line(argv)], environment)

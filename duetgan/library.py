@@ -1,0 +1,286 @@
+"""Trained networks, ready to use: `load`, `Classifier`, `Generator`."""
+
+import itertools
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import PIL.Image
+import torch
+from torch import Tensor, nn
+
+from duetgan.data.errors import ImageError
+from duetgan.data.images import fit, from_pillow, to_channels, trained_mode
+from duetgan.inference.export.weights_file import open_checkpoint
+from duetgan.inference.predictions import read_image
+from duetgan.inference.projection import Projection, find
+from duetgan.inference.samples import Sampler
+from duetgan.inference.settings import ProjectionConfig, label_of
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.models.gan import ImageGenerator, NoiseMode
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.distributed.collectives import choose_device
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import grid
+from duetgan.utils.memory import cores, ran_out
+
+Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor"
+BATCH = 64  # images at first; halved where memory runs out
+FARTHEST = 2.0  # generated images leave [-1, 1] by a little; what leaves it by more is in another range
+
+
+@dataclass(frozen=True)
+class Transform:
+    """An image as a network takes it: float32 [channels, resolution, resolution] in [-1, 1].
+
+    Brings it to size as the images of the network's training were. Takes a file's name; a PIL image; an array [H, W],
+    [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]. Can be sent to the workers of a DataLoader. Raises
+    UserError for an image that cannot be read, and for floats outside [0, 1].
+    """
+
+    channels: int
+    resolution: int
+    mode: Literal["crop", "pad"]  # the middle square scaled, or the whole image within zeros
+
+    def __call__(self, image: Image) -> Tensor:
+        return self.pixels(image).float() / 127.5 - 1
+
+    def pixels(self, image: Image) -> Tensor:
+        """The same as uint8 [channels, resolution, resolution]."""
+        try:
+            if isinstance(image, str | os.PathLike):
+                shape = {"channels": self.channels, "resolution": self.resolution}
+                return read_image(Path(image), {"shape": shape}, resize=self.mode)
+            if isinstance(image, PIL.Image.Image):
+                pixels = from_pillow(image, self.channels)
+            else:
+                pixels = to_channels(_hwc(image), self.channels)
+            return torch.from_numpy(fit(pixels, self.resolution, self.mode).transpose(2, 0, 1).copy())
+        except ImageError as error:
+            name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
+            raise UserError(f"{name} {error}") from error
+
+
+def _hwc(image: np.ndarray | Tensor) -> np.ndarray:
+    """An array or a tensor as uint8 [H, W, C]."""
+    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    elif isinstance(image, Tensor) and array.ndim == 3:
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] not in (1, 3):
+        layout = "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
+        raise ImageError(f"is of shape {list(image.shape)}; give {layout} with 1 or 3 channels")
+    if array.dtype == np.uint8:
+        return array
+    if not np.issubdtype(array.dtype, np.floating):
+        raise ImageError(f"is of type {array.dtype}; give uint8, or floats in [0, 1]")
+    low, high = float(array.min()), float(array.max())
+    if not (low >= 0 and high <= 1):
+        raise ImageError(f"has values from {low:.3g} to {high:.3g}; floats are taken as [0, 1]")
+    return np.asarray((array * 255).round(), dtype=np.uint8)
+
+
+class Predictions(NamedTuple):
+    """What a classifier says of n images."""
+
+    labels: list[str]  # the most probable class of each
+    probabilities: Tensor  # float64 [n, classes] on the CPU, in the order of the classifier's `class_names`
+
+
+class Classifier(nn.Module):
+    """A trained classifier. `network` is the nn.Module with its EMA weights, in evaluation mode."""
+
+    def __init__(self, checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> None:
+        """Args: `checkpoint` as `utils.checkpoint.load` gives it. Raises UserError for a GAN's."""
+        super().__init__()
+        self.network = classifier_from(checkpoint, device)
+        self.class_names: list[str] = list(checkpoint["classes"])
+        side = checkpoint["shape"]["resolution"]
+        self.transform = Transform(self.network.channels, side, trained_mode(checkpoint))
+        self.image_shape, self.image_range = (self.network.channels, side, side), (-1.0, 1.0)
+        self._batch = BATCH
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of images float [N, C, H, H] in [-1, 1], as `transform` gives them.
+
+        Raises UserError for another type, shape or range.
+        """
+        _check_images(images, self.image_shape)
+        return self.network(images)
+
+    def predict(self, images: "Image | Iterable[Image]") -> Predictions:
+        """Labels and probabilities of one image or many: whatever `transform` takes, also arrays [N, H, W, C] and
+        tensors [N, C, H, W], or an iterable of them, which is read batch by batch.
+
+        Raises UserError for an image that cannot be read.
+        """
+        items, rows = _each(images), [torch.empty(0, len(self.class_names), dtype=torch.float64)]
+        with ThreadPoolExecutor(cores(), "decode") as pool:
+            while batch := list(itertools.islice(items, self._batch)):
+                rows.append(self._probabilities(torch.stack(list(pool.map(self.transform.pixels, batch)))))
+        probabilities = torch.cat(rows)
+        return Predictions([self.class_names[i] for i in probabilities.argmax(1).tolist()], probabilities)
+
+    def _probabilities(self, pixels: Tensor) -> Tensor:
+        try:
+            return judge_images(self.network, pixels)
+        except (RuntimeError, MemoryError) as error:
+            if len(pixels) == 1 or not ran_out(error):
+                raise
+        self._batch = len(pixels) // 2
+        return torch.cat([self._probabilities(part) for part in pixels.split(self._batch)])
+
+
+class Samples(NamedTuple):
+    """What a generator drew. Sample i depends on `seed`, its class and `indices[i]` alone."""
+
+    images: Tensor  # uint8 [n, channels, H, H] on the CPU
+    labels: list[str]  # each one's class; empty for an unconditional generator
+    seed: int
+    indices: list[int]
+
+
+class Generator(nn.Module):
+    """A trained generator of any architecture. `network` is the nn.Module with its EMA weights, in evaluation mode."""
+
+    def __init__(self, checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> None:
+        """Args: `checkpoint` as `utils.checkpoint.load` gives it. Raises UserError for a classifier's."""
+        super().__init__()
+        self.network: ImageGenerator = generator_from(checkpoint, device)
+        self.class_names: list[str] = list(checkpoint["classes"]) if self.network.classes else []
+        self.z_dim = self.network.z_dim
+        channels, side = self.network.channels, self.network.resolution
+        self.image_shape, self.image_range = (channels, side, side), (-1.0, 1.0)
+        self.transform = Transform(channels, side, trained_mode(checkpoint))
+
+    def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+        """Images [N, channels, H, H] in about [-1, 1] of z [N, z_dim] (normal) and labels int64 [N], places in
+        `class_names`; None without classes. `options` (noise, truncation_psi, truncation_cutoff): as the network's.
+
+        Raises UserError for another type or shape, and for labels of no class.
+        """
+        if not z.is_floating_point() or z.ndim != 2 or z.shape[1] != self.z_dim:
+            raise UserError(f"z: {_kind(z)} was given; it is normal: torch.randn(N, {self.z_dim})")
+        classes = len(self.class_names)
+        if (labels is None) != (classes == 0):
+            wanted = f"int64 [N], 0 to {classes - 1}" if classes else "None: this generator is unconditional"
+            raise UserError(f"labels: give {wanted}")
+        if labels is not None and not labels.is_floating_point() and len(labels):
+            low, high = (int(value) for value in labels.aminmax())
+            if not 0 <= low <= high < classes:
+                raise UserError(f"labels: {low} to {high} were given; they are 0 to {classes - 1}")
+        return self.network(z, labels, **options)
+
+    def sample(
+        self,
+        n: int = 1,
+        *,
+        classes: str | Sequence[str] | None = None,  # by name, in turn; None: all
+        seed: int = 0,
+        psi: float = 1.0,  # truncation: 1 none, 0 the mean image; for generators with w
+        noise: NoiseMode = "random",
+    ) -> Samples:
+        """`n` images. The same seed gives the same images, however many are drawn.
+
+        Raises UserError for an unknown class, and for a truncation that the generator cannot do.
+        """
+        sampler = self._sampler(classes, seed, truncation_psi=psi, noise_mode=noise)
+        labels = sampler.labels(range(n))
+        names = [] if labels is None else [self.class_names[label] for label in labels.tolist()]
+        return Samples(sampler.images(range(n)), names, seed, sampler.indices(range(n)))
+
+    def grid(self, n: int | None = None, *, columns: int | None = None, **options: Any) -> PIL.Image.Image:
+        """`n` samples as one picture; unless said 64, or 8 of each class, a column a class. `options` as `sample`."""
+        chosen = options.get("classes")
+        kinds = len([chosen] if isinstance(chosen, str) else chosen or self.class_names)
+        pixels = grid(self.sample(n or 8 * kinds or 64, **options).images, columns=columns or kinds or None)
+        return PIL.Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+    def project(
+        self,
+        image: Image,
+        *,
+        space: Literal["w", "w+"] = "w+",
+        classes: str | Sequence[str] | None = None,  # where the search may start
+        seed: int = 0,
+        steps: int = 500,
+        features: Literal["resnet50", "pixels"] | None = None,  # None: resnet50 where its weights are, else pixels
+    ) -> Projection:
+        """The w whose image is nearest to `image` (StyleGAN2, appendix D): `ws` [num_ws, w_dim], `image` uint8.
+
+        Raises UserError for a generator without w.
+        """
+        target = self.transform.pixels(image)[None]
+        sampler = self._sampler(classes, seed)
+        config = ProjectionConfig(space="both" if space == "w+" else "w", steps=steps, features=features)
+        return find(sampler, target, config).spaces[space]
+
+    def _sampler(self, classes: str | Sequence[str] | None, seed: int, **options: Any) -> Sampler:
+        names = [classes] if isinstance(classes, str) else self.class_names if classes is None else classes
+        chosen = [label_of(name, self.class_names, "classes") for name in names]
+        return Sampler(generator=self.network, chosen=chosen, seed=seed, batch_size=BATCH, **options)
+
+
+Which: TypeAlias = Literal["last", "best"]
+
+
+def load(checkpoint: str | Path, *, which: Which = "last", device: str | None = None) -> Classifier | Generator:
+    """A trained classifier or generator, in evaluation mode, with its average (EMA) weights.
+
+    Args:
+        checkpoint: a run folder, a checkpoint file, or a .safetensors file of `duet export`. Nothing in it is executed.
+        which: checkpoint of a run folder.
+        device: "cpu", "cuda", ...; None: the accelerator where there is one.
+
+    Raises UserError (a ValueError; one line with the remedy) where it is missing, damaged, or the device is not there.
+    """
+    content = open_checkpoint(checkpoint, which)[1]
+    network = Classifier if content["task"] == "classifier" else Generator
+    return network(content, choose_device(device))
+
+
+def load_classifier(checkpoint: str | Path, *, which: Which = "last", device: str | None = None) -> Classifier:
+    """`load` where it must be a classifier: raises UserError for a generator."""
+    return Classifier(open_checkpoint(checkpoint, which)[1], choose_device(device))
+
+
+def load_generator(checkpoint: str | Path, *, which: Which = "last", device: str | None = None) -> Generator:
+    """`load` where it must be a generator: raises UserError for a classifier."""
+    return Generator(open_checkpoint(checkpoint, which)[1], choose_device(device))
+
+
+def _each(images: "Image | Iterable[Image]") -> Iterator[Image]:
+    """The images one by one."""
+    if isinstance(images, str | os.PathLike | PIL.Image.Image):
+        yield images
+    elif isinstance(images, np.ndarray | Tensor):
+        yield from images if images.ndim == 4 else [images]
+    else:
+        for part in images:
+            yield from _each(part)
+
+
+def _check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
+    """Raise UserError for what is no batch of images in [-1, 1] of this shape; warn of what looks like [0, 1]."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return  # a program is made of the network: nothing is looked at
+    wanted = f"float [N, {', '.join(map(str, shape))}] in [-1, 1], as `transform` gives; `predict` takes any image"
+    if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
+        raise UserError(f"images: {_kind(images)} was given; the network takes {wanted}")
+    if not len(images):
+        return
+    low, high = (float(value) for value in images.detach().aminmax())
+    if not (low >= -FARTHEST and high <= FARTHEST):
+        raise UserError(f"images: values from {low:.3g} to {high:.3g} were given; the network takes {wanted}")
+    if low >= 0 and high > 0:
+        warnings.warn(f"no pixel is below 0: are these images in [0, 1]? The network takes {wanted}", stacklevel=3)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

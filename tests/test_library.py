@@ -1,0 +1,184 @@
+"""The library: what `duetgan` exports, and what its models take and refuse."""
+
+import sys
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+import duetgan
+from duetgan.inference.predictions import read_image
+from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import load, resolve
+from tests.inference.conftest import gan_run, styled
+from tests.metrics.conftest import CLASSES, classifier_run
+
+EXPORTED = {  # changed on purpose, with a line in CHANGELOG.md
+    "duetgan": "Classifier Generator Predictions Samples Transform UserError __version__ load load_classifier"
+    " load_generator",
+    "duetgan.data": "Augment Batch Dataset GlobalSampler InfiniteLoader to_float",
+    "duetgan.training": "Ada AdaConfig EMA OBJECTIVES Objective gradient_penalty half_life_beta path_length_penalty"
+    " path_lengths squared_gradient_norm",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return {"classifier": classifier_run(folder / "classifier"), "gan": gan_run(folder / "gan", styled())}
+
+
+@pytest.fixture(scope="module")
+def classifier(runs):
+    return duetgan.load_classifier(runs["classifier"], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def generator(runs):
+    return duetgan.load_generator(runs["gan"], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def photo():
+    """uint8 [12, 20, 3]."""
+    return np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+
+
+def test_exported_names_change_on_purpose():
+    for package, names in EXPORTED.items():
+        module = sys.modules[package] if package == "duetgan" else __import__(package, fromlist=["x"])
+        assert sorted(module.__all__) == names.split()
+        assert all(getattr(module, name) is not None for name in module.__all__)
+        with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+            _ = module.nothing
+
+
+def test_whatever_holds_an_image_is_prepared_as_a_files_is(classifier, runs, photo, tmp_path):
+    checkpoint = load(resolve(runs["classifier"]))
+    PIL.Image.fromarray(photo).save(tmp_path / "a.png")
+    expected = read_image(tmp_path / "a.png", checkpoint)
+    tensor = torch.from_numpy(photo).permute(2, 0, 1)
+    for image in (tmp_path / "a.png", str(tmp_path / "a.png"), PIL.Image.fromarray(photo), photo, tensor, tensor / 255):
+        assert classifier.transform.pixels(image).equal(expected)
+        torch.testing.assert_close(classifier.transform(image), expected / 127.5 - 1)
+    assert classifier.transform.pixels(photo[:, :, 0]).shape == classifier.image_shape
+
+
+def test_predictions_are_those_of_the_network(classifier, runs, photo, monkeypatch):
+    network = classifier_from(load(resolve(runs["classifier"])))
+    images = [np.roll(photo, shift, axis=1) for shift in range(5)]
+    expected = judge_images(network, torch.stack([classifier.transform.pixels(image) for image in images]))
+    monkeypatch.setattr(classifier, "_batch", 2)
+    for many in (images, iter(images), np.stack(images), [np.stack(images[:3]), *images[3:]]):
+        labels, probabilities = classifier.predict(many)
+        torch.testing.assert_close(probabilities, expected)
+        assert labels == [CLASSES[i] for i in expected.argmax(1).tolist()]
+    assert classifier.predict(photo).probabilities.shape == (1, len(CLASSES))
+    assert classifier.predict([])[0] == []
+
+
+def test_a_batch_is_halved_where_memory_runs_out(classifier, photo, monkeypatch):
+    expected, sizes = classifier.predict([photo] * 7).probabilities, []
+
+    def tight(network, pixels):
+        sizes.append(len(pixels))
+        if len(pixels) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return judge_images(network, pixels)
+
+    monkeypatch.setattr("duetgan.library.judge_images", tight)
+    monkeypatch.setattr(classifier, "_batch", 7)
+    torch.testing.assert_close(classifier.predict([photo] * 7).probabilities, expected)
+    assert max(sizes[1:]) < 7
+    monkeypatch.setattr("duetgan.library.judge_images", lambda *_: tight(None, pixels=[0] * 3))
+    with pytest.raises(torch.OutOfMemoryError):
+        classifier.predict(photo)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("nowhere.png", r"nowhere\.png cannot be read: No such file"),
+        (np.zeros((8, 8, 4), np.uint8), r"the image is of shape \[8, 8, 4\]; give an array \[H, W\] or \[H, W, C\]"),
+        (torch.zeros(2, 8, 8), r"the image is of shape \[2, 8, 8\]; give a tensor \[C, H, W\] with 1 or 3"),
+        (np.full((8, 8), 2.0), r"the image has values from 2 to 2; floats are taken as \[0, 1\]"),
+        (np.full((8, 8), np.nan), r"the image has values from nan to nan"),
+        (np.zeros((8, 8), np.int64), "the image is of type int64; give uint8, or floats"),
+    ],
+)
+def test_what_is_no_image_is_one_line(classifier, image, message):
+    with pytest.raises(duetgan.UserError, match=message):
+        classifier.predict([image])
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(1, 1, 9, 9), r"float32 \[1, 1, 9, 9\] was given; the network takes float \[N, 1, 8, 8\]"),
+        (torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "uint8"),
+        (torch.full((1, 1, 8, 8), 255.0), "values from 255 to 255"),
+        (torch.full((1, 1, 8, 8), torch.nan), "values from nan to nan"),
+    ],
+)
+def test_a_classifier_says_what_it_takes(classifier, images, message):
+    with pytest.raises(duetgan.UserError, match=message):
+        classifier(images)
+
+
+def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
+    x = torch.linspace(-1, 1, 128).view(2, 1, 8, 8)
+    with torch.no_grad():
+        assert classifier(x).equal(classifier.network(x))
+        with pytest.warns(UserWarning, match=r"no pixel is below 0: are these images in \[0, 1\]"):
+            classifier(x / 2 + 0.5)
+        assert classifier(x[:0]).shape == (0, len(CLASSES))
+
+
+def test_samples_are_the_generators_and_say_their_seeds(generator, runs):
+    samples = generator.sample(5, seed=3, psi=0.7, classes=["light", "dark"])
+    assert samples.labels == ["light", "dark", "light", "dark", "light"]
+    assert samples.seed == 3
+    assert samples.indices == [2, 0, 5, 3, 8]
+    assert samples.images.shape == (5, *generator.image_shape)
+    assert samples.images.dtype == torch.uint8
+    assert generator.sample(2, seed=3, psi=0.7, classes="light").images[1].equal(samples.images[2])
+    assert not generator.sample(1, seed=4, psi=0.7, classes="light").images[0].equal(samples.images[0])
+    picture = generator.grid(6, columns=3)
+    assert picture.size == (24, 16)
+    with pytest.raises(duetgan.UserError, match="classes: no class 'ligth'"):
+        generator.sample(classes="ligth")
+
+
+def test_a_projection_is_nearer_than_its_start(generator, photo):
+    found = generator.project(photo, steps=30, features="pixels", space="w", seed=1)
+    again = generator.project(photo, steps=1, features="pixels", space="w", seed=1)
+    assert found.ws.shape == (generator.network.num_ws, generator.network.w_dim)
+    assert found.rmse < again.rmse
+
+
+@pytest.mark.parametrize(
+    ("z", "labels", "message"),
+    [
+        (torch.zeros(2, 3), [0, 1], r"z: float32 \[2, 3\] was given; it is normal: torch\.randn\(N, 8\)"),
+        (torch.zeros(2, 8, dtype=torch.int64), [0, 1], "z: int64"),
+        (torch.zeros(2, 8), None, r"labels: give int64 \[N\], 0 to 2"),
+        (torch.zeros(2, 8), [0, 3], "labels: 0 to 3 were given; they are 0 to 2"),
+    ],
+)
+def test_a_generator_says_what_it_takes(generator, z, labels, message):
+    with pytest.raises(duetgan.UserError, match=message):
+        generator(z, None if labels is None else torch.tensor(labels))
+
+
+def test_a_generator_is_its_network(generator, runs):
+    network, z = generator_from(load(resolve(runs["gan"]))), torch.linspace(-1, 1, 16).view(2, 8)
+    assert generator(z, torch.tensor([0, 2])).equal(network(z, torch.tensor([0, 2])))
+
+
+def test_the_model_that_is_loaded_is_of_its_kind(runs):
+    assert isinstance(duetgan.load(runs["classifier"]), duetgan.Classifier)
+    assert isinstance(duetgan.load(runs["gan"]), duetgan.Generator)
+    with pytest.raises(duetgan.UserError, match="is of task 'gan', but a 'classifier' checkpoint is needed"):
+        duetgan.load_classifier(runs["gan"])
