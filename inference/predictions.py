@@ -5,7 +5,7 @@ an image are evidence for a class (Selvaraju et al., 1610.02391).
 import contextlib
 import itertools
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import decode_file, fit, trained_mode
+from duetgan.data.images import decode_file, fit, to_channels, trained_mode
+from duetgan.inference.inputs import Input, file_input
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.models.classifier import Classifier
 from duetgan.models.hooks import find_layer, output_gradient
-from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import check_writable
 from duetgan.utils.images import save_captioned
@@ -40,19 +40,14 @@ def read_image(path: str | Path, checkpoint: Mapping[str, Any], *, resize: str |
 
     Args: `resize` crop or pad instead. Raises ImageError if it cannot be read.
     """
-    try:
-        content = bounded.read_file(path, bounded.IMAGE)
-    except bounded.Refused as error:
-        raise ImageError(str(error)) from error
-    except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        raise ImageError(f"cannot be read: {getattr(error, 'strerror', error)}") from error
-    return image_of(content, checkpoint, resize=resize)
+    return image_of(file_input(path).content(), checkpoint, resize=resize)
 
 
-def image_of(content: bytes, checkpoint: Mapping[str, Any], *, resize: str | None = None) -> Tensor:
-    """The bytes of an image file as `read_image` gives them. Raises ImageError."""
+def image_of(content: bytes | np.ndarray, checkpoint: Mapping[str, Any], *, resize: str | None = None) -> Tensor:
+    """The bytes of an image file, or pixels uint8 [H, W, C], as `read_image` gives them. Raises ImageError."""
     shape = checkpoint["shape"]
-    pixels = decode_file(content, shape["channels"])
+    channels = shape["channels"]
+    pixels = to_channels(content, channels) if isinstance(content, np.ndarray) else decode_file(content, channels)
     pixels = fit(pixels, shape["resolution"], resize or trained_mode(checkpoint))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
@@ -60,7 +55,7 @@ def image_of(content: bytes, checkpoint: Mapping[str, Any], *, resize: str | Non
 class Maps(NamedTuple):
     """Which Grad-CAM images are wanted."""
 
-    files: list[Path]  # where they go, one for each image
+    files: Iterator[Path]  # where they go, one for each image
     label: int | None  # of the class that is asked for; None: the predicted one
     layer: str
 
@@ -68,65 +63,65 @@ class Maps(NamedTuple):
 def predict(
     classifier: Classifier,
     checkpoint: dict[str, Any],
-    files: Sequence[str],
+    inputs: Iterable[Input],
     *,
     resize: str | None,
     top: int,
     batch_size: int,
     maps: Maps | None = None,
     fast: Classifier | None = None,
-) -> list[dict[str, Any]]:
-    """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`.
+) -> Iterator[tuple[Input, dict[str, Any]]]:
+    """One answer an image, in order: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`,
+    `error`. No more than two batches are in memory.
 
     With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
-    results: list[dict[str, Any]] = [{"file": file} for file in files]
     classes: list[str] = checkpoint["classes"]
-    with contextlib.closing(read_batches(files, checkpoint, batch_size=batch_size, resize=resize)) as batches:
-        for start, batch in zip(range(0, len(files), batch_size), batches, strict=True):
-            read: dict[int, Tensor] = {}  # place among the files -> image
-            for place, image in enumerate(batch, start):
+    with contextlib.closing(read_batches(inputs, checkpoint, batch_size=batch_size, resize=resize)) as batches:
+        for batch in batches:
+            results: list[dict[str, Any]] = [{"file": given.name} for given, _ in batch]
+            places = list(itertools.islice(maps.files, len(batch))) if maps else []
+            read: dict[int, Tensor] = {}  # place in the batch -> image
+            for place, (_, image) in enumerate(batch):
                 if isinstance(image, str):
                     results[place]["error"] = image
                 else:
                     read[place] = image
-            if not read:
-                continue
-            images = torch.stack(list(read.values()))
-            probabilities = judge_images(fast or classifier, images)
-            for place, row in zip(read, probabilities, strict=True):
-                order = row.sort(descending=True, stable=True).indices.tolist()
-                results[place]["label"] = classes[order[0]]
-                results[place]["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
-            if maps is not None:
-                chosen = maps._replace(files=[maps.files[place] for place in read])
-                save_maps(classifier, classes, images, probabilities, chosen)
-                for place in read:
-                    results[place]["gradcam"] = str(maps.files[place])
-    return results
+            if read:
+                images = torch.stack(list(read.values()))
+                probabilities = judge_images(fast or classifier, images)
+                for place, row in zip(read, probabilities, strict=True):
+                    order = row.sort(descending=True, stable=True).indices.tolist()
+                    results[place]["label"] = classes[order[0]]
+                    results[place]["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
+                if maps is not None:
+                    chosen = maps._replace(files=iter([places[place] for place in read]))
+                    save_maps(classifier, classes, images, probabilities, chosen)
+                    for place in read:
+                        results[place]["gradcam"] = str(places[place])
+            yield from zip((given for given, _ in batch), results, strict=True)
 
 
 def read_batches(
-    files: Sequence[str], checkpoint: Mapping[str, Any], *, batch_size: int, resize: str | None
-) -> Generator[list[Tensor | str], None, None]:
-    """The files by batches, in order: each as `read_image` gives it, or why it cannot be read.
+    inputs: Iterable[Input], checkpoint: Mapping[str, Any], *, batch_size: int, resize: str | None
+) -> Generator[list[tuple[Input, Tensor | str]], None, None]:
+    """The images by batches, in order: each as `read_image` gives it, or why it cannot be read.
 
     A thread for each core decodes. While the caller works on a batch they read the next one, and no further.
     """
 
-    def read(file: str) -> Tensor | str:
+    def read(given: Input) -> tuple[Input, Tensor | str]:
         try:
-            return read_image(file, checkpoint, resize=resize)
+            return given, image_of(given.content(), checkpoint, resize=resize)
         except ImageError as error:
-            return str(error)
+            return given, str(error)
 
-    pool = ThreadPoolExecutor(cores(), "decode")
+    items, pool = iter(inputs), ThreadPoolExecutor(cores(), "decode")
     try:
-        ahead = [pool.submit(read, file) for file in files[:batch_size]]
-        for start in range(0, len(files), batch_size):
+        ahead = [pool.submit(read, item) for item in itertools.islice(items, batch_size)]
+        while ahead:
             batch = [future.result() for future in ahead]
-            after = start + batch_size
-            ahead = [pool.submit(read, file) for file in files[after : after + batch_size]]
+            ahead = [pool.submit(read, item) for item in itertools.islice(items, batch_size)]
             yield batch
     finally:
         pool.shutdown(cancel_futures=True)

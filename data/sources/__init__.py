@@ -1,5 +1,6 @@
 """Where images come from: `open_source` finds the right reader for what the user names."""
 
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,16 @@ def open_source(
             source.__exit__()
             raise UserError(f"--{option} does not apply to {spec}: leave it out")
     return source
+
+
+def is_source(path: Path) -> bool:
+    """Whether it is a folder, or a file that holds images, and no image itself."""
+    return path.is_dir() or path.suffix.lower() in READERS or (path.is_file() and is_lmdb(path))
+
+
+def open_images(spec: str) -> Source:
+    """Every image of a folder or a file, wherever it lies in it, without labels. Raises UserError as `open_source`."""
+    return _open(os.path.join(".", spec), None, SourceOptions(label_column="none", classes_from="none"))
 
 
 def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:

@@ -60,6 +60,8 @@ def arrange(
     missing, or if it is unclear what is a class; and for a `dataset.json` that cannot be read or does not fit.
     """
     images, ignored = _images(where, files)
+    if options.classes_from == "none":  # all images, wherever they lie
+        return Listing(images, [0] * len(images), ignored=ignored)
     if MANIFEST in ignored:
         ignored.remove(MANIFEST)
         return _by_manifest(f"{where}: {MANIFEST}", Listing(images, ignored=ignored), read)

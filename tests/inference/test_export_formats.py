@@ -5,6 +5,7 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from PIL import Image
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export.formats import FORMATS, import_extra
 from duetgan.inference.export.subject import SAMPLES, classifier_subject, generator_subject
+from duetgan.inference.inputs import file_input
 from duetgan.inference.predictions import predict
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.models.gan import draw
@@ -133,9 +135,8 @@ def test_the_pages_lines_predict_as_predict_does(runs, written, tmp_path, monkey
         pixels = np.random.default_rng(seed).integers(0, 64 * (seed + 1), (side, side), dtype=np.uint8)
         Image.fromarray(pixels).save("image.png")
         exec(lines, {})
-        (expected,) = predict(
-            classifier_from(checkpoint, "cpu"), checkpoint, ["image.png"], resize=None, top=1, batch_size=1
-        )
+        how: Any = {"resize": None, "top": 1, "batch_size": 1}
+        ((_, expected),) = predict(classifier_from(checkpoint), checkpoint, [file_input("image.png")], **how)
         assert capsys.readouterr().out == f"{expected['label']}\n"
 
 

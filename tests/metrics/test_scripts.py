@@ -1,7 +1,10 @@
 """evaluate.py, predict.py and generate.py through their command lines, on untrained runs."""
 
+import csv
 import json
 import threading
+import zipfile
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,8 @@ import evaluate
 import generate
 import predict
 from duetgan.data.reading.dataset import Dataset
-from duetgan.inference.predictions import predict as predict_files
+from duetgan.inference.inputs import Input, file_input
+from duetgan.inference.predictions import predict as predict_inputs
 from duetgan.metrics.comparison.predictions import Predictions
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import fingerprint
@@ -272,7 +276,7 @@ class TestPredict:
 
     def test_unreadable_images_stand_in_their_place_and_exit_is_2(self, runs, sample_images, tmp_path, capsys):
         (tmp_path / "text.jpg").write_text("not an image")
-        files = [tmp_path / "absent.png", sample_images[0], tmp_path / "text.jpg", tmp_path]
+        files = [tmp_path / "absent.png", sample_images[0], tmp_path / "text.jpg", tmp_path / "absent"]
         assert call(predict, "--checkpoint", runs["classifier"], *files, "--json", "--batch-size", 2) == 2
         printed = capsys.readouterr()
         found = json.loads(printed.out)
@@ -283,6 +287,90 @@ class TestPredict:
         assert "not an image" in found[2]["error"]
         assert "3 of 4 images" in printed.err
 
+    @pytest.fixture
+    def photos(self, tmp_path, sample_images):
+        """A folder with images at the top, deeper, in a folder called train, and what is none."""
+        folder = tmp_path / "photos"
+        for name in ("b.png", "a/c.png", "train/d.png", "deep/er/e.PNG"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(sample_images[0].read_bytes())
+        (folder / "notes.md").write_text("no image")
+        (folder / "broken.jpg").write_text("not an image")
+        return folder
+
+    def rows(self, path):
+        with open(path, newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def test_folders_archives_patterns_lists_and_packed_files_are_read(
+        self, runs, photos, sample_images, files, tmp_path, capsys
+    ):
+        names = ["a/c.png", "b.png", "broken.jpg", "deep/er/e.PNG", "train/d.png"]
+        with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+            for name in names:
+                archive.write(photos / name, name)
+        (tmp_path / "list.txt").write_text("photos/b.png\n\nsecond.png\n")
+        second = sample_images[1]
+        options = ["--checkpoint", runs["classifier"], "--batch-size", 2, "--csv", tmp_path / "out.csv"]
+        for given, expected in (
+            ([photos], [photos / name for name in names]),
+            ([tmp_path / "photos.zip"], [f"{tmp_path / 'photos.zip'}:{name}" for name in names]),
+            ([photos / "**" / "[ce].*", second], [photos / "a/c.png", photos / "deep/er/e.PNG", second]),
+            ([tmp_path / "list.txt"], [photos / "b.png", second]),
+        ):
+            assert call(predict, *options, *given) == (2 if "broken" in str(expected) else 0)
+            rows = self.rows(tmp_path / "out.csv")
+            assert [row["file"] for row in rows] == [str(file) for file in expected]
+            assert [row["file"] for row in rows if not row["label"]] == [str(f) for f in expected if "broken" in str(f)]
+            assert f"{len(expected)} of {len(expected)} images (100%)" in capsys.readouterr().err
+        assert call(predict, *options, files["val_path"]) == 0
+        rows, reader = self.rows(tmp_path / "out.csv"), Dataset(files["val_path"])
+        assert [row["file"] for row in rows[:2]] == [f"{files['val_path']}: record {index}" for index in (0, 1)]
+        assert len(rows) == len(reader)
+        model = classifier_from(load(resolve(runs["classifier"])))
+        shares = judge_images(model, torch.from_numpy(reader.read(np.arange(len(reader)))[0]))
+        found = torch.tensor([[float(row[name]) for name in CLASSES] for row in rows], dtype=torch.float64)
+        torch.testing.assert_close(found, shares, rtol=1e-5, atol=1e-6)
+        assert [row["label"] for row in rows] == [CLASSES[k] for k in shares.argmax(1).tolist()]
+
+    def test_tables_of_answers_and_of_errors(self, runs, photos, tmp_path, capsys):
+        options = ["--checkpoint", runs["classifier"], photos, "--csv", tmp_path / "out.csv"]
+        assert call(predict, *options, "--errors", tmp_path / "bad.csv", "--top", 2) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert "5 of 5 images" in printed.err
+        assert "error: 1 of 5 images could not be read" in printed.err
+        rows = self.rows(tmp_path / "out.csv")
+        assert list(rows[0]) == ["file", "label", "probability", "label_2", "probability_2"]
+        assert float(rows[0]["probability"]) > float(rows[0]["probability_2"])
+        assert list(rows[2].values()) == [str(photos / "broken.jpg"), "", "", "", ""]
+        (bad,) = self.rows(tmp_path / "bad.csv")
+        assert bad["file"] == str(photos / "broken.jpg")
+        assert "not an image" in bad["error"]
+
+    def test_images_are_sorted_by_class(self, runs, photos, files, tmp_path):
+        with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+            archive.write(photos / "b.png", "x/b.png")
+        options = ["--checkpoint", runs["classifier"], "--sort-into", tmp_path / "sorted"]
+        assert call(predict, *options, photos, tmp_path / "photos.zip", photos / "b.png", files["val_path"]) == 2
+        placed = sorted(path for path in (tmp_path / "sorted").rglob("*") if not path.is_dir())
+        assert {path.parent.name for path in placed} <= set(CLASSES)
+        links = [path for path in placed if path.is_symlink()]
+        assert sorted(path.name for path in links) == ["b-3.png", "b.png", "c.png", "d.png", "e.PNG"]
+        assert all(path.resolve().is_file() for path in links)
+        assert len(placed) == 4 + 1 + 1 + len(Dataset(files["val_path"]))
+
+    def test_inputs_that_cannot_be_are_refused_before_anything_is_read(self, runs, photos, tmp_path, capsys):
+        options = ["--checkpoint", runs["classifier"], "--csv", tmp_path / "out.csv", photos]
+        (tmp_path / "empty").mkdir()
+        assert "empty" in refused(capsys, predict, *options, tmp_path / "empty")
+        assert "no file matches" in refused(capsys, predict, *options, f"{photos}/*.bmp")
+        more = ["--counterfactual", tmp_path / "x", "--generator", runs["gan"]]
+        with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+            archive.write(photos / "b.png", "b.png")
+        assert "is for image files and folders" in refused(capsys, predict, *options, photos / "../photos.zip", *more)
+        assert not (tmp_path / "out.csv").exists()
+
     def test_batches_that_threads_read_are_the_files_one_by_one(self, runs, sample_images, tmp_path, monkeypatch):
         """Also their order and errors, and no more than a batch is read ahead of the network."""
         (tmp_path / "text.jpg").write_text("not an image")
@@ -290,22 +378,23 @@ class TestPredict:
         checkpoint = load(resolve(runs["classifier"]))
         how: Any = {"resize": None, "top": len(CLASSES)}
         model = classifier_from(checkpoint)
-        (alone,) = zip(*(predict_files(model, checkpoint, [file], **how, batch_size=1) for file in files), strict=True)
+        inputs = [file_input(file) for file in files]
+        alone = [row for given in inputs for _, row in predict_inputs(model, checkpoint, [given], **how, batch_size=1)]
         read, seen = [], []
-        plain_read, plain_judge = duetgan.inference.predictions.read_image, duetgan.inference.predictions.judge_images
+        plain_judge = duetgan.inference.predictions.judge_images
 
-        def counted(*arguments, **named):
-            read.append(arguments[0])
-            return plain_read(*arguments, **named)
+        def counted(given):
+            read.append(given.name)
+            return given.content()
 
         def judged(*arguments):
             seen.append(len(read))
             return plain_judge(*arguments)
 
         monkeypatch.setattr(duetgan.inference.predictions, "cores", lambda: 3)
-        monkeypatch.setattr(duetgan.inference.predictions, "read_image", counted)
         monkeypatch.setattr(duetgan.inference.predictions, "judge_images", judged)
-        together = predict_files(model, checkpoint, files, **how, batch_size=5)
+        counting = [given._replace(content=partial(counted, given)) for given in inputs]
+        together = [row for _, row in predict_inputs(model, checkpoint, counting, **how, batch_size=5)]
         assert sorted(read) == sorted(files)
         assert len(seen) == 3  # nothing of the last batch can be read
         assert all(count <= 5 * (batch + 2) for batch, count in enumerate(seen))
@@ -318,13 +407,13 @@ class TestPredict:
     def test_a_fault_while_reading_ends_the_threads(self, runs, monkeypatch):
         """Nothing goes on decoding behind the back of who has stopped."""
 
-        def broken(*arguments, **named):
+        def broken():
             raise MemoryError
 
-        monkeypatch.setattr(duetgan.inference.predictions, "read_image", broken)
         checkpoint = load(resolve(runs["classifier"]))
+        inputs = [Input("a", broken)] * 9
         with pytest.raises(MemoryError):
-            predict_files(classifier_from(checkpoint), checkpoint, ["a"] * 9, resize=None, top=1, batch_size=4)
+            next(predict_inputs(classifier_from(checkpoint), checkpoint, inputs, resize=None, top=1, batch_size=4))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode")]
 
     def test_images_are_brought_to_size_as_the_training_data_was(self, files, tmp_path, capsys):
@@ -344,7 +433,7 @@ class TestPredict:
 
     def test_refusals(self, runs, capsys):
         assert "'classifier' checkpoint is needed" in refused(capsys, predict, "--checkpoint", runs["gan"], "x.png")
-        assert "required: IMAGE" in refused(capsys, predict, "--checkpoint", runs["classifier"])
+        assert "required: IMAGES" in refused(capsys, predict, "--checkpoint", runs["classifier"])
 
 
 class TestGenerate:

@@ -45,7 +45,7 @@ OWN = {  # what opens files otherwise, and why
     *("data/lmdb/writer.py", "data/reading/several_files.py", "inference/interpolate.py", "metrics/figures.py"),
     *("training/engine/loop.py", "training/engine/run.py", "utils/checkpoint/writer.py", "utils/files.py"),
     *("utils/distributed/heartbeat.py", "utils/runlog/run_log.py", "utils/runlog/run_folder.py"),
-    *("inference/export/check.py", "inference/export/formats.py", "reporting/report.py"),
+    *("inference/export/check.py", "inference/export/formats.py", "inference/outputs.py", "reporting/report.py"),
     # runs elsewhere, in the folder that it came with
     "inference/export/page.py",
     # the kernel's figures, the null device, the recipes, the place itself
