@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.data.sources.base import ArraySource
+from duetgan.utils.script import run_cli
 from tests.slim import make as slim_make
 
 # as many threads as a rank of a two-process run gets; tiny models are slower with more
@@ -78,3 +80,18 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         images, labels, classes = sample_images(split, per_class)
         pack_arrays(folder / f"{split}.lmdb", images, labels=labels, classes=classes)
     return folder
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The one error line of a refused command."""
+
+    def run(main: Any, *arguments: str | Path) -> str:
+        capsys.readouterr()
+        assert run_cli(main, [str(a) for a in arguments]) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert len(errors) == 1, errors
+        assert "Traceback" not in errors[0]
+        return errors[0]
+
+    return run

@@ -19,21 +19,6 @@ from tests.end_to_end.helpers import write_config
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The one error line of a refused command."""
-
-    def run(main: Any, *arguments: str | Path) -> str:
-        capsys.readouterr()
-        assert run_cli(main, [str(a) for a in arguments]) == 2
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-        assert len(errors) == 1, errors
-        assert "Traceback" not in errors[0]
-        return errors[0]
-
-    return run
-
-
-@pytest.fixture
 def command(tmp_path: Path, packed: Path) -> list[str]:
     """Options of a classifier's training, whose folder is `run`."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)

@@ -122,7 +122,7 @@ print(json.dumps([argv, outcome.code, outcome.faults()]))
 def test_a_command_that_breaks_the_promise_is_noticed(tmp_path, main, code, told):
     folder = tmp_path / "case"
     folder.mkdir()
-    source = f"import os, time\nfrom utils.errors import UserError\n{main}"
+    source = f"import os, time\nfrom duetgan.utils.errors import UserError\n{main}"
     command = [sys.executable, "-c", CASE, str(folder), source]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     argv, ended, faults = json.loads(done.stdout)

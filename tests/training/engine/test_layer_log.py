@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.config import LogConfig
@@ -21,13 +22,15 @@ def scalars(run):
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_a_classifiers_layers_are_written_at_the_cadence_and_training_is_the_same(tmp_path, packed):
+def test_a_classifiers_layers_are_written_at_the_cadence_and_training_is_the_same(tmp_path, packed, monkeypatch):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed, tensorboard=True)
     straight, watched = tmp_path / "straight", tmp_path / "watched"
     short = ["--steps", "5", "--micro-batch", "10"]
     assert train_in_process(config, straight, *short) == 0
     assert not (straight / "tensorboard" / "layers").exists()
     more = ["--log.layers", "[layer*.0.conv1, fc]", "--log.layers_every", "2"]
+    # files of one second are read in the order of their names
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
     assert train_in_process(config, watched, *short, *more, "--max-steps", "3") == 0
     assert train_in_process(config, watched, *short, *more) == 0
     assert differing(state_of(straight, 5), state_of(watched, 5)) == []

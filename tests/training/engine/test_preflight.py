@@ -32,7 +32,6 @@ from duetgan.utils.seeding import forked
 from tests.data.conftest import change
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import events_of, train_in_process, write_config
-from tests.end_to_end.test_bad_input import refused
 
 CPU = torch.device("cpu")
 
@@ -226,12 +225,12 @@ def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path: Path, pack
 
 
 @pytest.fixture
-def start(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def start(tmp_path: Path, packed: Path, refused: Any) -> Any:
     """Starts a training that is refused; returns the line, after a look that nothing was written."""
 
     def starts(*options: str | Path) -> str:
         recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-        line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", *options)
+        line = refused(train.main, "--config", recipe, "--run-dir", tmp_path / "run", *options)
         assert not (tmp_path / "run").exists()
         return line
 

@@ -117,7 +117,7 @@ def test_those_who_leave_within_the_grace_are_not_killed(script, tmp_path):
     assert (tmp_path / "clean").is_file()
 
 
-CALLER = "import sys\nfrom utils.distributed.launch import launch\nsys.exit(launch(sys.argv[1:], 2))\n"
+CALLER = "import sys\nfrom duetgan.utils.distributed.launch import launch\nsys.exit(launch(sys.argv[1:], 2))\n"
 
 
 @pytest.fixture
