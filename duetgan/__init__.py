@@ -6,6 +6,8 @@ Importing `duetgan` imports no torch; using it does.
 """
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,12 @@ _HERE = Path(__file__).resolve().parent
 HOME = _HERE / "scripts" if (_HERE / "scripts").is_dir() else _HERE.parent  # where train.py and configs/ are
 if _HERE.parent == HOME:
     __path__.insert(0, str(HOME))  # the checkout
+    # a script, or `python -m` (whose module is being looked for), started by a Python that is not the environment's
+    _starting = sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == HOME
+    if _starting and not all(map(importlib.util.find_spec, ("lmdb", "pydantic", "torchvision"))):
+        _remedy = "needs the packages of this project: `make setup`, then .venv/bin/python ..."
+        print(f"error: Duet {_remedy}", file=sys.stderr)
+        sys.exit(2)
 
 
 def lazily(package: str, places: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from duetgan import HOME
+from duetgan import HOME, __version__
 
 COMMANDS = {  # name -> script or module, and what it does
     "quickstart": ("quickstart.py", "train and evaluate both models on the sample or on your own images"),
@@ -47,6 +47,9 @@ def main() -> int:
     argv = sys.argv[1:]
     if not argv or argv[0] in ("help", "-h", "--help"):
         print(usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"duet {__version__}")
         return 0
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import duetgan
 from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train.py", "evaluate.py", "generate.py", "predict.py", "export.py"]
@@ -48,6 +49,23 @@ def test_help_and_wrong_options_wait_for_no_import(script: str) -> None:
     said, last = started(script, "--no-such-option")
     assert said.startswith("error: ")
     assert last == "2"
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "study.py", "data.pack", "reporting.compare", "duetgan"])
+def test_version(script: str) -> None:
+    """J24, and no torch is imported for it."""
+    code = WATCHED if script != "duetgan" else WATCHED.replace("sys.argv[0]", "'duetgan.__main__'")
+    command = [sys.executable, "-c", code, script, "--version"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"duet {duetgan.__version__}\n", "0\n")
+
+
+@pytest.mark.parametrize("command", [["train.py", "--help"], ["-m", "data.pack", "--help"]])
+def test_a_python_without_the_packages_is_told_which_has_them(command: list[str]) -> None:
+    """J26: a traceback. -S: no site-packages."""
+    done = subprocess.run([sys.executable, "-S", *command], cwd=REPOSITORY, capture_output=True, text=True)
+    remedy = "needs the packages of this project: `make setup`, then .venv/bin/python ..."
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: Duet {remedy}\n")
 
 
 @pytest.mark.parametrize("script", MISSING)

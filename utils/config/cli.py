@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from duetgan import __version__
 from duetgan.utils.errors import UserError
 
 MOST = 2.0**63  # no number of an option is larger
@@ -104,6 +105,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None = None, epilog: str | None = None) -> None:
         super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
         self.add_argument("--debug", action="store_true", help="print the traceback of an error")
+        self.add_argument("--version", action="version", version=f"duet {__version__}")
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
         """As argparse's; a default that is a number or a word is told at the end of `help` unless that speaks of it."""
