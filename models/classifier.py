@@ -28,7 +28,8 @@ class ModelConfig(Config):
 
     name: str = "resnet18"  # one of models/registry.py; discriminator: that of the GAN's run in weights
     discriminator: dict[str, Any] | None = None  # its form, which the run of weights says
-    stem: Stem = "imagenet"  # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper
+    # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper; null: the network's own
+    stem: Stem | None = "imagenet"
     he_strides: bool = False  # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights
     classes: PositiveInt | None = None  # outputs of the head; None: as many as the data has
     head: Literal["linear", "hidden"] = "linear"  # hidden: linear, ReLU, linear
@@ -87,7 +88,7 @@ class Classifier(nn.Module):
         self.lineage = Lineage.of()  # what its weights have seen before this training
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
-            config.name, channels=channels, stem=config.stem, he_strides=config.he_strides
+            config.name, channels=channels, stem=config.stem or "imagenet", he_strides=config.he_strides
         )
         self.feature_dim: int = self.head.in_features
         wide, bias = config.head_width if config.head == "hidden" else classes, self.backbone.head_bias

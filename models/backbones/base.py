@@ -55,7 +55,7 @@ class Backbone:
     def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Any:
         """The network, an nn.Module, without weights. Raises UserError for a stem or strides that it cannot have."""
         if stem != "imagenet" and not self.stems:
-            raise UserError(f"model.stem is not for {name}: leave it out; model.input_size enlarges small images")
+            raise UserError(f"model.stem is not for {name}: set --model.stem null; model.input_size enlarges images")
         network: Any = make(name, **self.options) if self.network is None else self.network(name, channels)
         self._check(name, network)
         if he_strides and not (self.he_strides and self.he_strides(network)):

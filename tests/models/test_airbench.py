@@ -110,7 +110,7 @@ def test_folding_sizes_and_what_is_refused():
     assert network(side=9).eval()(images(2, side=9).float()).shape == (2, 5)
     with pytest.raises(UserError, match=r"cannot take images of 8 px: set model\.input_size 9"):
         network(side=8)
-    with pytest.raises(UserError, match=r"model\.stem is not for airbench: leave it out"):
+    with pytest.raises(UserError, match=r"model\.stem is not for airbench: set --model.stem null"):
         network(stem="small")
 
 

@@ -20,6 +20,7 @@ from duetgan.models.model_parallel import place
 from duetgan.models.registry import BACKBONES, backbone_of
 from duetgan.models.weights import find_weights, load_pretrained
 from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
+from duetgan.utils.config.build import build as from_keys
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.models.test_layers import draw
@@ -103,6 +104,15 @@ def test_every_name_is_described_as_torchvision_builds_it(name):
 def test_a_wrong_description_is_one_error_that_names_the_family(changed, fault):
     with pytest.raises(UserError, match=rf"resnet18, resnet34, .* does not fit resnet18: {fault}.*; mend it"):
         replace(RESNET, **changed).build("resnet18")
+
+
+def test_no_stem_is_the_networks_own():
+    """J10: a recipe's `model.stem: small` could not be taken back for a network that has no other."""
+    pytest.importorskip("timm")
+    config = from_keys(ModelConfig, {"name": "timm:test_resnet", "stem": "small"}, ["--stem", "null"])
+    model = Classifier(config, channels=1, classes=3, resolution=32)
+    theirs = build("timm:test_resnet").state_dict()
+    assert {name: value.shape for name, value in model.state_dict().items()} == {n: v.shape for n, v in theirs.items()}
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -282,7 +292,7 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
         ("convnext_tiny", {"he_strides": True}, r"he_strides is for bottlenecks .*convnext_tiny has none"),
         ("convnext_tini", {}, r"did you mean 'convnext_tiny'\?\); choose one of resnet18, .* or timm:NAME"),
         ("timm:test_vit", {}, r"timm:test_vit cannot take images of 32 px: set model\.input_size 160"),
-        ("timm:test_resnet", {"stem": "small"}, r"model\.stem is not for timm:test_resnet: leave it out"),
+        ("timm:test_resnet", {"stem": "small"}, r"model\.stem is not for timm:test_resnet: set --model.stem null"),
         ("timm:test_resnet", {"he_strides": True}, r"he_strides is for bottlenecks"),
         ("timm:test_resnet", {"split": "auto"}, r"and split are not for timm:test_resnet: leave them out"),
         ("timm:test_resnet", {"activation_checkpointing": True}, r"^activation_checkpointing and"),
