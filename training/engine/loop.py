@@ -210,6 +210,7 @@ class Loop:
     def _row(self, now: float) -> Metrics:
         """What the steps since the last log tick have shown. Collective."""
         means = self.window.means()
+        updaters = {name: part for name, part in self.task.registry().items() if isinstance(part, Updater)}
         seconds = max(1e-9, now - self._tick_started - self._pauses)
         row: Metrics = {
             "images": self.images,
@@ -217,6 +218,7 @@ class Loop:
             "data_wait": min(1.0, self.loader.wait_seconds / seconds),
             "memory_mib": collectives.all_reduce_max(peak_bytes(self.loader.device) >> 20),  # of the fullest process
             **{name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates},
+            **{f"lr/{n}": max(group["lr"] for group in u.optimizer.param_groups) for n, u in updaters.items()},
             **{name: round(count + self.window.total(name)) for name, count in self.updates.items()},
         }
         if self.config.spikes.action == "roll-back":
@@ -234,9 +236,6 @@ class Loop:
             self.updates[name] += self.window.total(name)
         self.window.take()
         self._write_row(row)
-        updaters = {name: part for name, part in self.task.registry().items() if isinstance(part, Updater)}
-        rates = {name: max(group["lr"] for group in part.optimizer.param_groups) for name, part in updaters.items()}
-        self.log.scalars(self.step, {f"learning_rate/{name}": rate for name, rate in rates.items()})
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         self._check_saving()

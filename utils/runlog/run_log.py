@@ -179,11 +179,6 @@ class RunLog:
             say(f"warning: {self._tracker.name}: {error}; training continues without it; {later}")
             self._tracker = None
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Curves for TensorBoard alone: what metrics.jsonl need not repeat, since the config says it."""
-        if self._events is not None:
-            self._events.scalars(step, values)
-
     def _append(self, line: str) -> None:
         """A full disk costs rows, and not the training. Half a row is taken away, or the next would be glued to it."""
         left = line.encode()

@@ -205,14 +205,16 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path: Path, packed: P
 
 @pytest.mark.usefixtures("slim")
 def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path: Path, packed: Path) -> None:
-    """U15: the rate of the last update, for each optimizer; metrics.jsonl stays as it is."""
+    """U15, J19: the rate of the last update, for each optimizer, in metrics.jsonl too."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     options = ["--max-steps", "4", "--log.every", "2", "--log.tensorboard", "true", "--optimizer.warmup-steps", "4"]
     options += ["--optimizer.schedule", "constant", "--optimizer.lr", "0.5", "--optimizer.name", "sgd"]
     assert train_in_process(recipe, tmp_path / "run", *options) == 0
     events = events_of(tmp_path / "run")
-    shown = {event.step: event.value for event in events.Scalars("learning_rate/optimizer")}
+    shown = {event.step: event.value for event in events.Scalars("lr/optimizer")}
     assert shown == {2: pytest.approx(0.25), 4: pytest.approx(0.5)}
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert {row["step"]: row["lr/optimizer"] for row in rows if "lr/optimizer" in row} == {2: 0.25, 4: 0.5}
     (text,) = events.Tensors("config/text_summary")
     (markdown,) = tensor_util.make_ndarray(text.tensor_proto).tolist()
     config = (tmp_path / "run" / "config.yaml").read_text()
