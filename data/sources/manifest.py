@@ -24,6 +24,7 @@ from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
+PATHS = ("path", "file", "filename", "image")  # names of the column of paths; the first that is there
 
 
 class Row(NamedTuple):
@@ -108,7 +109,8 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             header = file.readline()
             file.seek(0)
             headers = [_names(next(csv.reader([header], delimiter=delimiter), [])) for delimiter in DELIMITERS]
-            fitness = [("path" in names, len(names)) for names in headers]  # `path` is a column, else most columns
+            # one of PATHS is a column, else most columns
+            fitness = [(not {*PATHS}.isdisjoint(names), len(names)) for names in headers]
             reader = csv.reader(file, delimiter=DELIMITERS[fitness.index(max(fitness))], strict=True)
             for fields in reader:
                 if fields:
@@ -129,7 +131,8 @@ def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dic
     lose their labels unseen.
     """
     label, remarks = choose_label(str(path), names, label_column and label_column.lower())
-    columns = {"path": "path", "label": label or "label", "split": "split"}
+    path_column = next((name for name in PATHS if name in names), "path")
+    columns = {"path": path_column, "label": label or "label", "split": "split"}
     others = [name for name in names if name not in columns.values()]
     for column, name in columns.items():
         if names.count(name) > 1:

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -60,6 +61,7 @@ def check_memory(
     outline: Callable[[], Outline],  # makes the networks; called where tensors have shapes only
     shape: Mapping[str, int],  # of the images: channels, resolution
     device: torch.device,
+    images: int = sys.maxsize,  # in the data set: no larger batch is proposed
 ) -> None:
     """Raise UserError where weights and batches alone need more memory than there is."""
     world_size, processes = collectives.world_size(), 1 if device.type == "cuda" else local_processes()
@@ -85,7 +87,7 @@ def check_memory(
         a_pass = 1 if config.micro_batch == "auto" else min(config.micro_limit or share, share)
         need = (share + 4 * a_pass) * shape["channels"] * side * side  # bytes; a pass has them as floats
         if weights + need > room:
-            fits = int((room - weights) / need * share) * world_size
+            fits = min(images, int((room - weights) / need * share) * world_size)
             raise UserError(
                 f"batch_size {batch_size}: {share} images of {side} px need {need / GIB:,.1f} GiB or more, but {place}"
                 f"; a --batch-size of {fits} might be held, and training needs room besides"
@@ -160,6 +162,8 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
         text += f" (= {given.lr:g} x batch {batch_size} / {given.lr_batch_size})"
     if config.warmup_steps:
         text += f" after {config.warmup_steps} warm-up steps"
+    if config.warmup_steps >= steps:
+        text += f"; warning: the run of {steps} steps ends within the warm-up: make warmup_steps smaller"
     if config.schedule != "constant":
         shown = (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
         text += f", {config.schedule}: " + ", ".join(f"{config.lr_at(step, steps):.2g} at {step}" for step in shown)

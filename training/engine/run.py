@@ -108,7 +108,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     data.check_same_images(config.data, reader, val_reader)
     shape = config.shape(reader)
     with collectives.raising_together():  # before anything of the configured sizes is made; machines differ
-        preflight.check_memory(config, partial(entry.outline, config, shape), shape, device)
+        preflight.check_memory(config, partial(entry.outline, config, shape), shape, device, len(reader))
     choice = speed.choose(config, reader, device, kept=began_in == config.precision)
     config = config.changed(precision=choice.precision)
     if choice.warning:

@@ -242,7 +242,8 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
             f"{path}: refused, it is not plain data or not a checkpoint; nothing in it was executed"
         ) from error
     except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
-        reason = str(error).split("\n")[0][:200]
+        known = isinstance(error, (OSError, RuntimeError))
+        reason = str(error).split("\n")[0][:200] if known else "torch.save did not write it, or it is damaged"
         raise CorruptCheckpoint(f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one") from error
     return checked(checkpoint, str(path))
 

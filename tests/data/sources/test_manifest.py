@@ -88,3 +88,11 @@ def test_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
 
 def test_csv_that_is_not_utf8(tmp_path: Path) -> None:
     refused(manifest(tmp_path, "path,label\na.png,ü\n", "latin-1"), "is not UTF-8")
+
+
+@pytest.mark.parametrize("column", ["path", "file", "filename", "image"])
+def test_the_usual_names_of_the_column_of_paths(tmp_path: Path, column: str) -> None:
+    """J30: `path` alone was known."""
+    with open_source(manifest(tmp_path, f"{column};label\ndeep/c.png;dog\nb.png;cat\n")) as source:
+        assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0])
+        assert contents(source)[0] == (tmp_path / "deep" / "c.png").read_bytes()

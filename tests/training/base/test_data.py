@@ -15,11 +15,15 @@ from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.reading.weighted_sampling import class_weights
 from duetgan.data.records import add_image, pack_arrays
 from duetgan.training.base import data, sampling
 from duetgan.training.base.config import DataConfig, RunConfig
+from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan import task as gan
 from duetgan.training.gan.config import GanConfig
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
@@ -281,3 +285,14 @@ def test_what_the_report_says_of_the_images(folder: Path) -> None:
         **{"by_class": dict(zip(CLASSES, (2, 1, 1), strict=True)), "content_hash": held_out.meta.content_hash},
     }
     assert data.facts(training, None).keys() == {"training"}
+
+
+@pytest.mark.parametrize("tokens", [[], ["--data.class_rates", "{1: 2.0}"]])
+def test_a_class_that_yaml_reads_as_a_number(tmp_path: Path, tokens: list[str]) -> None:
+    """J31: it is the class of that name."""
+    text = "data: {path: x.lmdb, class_rates: {1: 2.0}}"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text if not tokens else "data: {path: x.lmdb}")
+    config = build(ClassifierConfig, read_yaml(str(recipe)), tokens)
+    found = class_weights(np.array([0, 1]), ["0", "1"], config.data.class_rates)
+    np.testing.assert_array_equal(found, [1, 2])

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not path.name.startswith(STUDIES))
 
 
-def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_size: int = 1) -> None:
+def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_size: int = 1, **more: Any) -> None:
     """`check_memory` on a machine of so much memory."""
     config = build_run_config(dict(tree), [], "x.yaml")
     shape = {"channels": 3, "classes": 10, "resolution": resolution}
@@ -31,7 +31,7 @@ def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_si
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight, "total_bytes", lambda *_, **__: int(gib * 2**30))
         patch.setattr(collectives, "world_size", lambda: world_size)
-        preflight.check_memory(config, outline, shape, CPU)
+        preflight.check_memory(config, outline, shape, CPU, **more)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,8 @@ def test_the_batch_that_is_named_fits() -> None:
         check(tree, gib=8)
     fits = int(str(error.value).split("a --batch-size of ")[1].split()[0])
     check(tree | {"batch_size": fits}, gib=8)
+    with pytest.raises(UserError, match=r"a --batch-size of 10000 might"):  # J30: all images, if these fit
+        check(tree, gib=8, images=10_000)
     with pytest.raises(UserError, match="images of 32 px"):
         check(tree | {"batch_size": fits + 1000}, gib=8)
     check(tree, gib=8, world_size=2)  # a process holds its share

@@ -117,3 +117,10 @@ def test_the_rate_is_scaled_with_the_global_batch():
     assert OptimizerConfig(lr=0.1).for_batch(1024).lr == 0.1
     assert schedule_text(config, 10, 1024).startswith("adam, lr 0.4 (= 0.1 x batch 1024 / 256) after 2 warm-up steps")
     assert "x batch" not in schedule_text(OptimizerConfig(), 10, 1024)
+
+
+def test_a_warm_up_longer_than_the_run_is_told():
+    """J11."""
+    config = OptimizerConfig(warmup_steps=100)
+    assert "; warning: the run of 50 steps ends within the warm-up: make" in schedule_text(config, 50, 8)
+    assert "warning" not in schedule_text(config, 101, 8)

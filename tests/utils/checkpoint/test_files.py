@@ -126,6 +126,14 @@ def test_a_full_disk_is_an_os_error_and_the_old_one_stays(tmp_path):
     assert value_of(load(first)) == 1.0
 
 
+def test_a_file_that_is_no_checkpoint_gets_words_for_people(tmp_path):
+    """J30: `--init-from /etc/passwd` was answered with "list index out of range"."""
+    (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
+    with pytest.raises(UserError, match=r"passwd: (cannot be read as|refused, it is not plain data)") as error:
+        load(tmp_path / "passwd")
+    assert "index" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
