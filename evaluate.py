@@ -81,7 +81,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     from duetgan.metrics.evaluate_audit import audit_gan_run
     from duetgan.metrics.evaluate_classifier import evaluate_classifier_run
     from duetgan.metrics.evaluate_gan import evaluate_gan_run
-    from duetgan.metrics.lineage import run_folder
+    from duetgan.metrics.lineage import data_of, run_folder
     from duetgan.metrics.samples.membership_inference import audit_table
     from duetgan.metrics.tables import classifier_table, gan_table
     from duetgan.utils.distributed import collectives
@@ -94,7 +94,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     path = collectives.from_main_process(lambda: resolve_for_people(options.checkpoint, options.which))
     with collectives.raising_together():
         checkpoint = load(path)
-        data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
+        data = options.data or data_of(checkpoint, "val_path")
         if not data:
             raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
         task = checkpoint["task"]

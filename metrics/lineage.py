@@ -1,8 +1,10 @@
 """Where images and weights come from, and who may judge a generator: not what has seen too much."""
 
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,9 +61,22 @@ def metas_of(reader: Dataset) -> list[Meta]:
     return [reader.meta, *(shard.meta for shard in reader.shards if len(reader.shards) > 1)]
 
 
+def data_of(checkpoint: Checkpoint, key: str) -> Any:
+    """`data.path` or `data.val_path` of a run's config: a path, several, or None. A relative one that is not below the
+    current folder is looked for below those that the checkpoint lies in: the run was most likely started in one.
+    """
+
+    def found(path: str) -> str:
+        above = [] if os.path.exists(path) else Path(checkpoint.get("file", "")).absolute().parents
+        return next((str(folder / path) for folder in above if (folder / path).exists()), path)
+
+    paths = (checkpoint["config"].get("data") or {}).get(key)
+    return found(paths) if isinstance(paths, str) else paths and [found(path) for path in paths]
+
+
 def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the reason."""
-    path = (checkpoint["config"].get("data") or {}).get("path")
+    path = data_of(checkpoint, "path")
     if not path:
         return None, "the run's config names no data.path to be the second real set"
     try:

@@ -9,7 +9,7 @@ import evaluate
 from duetgan.data.lmdb.format import Split
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
-from duetgan.metrics.lineage import TOLERATED, identities, lineage_of, provenance_of, unfit
+from duetgan.metrics.lineage import TOLERATED, data_of, identities, lineage_of, provenance_of, training_images, unfit
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
 from duetgan.utils.provenance import Lineage, recorded
@@ -150,3 +150,19 @@ def test_two_generators_have_two_fingerprints(tmp_path):
     assert (passport["trained_on"], passport["step"], passport["selection"]) == ("f00d", 7, "the best half")
     other = load(resolve(gan_run(tmp_path / "b", classes=[])))
     assert provenance_of(generator_from(other), other, seed=3)["generator"] != passport["generator"]
+
+
+def test_relative_paths_of_a_run_are_found_from_another_folder(tmp_path, files, monkeypatch):
+    """J25: they were relative to the current folder, whichever that was."""
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = gan_run(project / "runs" / "a", data={"path": "train.lmdb", "val_path": "gone.lmdb"})
+    shutil.copy(files["path"], project / "train.lmdb")
+    checkpoint = load(resolve(run))
+    monkeypatch.chdir(elsewhere)
+    train, why = training_images(checkpoint)
+    assert (train is not None, why) == (True, "")
+    assert data_of(checkpoint, "path") == str(project / "train.lmdb")
+    assert data_of(checkpoint, "val_path") == "gone.lmdb"
+    shutil.copy(files["path"], elsewhere / "train.lmdb")
+    assert data_of(checkpoint, "path") == "train.lmdb"  # the current folder comes first
