@@ -17,6 +17,7 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import PADDING, save_rows, save_table
+from duetgan.utils.memory import available_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,19 @@ def chosen_classes(names: str, classes: Sequence[str]) -> list[int]:
 # --- tables
 
 COLUMNS = 8  # of a grid without classes
+CELL, COPIES = 64, 3  # px that small images are enlarged to; the picture, Pillow's copy, and samples and file
 
 
 def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None) -> int:
     """Write `count` images to a PNG file, as many of each class or one less; returns how many they are."""
     kinds = len(sampler.chosen)
     count = count or GRID[0] * kinds or GRID[1]
+    side = max(sampler.generator.resolution, CELL)  # of a picture's cell, about
+    fits = available_bytes() // (COPIES * 3 * side * side)
+    if count > fits:
+        raise UserError(
+            f"--n {count}: memory holds a picture of about {fits:,}; `generate.py dataset` writes any number"
+        )
     images = list(sampler.images(range(count)))
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))

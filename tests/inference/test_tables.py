@@ -139,3 +139,13 @@ def test_grid_has_a_row_for_each_class(generator, tmp_path):
     assert pixels(tmp_path / "x.png").shape == (2 * 64, 64)
     assert draw_grid(sampler_of(styled(classes=0)), tmp_path / "x.png") == 64
     assert pixels(tmp_path / "x.png").shape == (8 * 64, 8 * 64)
+
+
+def test_a_grid_that_memory_does_not_hold_is_refused_at_once(generator, tmp_path, monkeypatch):
+    """J29: no word in 150 s."""
+    monkeypatch.setattr("duetgan.inference.samples.available_bytes", lambda: 2**30)
+    with pytest.raises(
+        UserError, match=r"--n 100000000: memory holds a picture of about 29,127; `generate.py dataset`"
+    ):
+        draw_grid(sampler_of(generator), tmp_path / "x.png", count=100_000_000)
+    assert not (tmp_path / "x.png").exists()
