@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from duetgan.utils.checkpoint import load, resolve, resolve_for_people
+from duetgan.utils.checkpoint import resolve, resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
 from duetgan.utils.distributed.launch import add_options, start_processes, wanted_device
 from duetgan.utils.errors import UserError
@@ -84,6 +84,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     from duetgan.metrics.lineage import data_of, run_folder
     from duetgan.metrics.samples.membership_inference import audit_table
     from duetgan.metrics.tables import classifier_table, gan_table
+    from duetgan.models.ready_made import read
     from duetgan.utils.distributed import collectives
 
     evaluations: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
@@ -92,8 +93,10 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         "audit": (audit_gan_run, audit_table),
     }
     path = collectives.from_main_process(lambda: resolve_for_people(options.checkpoint, options.which))
+    if not (options.out or path.is_file()):
+        raise UserError(f"--checkpoint {path}: a name has no folder for the results; give one with --out DIR")
     with collectives.raising_together():
-        checkpoint = load(path)
+        checkpoint = read(path)
         data = options.data or data_of(checkpoint, "val_path")
         if not data:
             raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     import torch  # now that the options are known to be right
 
     from duetgan.inference.export.check import document, export, failed, table
-    from duetgan.inference.export.weights_file import open_checkpoint
+    from duetgan.models.ready_made import open_checkpoint
     from duetgan.reporting.report import refresh
 
     path, checkpoint = open_checkpoint(options.checkpoint, options.which)

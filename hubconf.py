@@ -6,12 +6,14 @@ installed `duetgan` was imported before, that one is used. To keep a model, save
 pickle of the whole model would need this file to be read.
 """
 
+import sys as _sys
 from typing import Any as _Any
 
-from duetgan.inference.export.weights_file import open_checkpoint as _open_checkpoint
 from duetgan.models import classifier as _classifier
 from duetgan.models import registry as _registry
 from duetgan.models import restore as _restore
+from duetgan.models.ready_made import open_checkpoint as _open_checkpoint
+from duetgan.models.weights import load_pretrained as _load_pretrained
 from duetgan.utils.config.build import build as _build
 from duetgan.utils.errors import UserError as _UserError
 from duetgan.utils.seeding import forked as _forked
@@ -25,13 +27,15 @@ def resnet_classifier(
     """A classifier of images: float [N, channels, resolution, resolution] in [-1, 1] -> logits [N, classes].
 
     Args:
-        checkpoint: a run folder of train.py, a checkpoint file, or a .safetensors file of export.py; its average
-            (EMA) weights are loaded, nothing in the file is executed. None: a new network with random weights.
+        checkpoint: a run folder of train.py, a checkpoint file, a .safetensors file of export.py, or a ready-made
+            classifier (`torchvision:NAME`, `timm:NAME`, a state dict); its average (EMA) weights are loaded, nothing in
+            the file is executed. None: a new network with random weights.
         which: "last" or "best" checkpoint of a run folder.
         device: where the network goes: "cpu", "cuda", ...
         seed: of the random weights.
         sizes: of a new network: `classes` (default 10), `channels` and `resolution` of its images (default 3, 32 px),
-            and the keys of a config's `model` section, e.g. `name="convnext_tiny"`, `stem="small"`.
+            and the keys of a config's `model` section, e.g. `name="convnext_tiny"`, `stem="small"`, `weights=FILE`;
+            what was taken of these is told on stderr.
 
     Returns the network in evaluation mode. Its `class_names` are a list of str in the order of the logits, empty for a
     new network; `image_shape` is (channels, height, width) of its images, `image_range` their (-1.0, 1.0).
@@ -41,7 +45,10 @@ def resnet_classifier(
     if checkpoint is not None:
         content = _content(checkpoint, which, sizes)
         return _described(_restore.classifier_from(content, device), content["classes"])
-    return _new(_classifier.Classifier, _classifier.ModelConfig, 10, sizes, device, seed)
+    model = _new(_classifier.Classifier, _classifier.ModelConfig, 10, sizes, device, seed)
+    if model.config.weights is not None:
+        print(_load_pretrained(model), file=_sys.stderr)
+    return model
 
 
 _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,

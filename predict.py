@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duetgan.inference.settings import ProjectionConfig, label_of
-from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, positive
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
 from duetgan.utils.script import run_cli
@@ -58,12 +58,13 @@ def main(argv: list[str]) -> int:
     from duetgan.inference.inputs import Inputs  # with torch, now that the options are known to be right
     from duetgan.inference.predictions import predict
     from duetgan.models.fast import faster
+    from duetgan.models.ready_made import read
     from duetgan.models.restore import classifier_from
     from duetgan.reporting.report import refresh
     from duetgan.utils.distributed.collectives import choose_device
     from duetgan.utils.runlog.progress import Bar
 
-    checkpoint = load(path)
+    checkpoint = read(path)
     classes = checkpoint["classes"]
     device = choose_device(options.device)
     classifier = classifier_from(checkpoint, device)

@@ -1,11 +1,12 @@
 """One image: decode any file by the rules that docs/lmdb.md lists, bring it to size, encode it."""
 
 import io
+import re
 import struct
 import warnings
 import zlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import cv2
 import numpy as np
@@ -25,6 +26,7 @@ BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 JPEG_QUALITY = 95  # without chroma subsampling
 
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
+PUBLISHED = re.compile("shorter-side-([0-9]{1,5})[+](bilinear|bicubic|lanczos)[+]centre-crop")  # of ready-made networks
 TOO_LARGE = f"has more than {MOST_PIXELS:,} pixels; make it smaller first"
 
 # Remarks about odd EXIF data are ignored, too many pixels are an error.
@@ -128,9 +130,16 @@ def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
 
     Modes: "exact" leaves it and refuses other sizes; "crop" takes the largest square in the middle and scales it with
     Pillow's Lanczos filter; "pad" puts it in the middle of zeros, scaled down before (Lanczos) if it is larger than
-    `size`, never scaled up. Raises ImageError for a size that "exact" does not allow.
+    `size`, never scaled up. "shorter-side-256+bilinear+centre-crop" (PUBLISHED) scales the shorter side
+    to 256 px and takes the middle, as classifiers of others have it. Raises ImageError for a size that "exact" does not
+    allow.
     """
     height, width = pixels.shape[:2]
+    if published := PUBLISHED.fullmatch(mode):
+        short, filtering = int(published[1]), Image.Resampling[published[2].upper()]
+        height, width = (int(short * side / min(height, width)) for side in (height, width))
+        top, left = round((height - size) / 2), round((width - size) / 2)
+        return _scale(pixels, height, width, filtering)[top : top + size, left : left + size]
     if (height, width) == (size, size):
         return pixels
     if mode == "exact":
@@ -157,14 +166,16 @@ def _pillow(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
 
 
-def trained_mode(checkpoint: Mapping[str, Any]) -> Literal["crop", "pad"]:
+def trained_mode(checkpoint: Mapping[str, Any]) -> str:
     """The mode of `fit` for a further image, as the data of a checkpoint's training was brought to size."""
     name = str((checkpoint.get("data") or {}).get("resize_filter", ""))
+    if PUBLISHED.fullmatch(name):
+        return name
     return "pad" if name.startswith(RESIZE_FILTERS["pad"]) else "crop"
 
 
-def _scale(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    scaled = np.asarray(_pillow(pixels).resize((width, height), Image.Resampling.LANCZOS))
+def _scale(pixels: np.ndarray, height: int, width: int, filtering: Any = Image.Resampling.LANCZOS) -> np.ndarray:
+    scaled = np.asarray(_pillow(pixels).resize((width, height), filtering))
     return scaled.reshape(height, width, pixels.shape[2])
 
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import fit, from_pillow, to_channels, trained_mode
-from duetgan.inference.export.weights_file import open_checkpoint
 from duetgan.inference.predictions import read_image
 from duetgan.inference.projection import Projection, find
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig, label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.gan import ImageGenerator, NoiseMode
+from duetgan.models.ready_made import open_checkpoint
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
@@ -45,7 +45,7 @@ class Transform:
 
     channels: int
     resolution: int
-    mode: Literal["crop", "pad"]  # the middle square scaled, or the whole image within zeros
+    mode: str  # of data.images.fit: crop, pad, or as a ready-made network has it
 
     def __call__(self, image: Image) -> Tensor:
         return self.pixels(image).float() / 127.5 - 1
@@ -234,7 +234,8 @@ def load(checkpoint: str | Path, *, which: Which = "last", device: str | None = 
     """A trained classifier or generator, in evaluation mode, with its average (EMA) weights.
 
     Args:
-        checkpoint: a run folder, a checkpoint file, or a .safetensors file of `duet export`. Nothing in it is executed.
+        checkpoint: a run folder, a checkpoint file, a .safetensors file of `duet export`, or a ready-made classifier:
+            `torchvision:NAME`, `timm:NAME`, a state dict, a folder of the hub. Nothing in it is executed.
         which: checkpoint of a run folder.
         device: "cpu", "cuda", ...; None: the accelerator where there is one.
 

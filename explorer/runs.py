@@ -9,12 +9,13 @@ import torch
 
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator
+from duetgan.models.ready_made import read
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.reporting import figures
 from duetgan.reporting.compare import shared_charts
 from duetgan.reporting.report import render
 from duetgan.reporting.run_files import Run
-from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.errors import UserError
 
 QUICKSTART = Path("runs/quickstart")  # what is shown where nothing is named
@@ -98,7 +99,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _open(path: Path, name: str, which: str, device: torch.device) -> Shown:
-    checkpoint = load(resolve_for_people(path, which))
+    checkpoint = read(resolve_for_people(path, which))
     task = checkpoint["task"]
     if task not in ("gan", "classifier"):
         raise UserError(f"{path}: is of task {task!r}; the explorer shows GANs and classifiers")

@@ -14,8 +14,9 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.classifier import Classifier
+from duetgan.models.ready_made import read
 from duetgan.models.restore import classifier_from
-from duetgan.utils.checkpoint import Checkpoint, load, resolve
+from duetgan.utils.checkpoint import Checkpoint, resolve
 from duetgan.utils.classes import require_same_classes
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
@@ -130,7 +131,7 @@ def load_judge(
     files lie; a guide also by its run, whose other checkpoints are too near to it.
     """
     file = resolve(run)
-    judge = load(file)
+    judge = read(file)
     classifier = classifier_from(judge, device)
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
@@ -138,7 +139,7 @@ def load_judge(
     if guide is not None:
         other = resolve(guide)
         of_its_run = file.parent.name == "checkpoints" and run_folder(file).resolve() == run_folder(other).resolve()
-        if of_its_run or weights == fingerprint(classifier_from(load(other))):
+        if of_its_run or weights == fingerprint(classifier_from(read(other))):
             raise UserError(
                 f"{option} {run} is the classifier that the edits were found with; give one of another training"
             )

@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -127,7 +127,7 @@ def _plain_names(state: Mapping[str, Tensor]) -> State:
 # --- where they are
 
 
-def find_weights(weights: str, name: str) -> Path:
+def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
     """The file that `model.weights` means for the network `name`: a file, a run folder's last checkpoint, or a member
     of torchvision's enum, which is downloaded once.
 
@@ -142,8 +142,8 @@ def find_weights(weights: str, name: str) -> Path:
     if weights not in members:
         near = did_you_mean(weights, list(members)) or near_file(path)
         names = f"{name} has {', '.join(members)}, or " if members else ""
-        raise UserError(f"{OPTION} {weights!r}: no such file{near}; {names}give a file")
-    return Path(collectives.from_main_process(lambda: _download(members[weights], f"{OPTION} {weights}")))
+        raise UserError(f"{option} {weights!r}: no such file{near}; {names}give a file")
+    return Path(collectives.from_main_process(lambda: _download(members[weights], f"{option} {weights}")))
 
 
 def published_at_hand(name: str) -> Path | None:
@@ -172,8 +172,8 @@ def _download(url: str, what: str) -> str:
     except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{what}: cannot be downloaded ({reason}); fetch {url} on a machine with a network and give the file with "
-            f"--{OPTION} FILE"
+            f"{what}: is not at {path} and cannot be downloaded ({reason}); fetch {url} on a machine with a network "
+            "and put it there"
         ) from error
     finally:
         socket.setdefaulttimeout(before)
@@ -275,23 +275,29 @@ def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, list[str]]:
     return filters, done
 
 
-def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) -> State:
+def fitted(
+    state: State, expected: Mapping[str, Tensor], path: Path, name: str, *, option: str = f"--{OPTION}"
+) -> State:
     """`state` in the types of `expected`, if it has exactly these names and shapes, in finite numbers; the counters of
     batches, which old files lack, are added.
 
-    Raises UserError naming the first tensor at fault, and the network that the file belongs to where that is clear.
+    Raises UserError naming the first tensor at fault, how many match, and the network that the file belongs to where
+    that is clear.
     """
     state = {key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")} | state
+    tensors = {key: value.shape for key, value in expected.items() if value.ndim}
+    match = sum(key in state and state[key].shape == shape for key, shape in tensors.items())
     for key in sorted(expected.keys() | state.keys()):
         there, wanted = (list(one[key].shape) if key in one else "absent" for one in (state, expected))
         if there != wanted:
             other = network_of(state)
-            remedy = f"give a whole {name}'s weights file with --{OPTION}"
+            remedy = f"give a whole {name}'s weights file with {option}"
             if other is None:
                 remedy = f"give a {name}'s weights file, by its own names"
             elif other != name:
                 remedy = f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
-            raise UserError(f"{path}: {key} is {there}, {name} has it {wanted}; {remedy}")
+            share = f"{match} of {len(tensors)} tensors match"
+            raise UserError(f"{path}: {key} is {there}, {name} has it {wanted}; {remedy} ({share})")
         if state[key].is_floating_point() != expected[key].is_floating_point():
             raise UserError(
                 f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights"
@@ -304,6 +310,11 @@ def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) 
 
 def network_of(state: State) -> str | None:
     """The network whose weights these are, but for its first layer and its head; None: they are no known one's."""
+    return next((name for name, share in likeness(state) if share == 1), None)
+
+
+def likeness(state: State) -> Iterator[tuple[str, float]]:
+    """Each known network that begins as these weights do, and the share of the tensors that match."""
     for other, backbone in BACKBONES.items():
         if f"{backbone.first}.weight" not in state:
             continue
@@ -312,9 +323,8 @@ def network_of(state: State) -> str | None:
                 network = backbone.build(other)
         except NotImplementedError:  # of a RegNet, which computes while it is built
             continue
-        if _body(state, backbone) == _body(network.state_dict(), backbone):
-            return other
-    return None
+        ours, theirs = (_body(one, backbone) for one in (network.state_dict(), state))
+        yield other, len(ours.items() & theirs.items()) / len(ours.keys() | theirs.keys())
 
 
 def _body(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, torch.Size]:

@@ -167,7 +167,7 @@ def test_an_r3gan_checkpoint_is_loaded_by_its_own_name(hub, runs):
         ("resnet_classifier", {"nam": "resnet18"}, r"unknown key 'nam' \(did you mean 'name'\?\)"),
         ("stylegan2", {"resolution": 12}, "resolution 12 is not a power of two"),
         ("stylegan2", {"checkpoint": "nowhere"}, "nowhere: no such run folder or checkpoint"),
-        ("resnet_classifier", {"checkpoint": "no.safetensors"}, "no.safetensors: no such file"),
+        ("resnet_classifier", {"checkpoint": "no.safetensors"}, "no.safetensors: no such run folder or checkpoint"),
         ("resnet_classifier", {"checkpoint": "x", "classes": 3}, "classes: the checkpoint sets it"),
         ("stylegan2", {"checkpoint": "x", "z_dim": 3}, "z_dim: the checkpoint sets it"),
     ],

@@ -123,7 +123,9 @@ def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any])
     model = build(ModelConfig, config["model"], source="model") if task == "classifier" else None
     calls, document, lineage = interface(checkpoint), evaluated(checkpoint), recorded(checkpoint).document()
     inside = "ImageNet's mean and deviation" if model and model.imagenet_normalised else None
-    rule = "none: images of that size" if name == RESIZE_FILTERS["exact"] else RESIZED[trained_mode(checkpoint)]
+    rule = (
+        "none: images of that size" if name == RESIZE_FILTERS["exact"] else RESIZED.get(trained_mode(checkpoint), name)
+    )
     return {
         "task": task,
         "architecture": model.name if model else config.get("architecture", DEFAULT),

@@ -20,7 +20,8 @@ from duetgan.inference.export.folder import open_folder, write_folder
 from duetgan.inference.export.official import open_official, write_nvidia, write_rosinality
 from duetgan.inference.export.programs import traced
 from duetgan.inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject, as_runner
-from duetgan.inference.export.weights_file import ENTRY, contents, interface, read_weights, write_weights
+from duetgan.inference.export.weights_file import contents, interface, write_weights
+from duetgan.models.ready_made import ENTRY, read_weights
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_log import say

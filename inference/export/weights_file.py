@@ -9,19 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from duetgan.utils import bounded
-from duetgan.utils.checkpoint import checked, load, resolve
-from duetgan.utils.errors import UserError
+from duetgan.models.ready_made import ENTRY, KEYS, NETWORKS
 
-ENTRY = "duet"
-NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}  # the part of a checkpoint's state that is used
 SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
 MORE = ("stage", "teachers", "lineage")  # keys that not every checkpoint has
-KEYS = ("schema", "task", "step", "config", "classes", "shape")
 
 
 def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -64,29 +59,3 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         save_file(tensors, str(path), {"format": "pt"} | metadata)
     except SafetensorError as error:  # it hides the system's error in its text
         raise OSError(f"{path}: {error}") from error
-
-
-def open_checkpoint(given: str | Path, which: str) -> tuple[Path, dict[str, Any]]:
-    """The file that a run folder, a checkpoint file or a file of `write_weights` means, and the checkpoint in it."""
-    path = Path(given)
-    if path.suffix == ".safetensors":
-        return path, read_weights(path)
-    path = resolve(given, which)
-    return path, load(path)
-
-
-def read_weights(path: Path) -> dict[str, Any]:
-    """The checkpoint in a file of `write_weights`, its tensors on the CPU. Nothing in the file is executed.
-
-    Raises UserError if it is missing, damaged or was not written by export.py.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    with bounded.reading(path, "export it again", SafetensorError, ValueError, RecursionError):
-        bounded.check(path, bounded.WEIGHTS)
-        with safe_open(str(path), framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(ENTRY, "null"))
-        tensors = load_file(str(path))
-    if not isinstance(about, dict) or any(key not in about for key in KEYS) or about["task"] not in tuple(NETWORKS):
-        raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
-    return checked(about | {"state": {NETWORKS[about["task"]]: tensors}}, str(path))

@@ -17,9 +17,10 @@ from duetgan.metrics.features.precision import device_of, evaluating, full_float
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.ready_made import read
 from duetgan.models.restore import classifier_from
 from duetgan.models.weights import file_hash, fitted, read_state_dict
-from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage
@@ -230,7 +231,7 @@ def build(
             run = argument or classifier
             if not run:
                 raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
-            loaded = judge if judge is not None and run == classifier else classifier_from(load(resolve(run)), device)
+            loaded = judge if judge is not None and run == classifier else classifier_from(read(resolve(run)), device)
             extractor = ClassifierFeatures(loaded, name=f"classifier:{run}")
         elif kind == "pixels":
             extractor = PixelFeatures(channels)

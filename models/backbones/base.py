@@ -49,6 +49,8 @@ class Backbone:
     # that torchvision builds the networks with. Dropout and stochastic depth are off: what they draw would depend on
     # how a batch is cut up
     options: dict[str, Any] = field(default_factory=dict)
+    # that its weights were made for: px, of the shorter side before the middle is taken, filter; None: torchvision says
+    images: tuple[int, int, str] | None = None
     mean: tuple[float, ...] = MEAN  # of the images that the family's weights have seen
     std: tuple[float, ...] = STD
 
@@ -113,6 +115,16 @@ class Backbone:
         from torchvision import models  # a second and a half, of which a GAN's processes need nothing
 
         return {key: weights.url for key, weights in models.get_model_weights(name).__members__.items()}
+
+    def images_of(self, name: str, file: str) -> tuple[int, int, str]:
+        """`images` of the network's published weights, for torchvision's the ones in `file`, else its first."""
+        if self.images is not None:
+            return self.images
+        from torchvision import models
+
+        every = list(models.get_model_weights(name))
+        how = next((weights for weights in every if weights.url.endswith(f"/{file}")), every[0]).transforms()
+        return how.crop_size[0], how.resize_size[0], how.interpolation.value
 
     def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
         """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution takes them."""

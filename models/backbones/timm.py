@@ -38,6 +38,7 @@ def timm_backbone(name: str) -> TimmBackbone:
     with torch.device("meta"):
         network = _create(name)
     about = network.pretrained_cfg
+    side = about["input_size"][-1]
     first, head, maps = about.get("first_conv"), about.get("classifier"), getattr(network, "feature_info", [{}])[-1]
     known = isinstance(first, str) and isinstance(head, str) and hasattr(network, "group_matcher")
     if not (known and isinstance(network.get_submodule(head), nn.Linear) and "module" in maps):
@@ -54,7 +55,8 @@ def timm_backbone(name: str) -> TimmBackbone:
         first=first,
         head=head,
         maps=maps["module"],
-        side=about["input_size"][-1] if about.get("fixed_input_size") else None,
+        side=side if about.get("fixed_input_size") else None,
+        images=(side, int(side / about.get("crop_pct", 1)), about.get("interpolation", "bicubic")),
         mean=about["mean"],
         std=about["std"],
     )

@@ -22,9 +22,9 @@ from duetgan.inference.export.check import CheckFailed
 from duetgan.inference.export.folder import described, figures, readme
 from duetgan.inference.export.formats import FORMATS, Format
 from duetgan.inference.export.subject import classifier_subject, generator_subject
-from duetgan.inference.export.weights_file import read_weights
 from duetgan.inference.samples import Sampler
 from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.models.ready_made import read_weights
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from tests.inference.conftest import gan_run, styled

@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from duetgan.inference.export.weights_file import ENTRY, contents, read_weights, write_weights
+from duetgan.inference.export.weights_file import ENTRY, contents, write_weights
+from duetgan.models.ready_made import read_weights
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import SCHEMA, load, resolve
 from duetgan.utils.errors import UserError

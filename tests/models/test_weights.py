@@ -386,9 +386,11 @@ def test_without_a_network_there_is_a_remedy(hub):
         find_weights("IMAGENET1K_V2", "resnet50")
     told = str(caught.value)
     assert re.match(
-        r"model\.weights IMAGENET1K_V2: cannot be downloaded \(.*Name or service not known.*\); fetch ", told
+        r"model\.weights IMAGENET1K_V2: is not at .*/hub/checkpoints/resnet50-11ad3fa6\.pth and cannot be downloaded "
+        r"\(.*Name or service not known.*\); fetch ",
+        told,
     )
-    assert f"fetch {url} on a machine with a network and give the file with --model.weights FILE" in told
+    assert f"fetch {url} on a machine with a network and put it there" in told
     assert hub[1] == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
     assert module.socket.getdefaulttimeout() is None
 

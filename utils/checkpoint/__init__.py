@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
+READY_MADE = ("torchvision:", "timm:")  # how the names of classifiers begin that others trained
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
 Checkpoint = dict[str, Any]
@@ -311,7 +312,7 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
     beside the last, or the last beside the best.
     """
     path = resolve(run_or_file, which)
-    if Path(run_or_file).is_file():
+    if path == Path(run_or_file):
         return path
     other = "best" if which == "last" else "last"
     entry, best = pointer(path.parent, other), pointer(path.parent, "best") or {}
@@ -324,10 +325,14 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
-    """The checkpoint of a run folder (that of `<which>.json`, else the newest) or a file. Raises UserError for none."""
+    """The checkpoint of a run folder (that of `<which>.json`, else the newest), the weights of a folder of the hub; a
+    file and a ready-made network's name as they are. Raises UserError for none.
+    """
     path = Path(run_or_file)
-    if path.is_file():
+    if path.is_file() or str(path).startswith(READY_MADE):
         return path
+    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
+        return path / "model.safetensors"
     if not path.exists():
         raise UserError(f"{path}: no such run folder or checkpoint{near_file(path)}")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -172,7 +172,8 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`--checkpoint` (`required` or not), `--which`, `--device` and `--batch-size`."""
     add = parser.add_argument
-    add("--checkpoint", required=required, metavar="RUN_OR_FILE", help="run folder or checkpoint file")
+    text = "run folder, checkpoint file, or a classifier of others: torchvision:NAME, timm:NAME, a file of weights"
+    add("--checkpoint", required=required, metavar="RUN_OR_FILE", help=text)
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")
