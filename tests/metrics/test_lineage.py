@@ -1,11 +1,14 @@
 """Who may judge a generator: not who was trained on samples, supplied a loss or has seen the test images."""
 
+import json
 import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import evaluate
+import predict
 from duetgan.data.lmdb.format import Split
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
@@ -94,6 +97,26 @@ def test_evaluate_refuses_with_exit_code_2(tmp_path, runs, files, capsys):
         assert told.startswith(f"error: --classifier {judge} was trained on ")
         assert name in told
     assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_a_ready_made_classifier_judges_and_names_images(tmp_path, runs, capsys):
+    """Row J5: a folder as timm writes it, in place of a run."""
+    timm = pytest.importorskip("timm")
+    timm.models.save_for_hf(
+        timm.create_model("resnet10t", num_classes=len(CLASSES)),
+        tmp_path / "theirs",
+        model_config={"label_names": CLASSES},
+        safe_serialization=True,
+    )
+    judge = ["--classifier", tmp_path / "theirs", "--extractor", "pixels", "--n", 20, "--out", tmp_path / "out"]
+    assert call(evaluate, "--checkpoint", runs["gan"], *judge) == 0
+    assert read_json(tmp_path / "out" / "metrics.json")["judge"]["n"] == 20
+    Image.new("RGB", (300, 200), "red").save(tmp_path / "x.png")
+    capsys.readouterr()
+    assert call(predict, "--checkpoint", tmp_path / "theirs", "--json", tmp_path / "x.png") == 0
+    assert set(json.loads(capsys.readouterr().out)[0]["probabilities"]) == set(CLASSES)
+    told = refused(capsys, evaluate, "--checkpoint", "timm:resnet10t", "--data", "x.lmdb")
+    assert "a name has no folder for the results; give one with --out DIR" in told
 
 
 def test_features_of_a_classifier_that_saw_samples_are_taken_with_a_word(tmp_path, runs, files):

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torchvision
 from PIL import Image
@@ -81,6 +80,7 @@ def test_torchvisions_network(form, cache, resnet18, tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_timms_networks(name, tmp_path):
+    timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     network: Any = timm.create_model(name, num_classes=7).eval()
     timm.models.save_for_hf(network, tmp_path / "folder", safe_serialization=True)
@@ -98,6 +98,7 @@ def test_outputs_without_names_are_numbered_and_it_is_told(tmp_path, capsys):
 
 
 def test_names_of_the_hubs_config(tmp_path):
+    timm = pytest.importorskip("timm")
     network = timm.create_model("resnet10t", num_classes=2)
     timm.models.save_for_hf(network, tmp_path, model_config={"label_names": ["cat", "dog"]}, safe_serialization=True)
     assert open_checkpoint(tmp_path, "last")[1]["classes"] == ["cat", "dog"]
@@ -126,6 +127,8 @@ def test_hes_strides_are_recognised_by_what_the_file_says(tmp_path):
     ],
 )
 def test_names_without_weights_are_refused(given, told, cache):
+    if given.startswith("timm:"):
+        pytest.importorskip("timm")
     with pytest.raises(UserError, match=told) as caught:
         open_checkpoint(given, "last")
     assert "\n" not in str(caught.value)
