@@ -43,7 +43,7 @@ def parser() -> Parser:
         command.set_defaults(run=run)
         add_model_options(command)
         add = command.add_argument
-        add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+        add("--out", required=True, type=Path, metavar="FILE", help="the file to write; of grid also a folder")
         add("--seed", type=number(int), default=0, help="of every draw")
         if "classes" not in without:
             add("--classes", default="all", metavar="A,B", help="names of classes, or all")
@@ -137,14 +137,15 @@ def psis(text: str) -> list[float]:
 
 
 def draw_table(options: Namespace) -> str:
-    """`grid`, `truncation` or `mix`: a PNG file."""
-    check_suffix(options.out, ".png")
+    """`grid`, `truncation` or `mix`: a PNG file; of `grid` also a folder of single ones."""
+    if options.command != "grid" or options.out.suffix:
+        check_suffix(options.out, ".png")
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
 
     out, names, count = options.out, checkpoint["classes"], options.n
     if options.command == "grid":
-        return f"wrote {draw_grid(sampler, out, count=count)} images to {out}"
+        return f"wrote {draw_grid(sampler, out, count=count, names=names)} images to {out}"
     if options.command == "truncation":
         count = draw_truncation(sampler, names, out, psis=options.psis, count=count)
         return f"wrote {count} samples at {len(options.psis)} psi to {out}"

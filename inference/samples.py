@@ -16,7 +16,7 @@ from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw,
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
-from duetgan.utils.images import PADDING, save_rows, save_table
+from duetgan.utils.images import PADDING, save_png, save_rows, save_table
 from duetgan.utils.memory import available_bytes
 
 
@@ -127,15 +127,28 @@ COLUMNS = 8  # of a grid without classes
 CELL, COPIES = 64, 3  # px that small images are enlarged to; the picture, Pillow's copy, and samples and file
 
 
-def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None) -> int:
-    """Write `count` images to a PNG file, as many of each class or one less; returns how many they are."""
+def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()) -> int:
+    """Write `count` images to a PNG file, or one by one into a folder, as many of each class or one less; returns how
+    many they are. A single image has seed, index (of its key) and class in its name and in its text chunks.
+
+    Args: `names` of all classes by label, for these. Raises UserError for a picture that memory does not hold.
+    """
     kinds = len(sampler.chosen)
     count = count or GRID[0] * kinds or GRID[1]
+    if out.suffix.lower() != ".png":
+        for start in range(0, count, sampler.batch_size):
+            numbers = range(start, min(start + sampler.batch_size, count))
+            words = captions(sampler, names, numbers) if kinds else [""] * len(numbers)
+            for index, word, image in zip(sampler.indices(numbers), words, sampler.images(numbers), strict=True):
+                about = {"seed": str(sampler.seed), "index": str(index)} | ({"class": word} if word else {})
+                name = "-".join(f"{key}{value}" if key != "class" else value for key, value in about.items())
+                save_png(image.permute(1, 2, 0).numpy(), out / f"{name.replace('/', '_')}.png", about)
+        return count
     side = max(sampler.generator.resolution, CELL)  # of a picture's cell, about
     fits = available_bytes() // (COPIES * 3 * side * side)
     if count > fits:
         raise UserError(
-            f"--n {count}: memory holds a picture of about {fits:,}; `generate.py dataset` writes any number"
+            f"--n {count}: memory holds a picture of about {fits:,}; --out FOLDER writes any number, one by one"
         )
     images = list(sampler.images(range(count)))
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]

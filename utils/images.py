@@ -7,13 +7,15 @@ along. What none of them has is written as its number (`\\u732b`), never as a bo
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
 from duetgan.utils.files import write_atomic
 from duetgan.utils.text import printable, shorten
@@ -49,10 +51,12 @@ def grid(images: "Tensor", *, columns: int | None = None) -> np.ndarray:
     return canvas.permute(1, 2, 0).numpy()
 
 
-def save_png(image: np.ndarray, path: str | Path) -> None:
-    """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders."""
-    buffer = io.BytesIO()
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
+def save_png(image: np.ndarray, path: str | Path, about: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders. `about`: text chunks."""
+    buffer, chunks = io.BytesIO(), PngInfo()
+    for key, text in about.items():
+        chunks.add_text(key, text)
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG", pnginfo=chunks)
     write_atomic(path, buffer.getvalue())
 
 

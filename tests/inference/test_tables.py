@@ -46,6 +46,17 @@ def test_truncation_is_the_generators_own_in_every_row(generator, table, noise_m
     assert apart(torch.stack(table["rows"][2]), torch.stack(table["rows"][1])) > 10
 
 
+def test_single_images_say_what_they_are(generator, tmp_path):
+    sampler = sampler_of(generator, chosen=[1, 2], seed=4, batch_size=2)
+    assert draw_grid(sampler, tmp_path / "all", count=3, names=CLASSES) == 3
+    found = {path.name: path for path in (tmp_path / "all").iterdir()}
+    assert sorted(found) == ["seed4-index1-grey.png", "seed4-index2-light.png", "seed4-index4-grey.png"]
+    for name, image in zip(("index1-grey", "index2-light", "index4-grey"), sampler.images(range(3)), strict=True):
+        with Image.open(found[f"seed4-{name}.png"]) as file:
+            assert file.info == {"seed": "4", "index": name[5], "class": name[7:]}
+        assert np.array_equal(pixels(found[f"seed4-{name}.png"]), image[0].numpy())
+
+
 @pytest.mark.parametrize("noise_mode", ["random", "const"])
 def test_mix_takes_styles_and_noise_of_b_at_the_layers(generator, table, noise_mode):
     """The oracle: each cell from its own styles and maps, one by one."""
@@ -145,7 +156,7 @@ def test_a_grid_that_memory_does_not_hold_is_refused_at_once(generator, tmp_path
     """J29: no word in 150 s."""
     monkeypatch.setattr("duetgan.inference.samples.available_bytes", lambda: 2**30)
     with pytest.raises(
-        UserError, match=r"--n 100000000: memory holds a picture of about 29,127; `generate.py dataset`"
+        UserError, match=r"--n 100000000: memory holds a picture of about 29,127; --out FOLDER writes any number"
     ):
         draw_grid(sampler_of(generator), tmp_path / "x.png", count=100_000_000)
     assert not (tmp_path / "x.png").exists()
