@@ -44,7 +44,8 @@ HOME = _HERE / "scripts" if (_HERE / "scripts").is_dir() else _HERE.parent  # wh
 if _HERE.parent == HOME:
     __path__.insert(0, str(HOME))  # the checkout
     # a script, or `python -m` (whose module is being looked for), started by a Python that is not the environment's
-    _starting = sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == HOME
+    _script = "".join(sys.argv[:1])  # empty where Python is embedded
+    _starting = _script == "-m" or Path(_script).resolve().parent == HOME
     if _starting and not all(map(importlib.util.find_spec, ("lmdb", "pydantic", "torchvision"))):
         _remedy = "needs the packages of this project: `make setup`, then .venv/bin/python ..."
         print(f"error: Duet {_remedy}", file=sys.stderr)

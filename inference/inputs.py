@@ -12,7 +12,7 @@ import numpy as np
 from duetgan.data.errors import ImageError
 from duetgan.data.sources import is_source, open_images
 from duetgan.data.sources.base import Source
-from duetgan.data.sources.files import LocalSource
+from duetgan.data.sources.files import LocalSource, read_file
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
@@ -26,16 +26,7 @@ class Input(NamedTuple):
 
 def file_input(path: str | Path) -> Input:
     """An image file."""
-    return Input(str(path), partial(_bytes_of, path))
-
-
-def _bytes_of(path: str | Path) -> bytes:
-    try:
-        return bounded.read_file(path, bounded.IMAGE)
-    except bounded.Refused as error:
-        raise ImageError(str(error)) from error
-    except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        raise ImageError(f"cannot be read: {getattr(error, 'strerror', error)}") from error
+    return Input(str(path), partial(read_file, Path(path)))
 
 
 class Inputs(AbstractContextManager["Inputs"]):

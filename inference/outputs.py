@@ -72,7 +72,9 @@ def sorter(folder: Path) -> Sink:
         if "error" in answer:
             return
         path = Path(given.name)
-        place = folder / answer["label"].replace(os.sep, "_") / path.name.replace(":", "_")
+        label = answer["label"].replace(os.sep, "_").replace("\0", "")
+        label = label if label.strip(".") else f"_{label}"  # a checkpoint's word: it must not lead out of the folder
+        place = folder / label / path.name.replace(":", "_")
         if path.is_file():
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)

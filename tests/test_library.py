@@ -100,7 +100,7 @@ def test_a_batch_is_halved_where_memory_runs_out(classifier, photo, monkeypatch)
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        ("nowhere.png", r"nowhere\.png cannot be read: No such file"),
+        ("nowhere.png", r"nowhere\.png cannot be read \(No such file"),
         (np.zeros((8, 8, 4), np.uint8), r"the image is of shape \[8, 8, 4\]; give an array \[H, W\] or \[H, W, C\]"),
         (torch.zeros(2, 8, 8), r"the image is of shape \[2, 8, 8\]; give a tensor \[C, H, W\] with 1 or 3"),
         (np.full((8, 8), 2.0), r"the image has values from 2 to 2; floats are taken as \[0, 1\]"),

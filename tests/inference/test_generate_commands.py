@@ -231,7 +231,7 @@ def test_refusals(runs, sample_image, tmp_path, capsys, no_weights):
         (with_out("project", "x.png"), "--image"),
         (with_out("project", "x.png", "--image", sample_image, "--features", "resnet50"), "--features pixels"),
         (with_out("project", "x.png", "--image", sample_image, "--weights", out / "no"), "no"),
-        (with_out("project", "x.png", "--image", tmp_path / "absent.png"), "absent.png: cannot be read: No such file"),
+        (with_out("project", "x.png", "--image", tmp_path / "absent.png"), "absent.png: cannot be read (No such file"),
         (with_out("project", "x.png", "--image", runs["grey"]), "is a folder, not a regular file"),
         (with_out("project", "x.png", "--image", runs["grey"] / "checkpoints/last.json"), "is not an image"),
         (with_out("project", "x.png", *project, "--save", out / "x.pt"), "--save"),

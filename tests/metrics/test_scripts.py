@@ -18,6 +18,7 @@ import generate
 import predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.inputs import Input, file_input
+from duetgan.inference.outputs import sorter
 from duetgan.inference.predictions import predict as predict_inputs
 from duetgan.metrics.comparison.predictions import Predictions
 from duetgan.metrics.evaluate_gan import judge_images
@@ -359,6 +360,12 @@ class TestPredict:
         assert sorted(path.name for path in links) == ["b-3.png", "b.png", "c.png", "d.png", "e.PNG"]
         assert all(path.resolve().is_file() for path in links)
         assert len(placed) == 4 + 1 + 1 + len(Dataset(files["val_path"]))
+
+    @pytest.mark.parametrize("label", ["..", ".", "../../x", "a/b", "\0"])
+    def test_no_class_leads_out_of_the_folder_of_sorted_images(self, label, photos, tmp_path):
+        sorter(tmp_path / "in" / "sorted")(file_input(photos / "b.png"), {"label": label})
+        (placed,) = (tmp_path / "in").rglob("b.png")
+        assert placed.parent.parent == tmp_path / "in" / "sorted"
 
     def test_inputs_that_cannot_be_are_refused_before_anything_is_read(self, runs, photos, tmp_path, capsys):
         options = ["--checkpoint", runs["classifier"], "--csv", tmp_path / "out.csv", photos]
