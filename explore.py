@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from duetgan.utils import bounded
-from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.config.cli import Parser, add_import_option, number
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import EXIT_OK, UserError
 from duetgan.utils.processes import leave_threads
@@ -25,6 +25,7 @@ THREADS = 16  # more than the models' queue holds, so that the page itself is al
 def parser() -> Parser:
     """The options of this script."""
     options = Parser(prog="explore.py", description=__doc__)
+    add_import_option(options)
     add = options.add_argument
     text = "run folder, checkpoint, or a folder of runs; may be repeated (default: runs/quickstart)"
     add("--checkpoint", action="append", default=[], metavar="RUN", help=text)

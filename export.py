@@ -8,7 +8,7 @@ from typing import Any
 
 from duetgan.inference.settings import FORMATS, ExportConfig
 from duetgan.utils.checkpoint import resolve_for_people
-from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.config.cli import Parser, add_import_option, positive
 from duetgan.utils.script import run_cli
 
 FORMAT_HELP = (
@@ -22,6 +22,7 @@ FORMAT_HELP = (
 def parser() -> Parser:
     """The options of this script."""
     options = Parser(prog="export.py", description=__doc__)
+    add_import_option(options)
     add = options.add_argument
     add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder, checkpoint or .safetensors file")
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")

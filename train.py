@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from duetgan.utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
+from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, did_you_mean, number, positive
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.launch import (
@@ -40,6 +40,7 @@ def parser() -> Parser:
     rate = number(float, 0, inner=True)
     add("--lr-find-from", type=rate, metavar="RATE", help="the first of them (default: 1e-6)")
     add("--lr-find-to", type=rate, metavar="RATE", help="the last of them (default: 10)")
+    add_import_option(parse)
     add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
     add("--list", action="store_true", help="print the recipes of configs/ with a line each")
     add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out")
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
+    overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run
     if options.max_steps is not None and options.max_steps < 1:
         raise UserError("--max-steps must be 1 or more")
     code = start_processes(__file__, argv, options.gpus, options.procs)

@@ -27,7 +27,7 @@ from duetgan.data.packing.summary import Summary, Written, list_skipped, summary
 from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from duetgan.utils.classes import require_same_classes
-from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.config.cli import Parser, add_import_option, number
 from duetgan.utils.errors import UserError
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.runlog.progress import Bar
@@ -249,6 +249,7 @@ def make_parser() -> Parser:
     """The options."""
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
+    add_import_option(parser)
     add("source", help=f"folder, .zip, .tar, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
     add("--size", type=number(int, 4), metavar="N", help="side of the square images in px; default: their own")

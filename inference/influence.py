@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from duetgan.inference.settings import check_suffix, label_of
 from duetgan.utils.checkpoint import load, newest_first, resolve
 from duetgan.utils.classes import require_same_classes
-from duetgan.utils.config.cli import Parser, positive
+from duetgan.utils.config.cli import Parser, add_import_option, positive
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import check_writable
 from duetgan.utils.script import run_cli
@@ -33,6 +33,7 @@ MEASURES = ("self-influence", "probability")
 def parser() -> Parser:
     """The options of this script."""
     options = Parser(prog="python -m inference.influence", description=__doc__)
+    add_import_option(options)
     add = options.add_argument
     add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder (all its checkpoints) or one file")
     add("--data", required=True, metavar="X.lmdb", help="the training images")

@@ -9,6 +9,7 @@ from duetgan.models.gan import ImageDiscriminator, ImageGenerator, StageGenerato
 from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.utils.checkpoint import Shape
 from duetgan.utils.checkpoint.state_schema import FAULTS, loaded
+from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import recorded
@@ -34,7 +35,8 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
             model.add_auxiliary()
         return model
 
-    model: Any = loaded(built, checkpoint, part, str(file))
+    with plugins.hinting(lambda: checkpoint["config"]):
+        model: Any = loaded(built, checkpoint, part, str(file))
     return model.to(device, memory_format=torch.channels_last).eval()
 
 

@@ -256,7 +256,7 @@ def test_commands_can_be_typed(current):
         options, overrides = parser_of(module).parse_known_args(normalise(shlex.split(command)))
         if module not in OVERRIDDEN:
             assert overrides == [], command
-        elif module == "train" and options.config is not None and "FILE" not in command:
+        elif module == "train" and options.config and "FILE" not in command and not hasattr(options, "imports"):
             tree = read_yaml(ROOT / recipe_file(options.config))
             build_run_config(tree, overrides, command)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -22,6 +23,7 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.recipes import recipe_file
 from tests.inference.conftest import R3, gan_run, styled, without_w
 from tests.metrics.conftest import CLASSES, classifier_run
+from tests.metrics.conftest import pack as pack_images
 from tests.test_project import ROOT, project_files
 
 OURS = ("data", "explorer", "inference", "metrics", "models", "planning", "reporting", "studies", "training", "utils")
@@ -140,6 +142,7 @@ def things(tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / name)
     pack(open_source(str(folder / "folder")), folder / "photos.lmdb", size=16)
+    pack_images(folder / "grey.lmdb")
     return folder
 
 
@@ -155,6 +158,28 @@ def test_the_examples_of_the_librarys_page_run(number, where, request, things, m
     done = python(place, mine, "-W", "error", "-P", "-c", EXAMPLES[number])
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+EXTENSION = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```\n\n```bash\nduet (.*?)^```", re.DOTALL | re.MULTILINE)
+EXTENSIONS = EXTENSION.findall((ROOT / "docs" / "extending.md").read_text())
+TINY = "--steps 2 --batch-size 4 --data.path photos.lmdb --data.val-path null --precision fp32 --log.samples-every 0"
+
+
+@pytest.mark.parametrize(("file", "text", "command"), EXTENSIONS, ids=[file for file, _, _ in EXTENSIONS])
+def test_the_examples_of_own_code_run(file, text, command, site, things, mine):
+    for name in ("runs", "photos.lmdb", "grey.lmdb"):
+        (mine / name).symlink_to(things / name)
+    (mine / file).write_text(text)
+    arguments = shlex.split(command.replace("\\\n", ""))
+    if arguments[0] == "train":
+        arguments += shlex.split(TINY)
+        gan = "classifier_64_cpu" not in arguments
+        arguments += ["--run-dir=run", *(["--evaluation.n=4"] if gan else ["--model.input-size=null"])]
+    if arguments[0] == "evaluate":
+        arguments += ["--data", "grey.lmdb", "--out", "eval"]
+    duet(site, mine, *arguments)
+    if arguments[0] == "evaluate":
+        assert json.loads((mine / "eval" / "metrics.json").read_text())["brightness"]
 
 
 def test_every_command_is_a_script_with_its_arguments():

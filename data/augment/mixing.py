@@ -23,6 +23,7 @@ class MixingAugment(Augment):
     mix_prob: Probability = 1.0  # probability that an image is mixed at all, if mixup or cutmix is on
 
     def check(self) -> None:
+        super().check()
         for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
             if alpha != 0 and not 0.01 <= alpha <= 100:
                 raise UserError(f"{name} {alpha}: the alpha of a Beta distribution, 0.01 to 100; 0 for none")

@@ -4,6 +4,7 @@ Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
 """
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
@@ -18,6 +19,10 @@ ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing D
 ERASE_ASPECT = (0.3, 3.3)  # height / width
 
 
+# of your own: (images uint8 or float [n, C, H, W], uniform draws [n, 8]) -> images of the same kind
+AUGMENTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+
+
 class Augment(Config):
     """Augmentation of training images. Raises UserError for values out of range."""
 
@@ -27,6 +32,12 @@ class Augment(Config):
     shift_edge: Literal["black", "reflect"] = "black"  # what it is padded with; reflect: mirrored at its edge
     trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened
+    own: list[str] = []  # names that imported code has added (docs/extending.md), in this order, at the end
+
+    def check(self) -> None:
+        if unknown := [name for name in self.own if name not in AUGMENTATIONS]:
+            there = f"there are {', '.join(AUGMENTATIONS)}" if AUGMENTATIONS else "--import FILE adds some"
+            raise UserError(f"own: augmentation {unknown[0]!r} is unknown; {there}")
 
 
 def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:
@@ -119,7 +130,7 @@ def draw_and_apply(
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
-    if not (config.flip is True or config.shift or config.trivial_augment or config.erase):
+    if not (config.flip is True or config.shift or config.trivial_augment or config.erase or config.own):
         return images
     key: tuple[Key, ...] = (seed, "augment", step, *([phase] if phase else []))
     numbers = generator(*key, device=images.device)
@@ -142,6 +153,10 @@ def draw_and_apply(
     if config.erase:
         boxes = erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3])
         images = random_erase(images, boxes)
+    for name in config.own:
+        numbers = generator(*key, "own", name, device=images.device)
+        draws = torch.rand(global_batch, 8, generator=numbers, device=images.device)
+        images = AUGMENTATIONS[name](images, draws[start : start + len(images)])
     return images
 
 

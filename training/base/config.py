@@ -21,6 +21,7 @@ def in_updates(value: Any, info: ValidationInfo) -> Any:
 
 Epochs = Annotated[str, Field(pattern=r"^\d+(\.\d+)?ep$")]  # how a recipe may give a length, whose model has updates
 Updates = Annotated[PositiveInt, BeforeValidator(in_updates, json_schema_input_type=PositiveInt | Epochs)]
+Imports = Annotated[dict[str, str], BeforeValidator(dict, json_schema_input_type=list[str] | dict[str, str])]
 Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -154,6 +155,7 @@ class RunConfig(Config):
 
     task: str  # gan or classifier
     seed: int = 0  # of every random draw (docs/randomness.md)
+    imports: Imports = {}  # code of one's own: [my_losses.py], or installed modules; with digests in a run
     init_from: str | None = None  # checkpoint or run whose weights this run starts from
     # length of the training and of its schedules; a step is one update of each network; 90ep: as many as 90 epochs have
     steps: Updates = 10_000

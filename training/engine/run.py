@@ -17,6 +17,7 @@ from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils import seeding
 from duetgan.utils.checkpoint import newest_first
+from duetgan.utils.config import plugins
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
@@ -45,12 +46,14 @@ def train(
     """Train, or resume, or (profile_steps) measure that many steps, or (sweep: options of `lr_find.Sweep`) search the
     learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
     """
-    config = build_run_config(read_yaml(config_file), overrides, config_file)
+    folder = RunFolder(run_dir or default_folder(Path(config_file)))
+    begun = folder.path / "config.yaml"
+    with plugins.hinting(lambda: read_yaml(begun) if begun.is_file() else {}):
+        config = build_run_config(read_yaml(config_file), overrides, config_file)
     rates = None if sweep is None else lr_find.Sweep(**sweep)
     if rates is not None and (why_not := TASKS[config.task].task.no_rate_search):
         raise UserError(f"--lr-find is not for task {config.task}: {why_not}")
     torch_device = _start_process(config, device)
-    folder = RunFolder(run_dir or default_folder(Path(config_file)))
     loop, lost = None, False
     try:
         loop = prepare(config, folder, torch_device)

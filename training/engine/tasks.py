@@ -9,6 +9,7 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.gan.config import config_of
 from duetgan.training.gan.task import GanTask
+from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
 from duetgan.utils.config.cli import Parser, did_you_mean
 from duetgan.utils.config.yaml_files import Tree
@@ -28,10 +29,23 @@ TASKS = {
 }
 
 
+def _with_imports(tree: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:
+    """Import what the recipe's key `imports` and the options `--import` name; the key is then name -> SHA-256."""
+    names = tree.get("imports") or []
+    if not isinstance(names, list | dict) or not all(isinstance(name, str) for name in names):
+        raise UserError("imports: give a list of .py files or installed modules: [my_losses.py]")
+    given = [token.removeprefix("--import=") for token in overrides if token.startswith("--import=")]
+    digests = plugins.load(dict.fromkeys([*names, *given]))
+    left = [token for token in overrides if not token.startswith("--import=")]
+    return (tree | {"imports": digests} if digests else tree), left
+
+
 def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig:
     """The config of the task that `tree["task"]` names, with overrides; lengths in epochs, `90ep`, become updates by
-    the images, which are opened then, and the batches. Raises UserError for what is wrong in it.
+    the images, which are opened then, and the batches. What it imports is imported: `tree` is the user's own recipe,
+    never a checkpoint's config. Raises UserError for what is wrong in it.
     """
+    tree, overrides = _with_imports(tree, overrides)
     name = tree.get("task")
     if not isinstance(name, str) or name not in TASKS:
         hint = did_you_mean(str(name), list(TASKS)) if name else ""

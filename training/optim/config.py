@@ -2,12 +2,14 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from annotated_types import Interval
 from pydantic import BeforeValidator
 
 from duetgan.training.base.config import Epochs, Updates, in_updates
+from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.config.model import (
     Config,
     Decay,
@@ -22,6 +24,13 @@ from duetgan.utils.config.model import (
 from duetgan.utils.errors import UserError
 
 WarmUp = Annotated[NonNegativeInt, BeforeValidator(in_updates, json_schema_input_type=NonNegativeInt | Epochs)]
+
+
+# what is left of the peak rate at a share of the decay, both in [0, 1]
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+}
 
 
 class OptimizerConfig(Config):
@@ -44,8 +53,8 @@ class OptimizerConfig(Config):
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
     warmup_steps: WarmUp = 0  # linear from 0; with one-cycle on top of its own rise; 5ep: epochs
-    schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"  # of the rate over the steps
-    hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
+    schedule: str = "constant"  # of the rate over the steps: constant, cosine, linear, step or one-cycle
+    hold: Decay = 0.0  # share of the training at the peak rate before a decay, cosine or linear, begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
     # step: updates at which the rate is multiplied by gamma; 30ep: epochs
     milestones: list[Updates] = []
@@ -56,6 +65,10 @@ class OptimizerConfig(Config):
     cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1; Muon's) at ends and peak: [0.95, 0.85]
 
     def check(self) -> None:
+        known = ["constant", *DECAYS, "step", "one-cycle"]
+        if self.schedule not in known:
+            near = did_you_mean(self.schedule, known)
+            raise UserError(f"schedule {self.schedule!r} is unknown{near}; there are {', '.join(known)}")
         clipping = [key for key in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, key) is not None]
         if len(clipping) > 1:
             given = " and ".join(clipping)
@@ -123,8 +136,7 @@ class OptimizerConfig(Config):
             return self.lr
         start = max(self.warmup_steps, self.hold * steps)
         progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
-        left = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.lr * (self.final_lr + (1 - self.final_lr) * left)
+        return self.lr * (self.final_lr + (1 - self.final_lr) * DECAYS[self.schedule](progress))
 
 
 def cosine(start: float, end: float, images_seen: int, over_images: int) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from duetgan import __version__
+from duetgan.utils.config import plugins
 from duetgan.utils.errors import UserError
 
 MOST = 2.0**63  # no number of an option is larger
@@ -122,6 +123,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
             self.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].partition('=')[0], known)}")
+        plugins.load(vars(parsed).pop("imports", ()))
         return parsed
 
     def parse_known(self, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -169,8 +171,16 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
     add("--tta", choices=("off", "flip", "shift"), default="off", help=views)
 
 
+def add_import_option(parser: argparse.ArgumentParser) -> None:
+    """`--import`, whose files and modules `parse_args` imports."""
+    text = "import code of your own, a .py file or an installed module, which adds to the registries; repeat it"
+    how: dict[str, Any] = {"dest": "imports", "default": argparse.SUPPRESS, "metavar": "FILE"}
+    parser.add_argument("--import", action="append", help=text, **how)
+
+
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """`--checkpoint` (`required` or not), `--which`, `--device` and `--batch-size`."""
+    """`--checkpoint` (`required` or not), `--which`, `--device`, `--batch-size` and `--import`."""
+    add_import_option(parser)
     add = parser.add_argument
     text = "run folder, checkpoint file, or a classifier of others: torchvision:NAME, timm:NAME, a file of weights"
     add("--checkpoint", required=required, metavar="RUN_OR_FILE", help=text)

@@ -130,12 +130,16 @@ ALL = Augment(flip=True, shift=2, erase=0.5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_draw_what_one_process_draws(world_size: int) -> None:
+@pytest.mark.parametrize("own", [[], ["fade"]])
+def test_ranks_draw_what_one_process_draws(world_size: int, own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fade = lambda images, draws: (images * draws[:, 7, None, None, None]).to(images.dtype)  # noqa: E731
+    monkeypatch.setitem(transforms.AUGMENTATIONS, "fade", fade)
+    config = Augment(own=own) if own else ALL
     before = images(channels=1).repeat(2, 1, 1, 1)[:12]
-    whole = draw_and_apply(before, ALL, seed=1, step=5, start=0, global_batch=12)
+    whole = draw_and_apply(before, config, seed=1, step=5, start=0, global_batch=12)
     share = 12 // world_size
     parts = [
-        draw_and_apply(before[start : start + share], ALL, seed=1, step=5, start=start, global_batch=12)
+        draw_and_apply(before[start : start + share], config, seed=1, step=5, start=start, global_batch=12)
         for start in range(0, 12, share)
     ]
     assert torch.equal(torch.cat(parts), whole)
