@@ -3,8 +3,7 @@
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
-# cuda: the registry's packages. cpu: the same, or small CPU-only ones if TORCH_INDEX_URL names an index with them.
-ARG VARIANT=cpu
+# Empty: the registry's CUDA packages, which run on CPUs too. An index with CPU builds: small, CPU only.
 ARG TORCH_INDEX_URL=
 # For people behind mirrors; empty means pip's own defaults. PIP_CERT is a path inside the base image.
 ARG PIP_INDEX_URL=

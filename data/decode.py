@@ -14,14 +14,13 @@ import numpy as np
 import simplejpeg
 
 from duetgan.data.errors import MOST_PIXELS, ImageError
-from duetgan.data.images import BOMB, DAMAGED, check_size, decode_by_rules
+from duetgan.data.images import BOMB, DAMAGED, PNG, check_size, decode_by_rules
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG
 from duetgan.data.lmdb.reader import LMDBReader
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
 
-PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 MARGIN = 1.5  # a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
 MORE_ROWS = 16  # of a JPEG than a crop needs, see `first_rows`
 TRIES = 10  # draws of a random crop before the middle is taken

@@ -16,6 +16,7 @@ from duetgan.data.errors import MOST_PIXELS, ImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not images
 # What Pillow raises for a file that is damaged.
 DAMAGED = (
@@ -51,6 +52,16 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
         raise ImageError(TOO_LARGE) from None
     except DAMAGED as error:
         raise ImageError(f"is truncated or damaged ({error})") from None
+
+
+def has_16_bits(content: bytes) -> bool:
+    """Whether a file that can be decoded has 16 bits a value, of which `decode_file` keeps the high 8."""
+    if content[:8] == PNG:
+        return content[24] == 16
+    if content[:2] not in (b"II", b"MM", b"P5"):
+        return False
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        return image.mode.startswith("I") or getattr(image, "tag_v2", {}).get(258, (8,))[0] == 16  # BitsPerSample
 
 
 def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:

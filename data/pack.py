@@ -195,6 +195,7 @@ def _write(
                 skipped.add(Problem(source.item_name(row), str(record)))
                 continue
             written.enlarged += record.enlarged
+            written.cut += record.cut
             pixels = int(record.signature["digest"][0])
             if drop and pixels in labels:
                 written.dropped += 1

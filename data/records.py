@@ -16,7 +16,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from duetgan.data.errors import MOST_SIDE, ImageError
-from duetgan.data.images import FORMATS, RESIZE_FILTERS, decode_file, encode, fit, to_channels
+from duetgan.data.images import FORMATS, RESIZE_FILTERS, decode_file, encode, fit, has_16_bits, to_channels
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, make_entry
 from duetgan.data.lmdb.record import Layout, Record, halvings
 from duetgan.data.lmdb.writer import LMDBWriter
@@ -246,7 +246,8 @@ def _convert(item: Item | ImageError, plan: Plan) -> Converted:
     except ImageError as error:
         return error
     enlarged = plan.mode == "crop" and min(pixels.shape[:2]) < plan.size
-    return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged)
+    cut = payload is None and isinstance(content, bytes) and has_16_bits(content)
+    return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut)
 
 
 def thread_count(source: Source, workers: int | None) -> int:

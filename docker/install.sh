@@ -1,29 +1,18 @@
 #!/bin/sh
-# Install the lock file into a new virtual environment: install.sh LOCK VENV, with VARIANT and TORCH_INDEX_URL set.
+# Install the lock file into a new virtual environment: install.sh LOCK VENV, with TORCH_INDEX_URL set for CPU builds.
 set -eu
 lock=$1
 venv=$2
 index=${TORCH_INDEX_URL:-}
 
-case ${VARIANT:?} in
-cpu | cuda) ;;
-*)
-    echo "error: VARIANT=$VARIANT is neither cpu nor cuda; build with --build-arg VARIANT=cpu" >&2
-    exit 2
-    ;;
-esac
-
 python3 -m venv "$venv"
-if [ "$VARIANT" = cpu ] && [ -n "$index" ]; then
+if [ -n "$index" ]; then
     # A CPU-only wheel is named like 2.1.0+cpu, which satisfies ==2.1.0 and ranks above the registry's plain 2.1.0,
     # so torch and torchvision both come from the extra index. They must: a mixed pair does not import.
     grep -Ev '^(nvidia-|cuda-|triton==)' "$lock" >"$lock.cpu"
     "$venv/bin/pip" install --no-cache-dir --extra-index-url "$index" -r "$lock.cpu"
     expected=cpu
 else
-    if [ "$VARIANT" = cpu ]; then
-        echo "note: without TORCH_INDEX_URL this takes the registry's CUDA build; it runs on CPUs, but is large"
-    fi
     "$venv/bin/pip" install --no-cache-dir -r "$lock"
     expected=any
 fi

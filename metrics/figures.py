@@ -120,7 +120,7 @@ CLASSIFIER = [
     ),
     Figure(
         "nll", "negative log-likelihood", "mean of -log of the true class's probability", answers.nll,
-        better="smaller", unit="",
+        better="smaller", unit="", in_training=True,
     ),
     Figure(
         "ece", "calibration error (ECE)",

@@ -169,7 +169,8 @@ def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
     if steps == gan.steps:
         return plan
     took, meant = duration(sum(spent.values())), duration(sum(planned[name] for name in spent))
-    note = f"GAN: {steps:,} steps instead of {gan.steps:,}, because the parts before it took {took} instead of {meant}"
+    why = f", because the parts before it took {took} instead of {meant}" if took != meant else ""
+    note = f"GAN: {steps:,} steps instead of {gan.steps:,}{why}"
     cadence = _cadence(steps, gan.batch_size / rate, evaluations=1)
     seconds = GRIDS * steps * gan.batch_size / rate
     change = {"steps": steps, "images_per_second": rate, "seconds": seconds}

@@ -32,6 +32,7 @@ CHARTS = {  # pattern of keys of metrics.jsonl: the chart that they share; the f
     "loss/generator": "adversarial losses",
     "loss/discriminator": "adversarial losses",
     "loss/classifier": "loss",
+    "val/nll": "loss",  # of held-out images, beside that of the training
     "loss/auxiliary*": "auxiliary loss",
     "logits/real_sign": "augmentation: strength p and mean sign of D(real)",
     "ada/p": "augmentation: strength p and mean sign of D(real)",

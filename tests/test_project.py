@@ -225,7 +225,7 @@ def test_dockerfile_takes_its_choices_as_build_arguments():
     text = (ROOT / "Dockerfile").read_text()
     before, _, after = text.partition("\nFROM ${BASE}\n")
     assert "ARG BASE=" in before
-    for name in ("VARIANT=cpu", "TORCH_INDEX_URL=", "PIP_INDEX_URL=", "PIP_EXTRA_INDEX_URL="):
+    for name in ("TORCH_INDEX_URL=", "PIP_INDEX_URL=", "PIP_EXTRA_INDEX_URL="):
         assert f"\nARG {name}\n" in after
     assert "://" not in text
     assert after.index("COPY requirements.lock") < after.index("COPY . .")  # packages first: their layer is kept

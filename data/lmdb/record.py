@@ -33,6 +33,7 @@ class Record:
     signature: np.ndarray  # SIGNATURE [1]
     digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
     enlarged: bool = False  # the image in the source was smaller than asked for
+    cut: bool = False  # it had 16 bits a value
 
 
 def halvings(side: int, smallest: int | None) -> tuple[int, ...]:

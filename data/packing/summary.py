@@ -21,6 +21,7 @@ class Written:
     rows: list[int] = field(default_factory=list)  # their indices in the source
     records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
     enlarged: int = 0  # images that were smaller than asked for and scaled up
+    cut: int = 0  # images of 16 bits a value
     dropped: int = 0  # exact duplicates of earlier images that were left out
     dropped_otherwise: int = 0  # of those: with another label than the one that was kept
 
@@ -86,6 +87,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     ]
     rows += [("pyramid", f"also at {', '.join(map(str, reversed(smaller)))} px")] if smaller else []
     rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
+    rows += [("16 bits", f"{written.cut:,} images have 16 bits a value: the high 8 are kept")] if written.cut else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     if written.dropped:
         other = f", {written.dropped_otherwise:,} of them with another label" if written.dropped_otherwise else ""

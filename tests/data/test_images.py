@@ -13,7 +13,7 @@ from PIL import Image
 
 from duetgan.data.decode import decode
 from duetgan.data.errors import ImageError
-from duetgan.data.images import FORMATS, decode_file, fit, to_channels
+from duetgan.data.images import FORMATS, decode_file, fit, has_16_bits, to_channels
 from duetgan.data.lmdb.format import CODEC_RULES
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
@@ -76,6 +76,8 @@ def test_sixteen_bits_keep_their_high_byte() -> None:
     values = np.arange(256, dtype=np.uint16).reshape(16, 16) * 256 + 77
     for kind in ("PNG", "TIFF"):
         np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(values), kind), 1)[:, :, 0], values >> 8)
+        assert has_16_bits(as_file(Image.fromarray(values), kind))
+        assert not has_16_bits(as_file(Image.fromarray(values.astype(np.uint8)), kind))
 
 
 def sixteen_bit_png(colour: int, rows: np.ndarray, clear: list[int]) -> bytes:
@@ -93,6 +95,7 @@ def sixteen_bit_png(colour: int, rows: np.ndarray, clear: list[int]) -> bytes:
 def test_sixteen_bit_colour_keeps_its_high_byte() -> None:
     rows = np.tile(np.array([0x1234, 0xFF01, 0x00FF], np.uint16), (4, 4, 1))
     assert (decode_file(sixteen_bit_png(2, rows, []), 3) == (0x12, 0xFF, 0x00)).all()
+    assert has_16_bits(sixteen_bit_png(2, rows, []))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

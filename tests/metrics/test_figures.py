@@ -70,7 +70,7 @@ def test_a_row_is_followed_in_training_if_it_says_so(task, runs, test_reader):
     if task == "classifier":
         model = classifier_from(load(resolve(runs[task])))
         document = evaluated(model, test_reader, details=False)
-        assert history(evaluate_classifier.CLASSIFIER, document).keys() == {"accuracy", "ece", "mean_confidence"}
+        assert history(evaluate_classifier.CLASSIFIER, document).keys() == {"accuracy", "nll", "ece", "mean_confidence"}
 
 
 def test_what_a_figure_lacks_is_none_and_said():

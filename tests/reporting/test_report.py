@@ -352,7 +352,7 @@ def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
 def test_charts_are_grouped_by_what_is_read_together(tmp_path):
     groups = [
         ("val/accuracy", "accuracy/train"),
-        ("loss/classifier", "val/loss"),
+        ("loss/classifier", "val/nll"),
         ("logits/real", "logits/fake", "logits/margin"),
         ("logits/real_sign", "ada/p"),
         ("val/logits/held_out", "val/logits/real", "val/logits/fake"),

@@ -1,7 +1,7 @@
 """What the training loop asks of a task."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ class Task(ABC):
     shape: dict[str, int]  # channels, classes, resolution: what a checkpoint's models are built from
     best_metric: str  # key of `evaluate()` that chooses the best checkpoint
     best_is_lower: bool
+    best_interval: Sequence[float] | None = None  # 95 %, of that figure at the last evaluation
     loss_metric: str  # key of what every step returns: the loss that must not jump
     no_rate_search: ClassVar[str] = ""  # why `--lr-find` tells nothing about this task, and what to do instead
 

@@ -297,4 +297,6 @@ class ClassifierTask(Task):
         if self.val_reader is None:
             return {}
         size = self.config.evaluation.batch_size
-        return history(CLASSIFIER, evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, details=False))
+        document = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, details=False)
+        self.best_interval = document.get("accuracy_interval")
+        return history(CLASSIFIER, document)

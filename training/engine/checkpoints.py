@@ -33,12 +33,18 @@ class CheckpointManager:
         self._versions: dict[str, Any] = {}
 
     def save(
-        self, step: int, registry: Registry, about: dict[str, Any], best: dict[str, float | str] | None = None
+        self,
+        step: int,
+        registry: Registry,
+        about: dict[str, Any],
+        figure: dict[str, Any] | None = None,
+        best: bool = False,
     ) -> None:
         """Write the registry's state as the checkpoint of `step` unless that is there, and point `last.json` at it.
 
-        `about`: what it tells besides the state. `best`: the metric and value that make this the best so far;
-        `best.json` is then pointed at it too. A full disk is a warning, the old checkpoint stays; see `failure`.
+        `about`: what it tells besides the state. `figure`: the metric, value and interval of an evaluation, for
+        `last.json`; with `best`, the best so far, `best.json` is pointed at it too. A full disk is a warning, the old
+        checkpoint stays; see `failure`.
         With `checkpoint.asynchronous` a thread writes: here it is only waited for the checkpoint before.
         """
         if not collectives.is_main():
@@ -56,6 +62,7 @@ class CheckpointManager:
             "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
             "lineage": self.lineage.document(),
             "versions": self._versions or versions(),
+            "figure": figure or {},
             **about,
             "state": {name: part.state_dict() for name, part in registry.items()},
         }
@@ -64,15 +71,16 @@ class CheckpointManager:
         if not self.config.checkpoint.asynchronous:
             self.wait()
 
-    def _write(self, taken: Snapshot, best: dict[str, float | str] | None) -> None:
+    def _write(self, taken: Snapshot, best: bool) -> None:
         folder, step, wanted = self.folder.checkpoints, taken.step, self.config.checkpoint
+        figure = taken.content["figure"]
         try:
             checkpoints.sweep(folder)  # what a killed write has left may be what fills the disk
             path = checkpoints.save(folder, taken)
-            checkpoints.point(folder, "last", path)
+            checkpoints.point(folder, "last", path, **figure)
             self.saved_step = step
-            if best is not None:
-                checkpoints.point(folder, "best", path, **best)
+            if best:
+                checkpoints.point(folder, "best", path, **figure)
                 self._best_step = step
             checkpoints.rotate(folder, wanted.keep, every=wanted.keep_every, also={self._best_step}, until=step)
         except OSError as error:
@@ -129,10 +137,9 @@ class CheckpointManager:
         self._load(registry, content, path)
         self.lineage = join(self.lineage, recorded(content))
         self.saved_step = content["step"]
-        best = dict(content["state"].get("loop", {}).get("best", {}))
-        self._best_step = best.pop("step", -1)
+        self._best_step = content["state"].get("loop", {}).get("best", {}).get("step", -1)
         if collectives.is_main():
-            self._point(Path(path), best)
+            self._point(Path(path), content.get("figure", {}))
         return content
 
     def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
@@ -159,15 +166,12 @@ class CheckpointManager:
                 "networks has changed, or the file is damaged: give the run's own, or choose another --run-dir"
             ) from error
 
-    def _point(self, path: Path, best: dict[str, float]) -> None:
-        """Write the pointers that a kill after a checkpoint has left undone. `best`: its metric and value."""
+    def _point(self, path: Path, figure: dict[str, Any]) -> None:
+        """Write the pointers that a kill after a checkpoint has left undone."""
         folder = self.folder.checkpoints
-        wanted: dict[str, dict[str, Any]] = {"last": {}}
-        if self._best_step == self.saved_step and len(best) == 1:
-            wanted["best"] = dict(zip(("metric", "value"), *best.items(), strict=True))
         try:
-            for which, more in wanted.items():
+            for which in ("last", "best") if self._best_step == self.saved_step else ("last",):
                 if (checkpoints.pointer(folder, which) or {}).get("file") != path.name:
-                    checkpoints.point(folder, which, path, **more)
+                    checkpoints.point(folder, which, path, **figure)
         except OSError as error:  # the next checkpoint will say more
             say(f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})")

@@ -82,12 +82,12 @@ class Loop:
 
     # --- saving and resuming
 
-    def save(self, best: dict[str, float | str] | None = None) -> None:
-        """Save this step's state; `best`: the metric and value that make it the best so far."""
+    def save(self, figure: dict[str, Any] | None = None, *, best: bool = False) -> None:
+        """Save this step's state; `figure`: metric, value and interval of an evaluation, `best`: the best so far."""
         self.window.fold()
         self._collect_damage()
         about = {"shape": dict(self.task.shape), "origin": self.origin, **self.task.provenance()}
-        self.manager.save(self.step, self.registry(), about, best)
+        self.manager.save(self.step, self.registry(), about, figure, best)
         self.folder_status("running")
         self._check_saving()
 
@@ -318,16 +318,17 @@ class Loop:
             self._write_row({f"val/{name}": value for name, value in figures.items()})
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         metric = self.task.best_metric
-        best: dict[str, float | str] | None = None
+        figure, best = None, False
         if (value := figures.get(metric)) is not None:
             before = self.best.get(metric)
-            if before is None or (value < before if self.task.best_is_lower else value > before):
+            figure = {"metric": metric, "value": value, "interval": list(self.task.best_interval or ())}
+            best = before is None or (value < before if self.task.best_is_lower else value > before)
+            if best:
                 self.best = {metric: value, "step": self.step}
-                best = {"metric": metric, "value": value}
             self.stopping.see(value)
             if self.stopping.reached and self.step < self.config.steps:
                 say_main(f"step {self.step}: {self.stopping.reason}")
-        self.save(best)
+        self.save(figure, best=best)
 
     # --- signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, with which SLURM warns of a job's end
 

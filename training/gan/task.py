@@ -235,6 +235,7 @@ class GanTask(Task):
             details=False,
             searched=SEARCHED_PER_SAMPLE * config.n,
         )
+        self.best_interval = document["distances"][0].get("frechet_interval")
         followed = history(GAN, document["distances"][0])
         figures = {"n": document["n"]} | {f"{key}/{config.extractor}": value for key, value in followed.items()}
         if copies := document["memorisation"]:

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,6 +70,7 @@ class Head(Stored):
     data: Data | None = None
     origin: Origin | None = None
     teachers: list[str] | tuple[str, ...] = ()
+    figure: dict[str, str | float | list[float]] = {}  # of the evaluation at this step: metric, value, interval
     stage: list[Annotated[float, Interval(ge=0, le=2**16)]] = Field([0, 0], min_length=2, max_length=2)
 
 
@@ -151,7 +152,7 @@ def _checksum_file(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def point(folder: Path, which: str, path: Path, **more: float | str) -> None:
+def point(folder: Path, which: str, path: Path, **more: Any) -> None:
     """Make `which` ("last" or "best") point at `path`: `{"file", "step", "sha256"}` and whatever else is given."""
     checksum = _checksum_file(path)
     if not checksum.is_file():  # the writer was killed before
@@ -309,19 +310,28 @@ def load_latest(folder: Path, warn: Callable[[str], object] = print) -> tuple[Pa
 
 def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
     """`resolve`, and a line on stderr where the run folder has another checkpoint that one may have meant: the best
-    beside the last, or the last beside the best.
+    beside the last, or the last beside the best; not where the last one's figure lies in the interval of the best's.
     """
     path = resolve(run_or_file, which)
     if path == Path(run_or_file):
         return path
     other = "best" if which == "last" else "last"
-    entry, best = pointer(path.parent, other), pointer(path.parent, "best") or {}
-    if entry is not None and entry["file"] != path.name and (path.parent / entry["file"]).is_file():
+    last, best = (pointer(path.parent, name) or {} for name in ("last", "best"))
+    entry = best if which == "last" else last
+    if entry and entry["file"] != path.name and (path.parent / entry["file"]).is_file() and not _alike(last, best):
         figure = f" ({best['metric']} {best['value']:.4g})" if {"metric", "value"} <= best.keys() else ""
         words = {"last": "", "best": figure}
         there = f"{other} is of step {step_of(Path(entry['file']))}{words[other]}: --which {other} takes it"
         print(f"{which}: step {step_of(path)}{words[which]}; {there}", file=sys.stderr)
     return path
+
+
+def _alike(last: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+    try:
+        low, high = best["interval"]
+        return bool(low <= last["value"] <= high)
+    except (LookupError, TypeError, ValueError):  # of a run from before, or no evaluation is as old as the last
+        return False
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:

@@ -67,10 +67,13 @@ def test_size_crops_and_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str
     image.paste("blue", (16, 0, 32, 16))
     image.save(tmp_path / "photos" / "wide.png")
     save(tmp_path / "photos" / "small.png", side=4)
+    Image.fromarray(np.full((8, 8), 515, np.uint16)).save(tmp_path / "photos" / "x.png")
     reader = packed(tmp_path / "photos", "--size", "8")
     assert reader.read([1])[0][0].reshape(3, -1).T.tolist() == [[0, 0, 255]] * 64
     assert reader.meta.resize_filter == "centre-crop+lanczos"
-    assert ["enlarged", "1"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["enlarged", "1"] in [words[:2] for words in told]
+    assert "16 bits 1 images have 16 bits a value: the high 8 are kept".split() in told  # noqa: SIM905
 
 
 def test_pad_option(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def keeper_of(folder, meta=META, **checkpoint):
 def save(manager, step, best=None, *, wait=True):
     """A checkpoint whose weights are its step."""
     registry: dict[str, Any] = {"model": Weights(step), "loop": Counter(step, step if best else None)}
-    manager.save(step, registry, ABOUT, {"metric": "frechet", "value": best} if best else None)
+    manager.save(step, registry, ABOUT, {"metric": "frechet", "value": best} if best else None, bool(best))
     if wait:
         manager.wait()
     return registry["model"].weights
@@ -191,7 +191,7 @@ def test_pointers_that_a_kill_left_behind_are_renewed_at_a_resume(tmp_path, behi
         registry: dict[str, Any] = {"loop": Counter()}
         registry["loop"].state = {"step": step, "best": {"frechet": figure, "step": step}}
         before = [path.read_text() for path in pointers if path.exists()]
-        manager.save(step, registry, ABOUT, {"metric": "frechet", "value": figure})
+        manager.save(step, registry, ABOUT, {"metric": "frechet", "value": figure}, best=True)
         manager.wait()
     wanted = [path.read_text() for path in pointers]
     assert before != wanted

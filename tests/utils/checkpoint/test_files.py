@@ -281,6 +281,15 @@ def test_the_other_checkpoint_that_may_be_meant_is_named(run, capsys):
     assert capsys.readouterr().err == "best: step 1 (accuracy 0.744); last is of step 2: --which last takes it\n"
 
 
+@pytest.mark.parametrize(("value", "silent"), [(0.741, True), (0.739, False), (None, False)])
+def test_the_other_checkpoint_is_not_named_where_the_figures_are_alike(run, capsys, value, silent):
+    folder = run / "checkpoints"
+    point(folder, "best", folder / "step-00000001.pt", metric="accuracy", value=0.744, interval=[0.74, 0.748])
+    point(folder, "last", folder / "step-00000002.pt", **({} if value is None else {"value": value}))
+    resolve_for_people(run)
+    assert (capsys.readouterr().err == "") is silent
+
+
 def test_one_checkpoint_alone_needs_no_word(run, capsys):
     folder = run / "checkpoints"
     resolve_for_people(folder / "step-00000002.pt")  # named by hand
