@@ -1,5 +1,6 @@
 """Small images and packed files."""
 
+import io
 from pathlib import Path
 
 import lmdb
@@ -7,13 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
 
 CLASSES = ["cat", "dog", "emu"]
 
 
-def images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> np.ndarray:
+def sample_images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> np.ndarray:
     """Random images uint8 [count, channels, side, side]."""
     return np.random.default_rng(seed).integers(0, 256, (count, channels, side, side), dtype=np.uint8)
 
@@ -22,6 +24,13 @@ def save(path: Path, side: int = 8, shade: int = 100, mode: str = "RGB") -> None
     """An image file of one colour."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (side, side), (shade, shade // 2, 255 - shade)).convert(mode).save(path)
+
+
+def as_file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    """An image's file."""
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
 
 
 def flip(path: Path, needle: bytes, offset: int = 0) -> None:
@@ -35,7 +44,7 @@ def flip(path: Path, needle: bytes, offset: int = 0) -> None:
 
 def stored(path: Path, record: int, side: int | None = None) -> bytes:
     """An image's bytes in a file."""
-    with LMDBReader(path, resolution=side) as reader:
+    with LMDBReader(path, resolution=side, tolerant=True) as reader:
         if reader.meta.encoding == "raw":
             return reader.raw_image(record).transpose(2, 0, 1).tobytes()
         with reader.handle().environment.begin(buffers=True) as transaction:
@@ -61,10 +70,16 @@ def change(path: Path, key: bytes, value: bytes | None) -> None:
 
 
 @pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four images in a block of what is packed."""
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+
+
+@pytest.fixture
 def packed(tmp_path: Path) -> Path:
     """20 raw RGB images of 8 px; record i has label i % 3."""
     path = tmp_path / "packed.lmdb"
-    pack_arrays(path, images(20), np.arange(20) % 3, CLASSES)
+    pack_arrays(path, sample_images(20), np.arange(20) % 3, CLASSES)
     return path
 
 

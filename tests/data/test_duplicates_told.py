@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import EXIT_OK, UserError
 from duetgan.utils.script import run_cli
-from tests.data.conftest import change, images
+from tests.data.conftest import change, sample_images
 from tests.data.test_duplicates import photos as photo_like
 from tests.data.test_duplicates import saved
 
@@ -43,33 +44,31 @@ def write(folder: Path, **pictures: Image.Image | np.ndarray) -> Path:
     return folder
 
 
-def searched(path: Path, pictures: Sequence[np.ndarray]) -> tuple[set[tuple[int, int]], int]:
-    """The near duplicates among images uint8 [H, W, 3], and how many pairs were compared."""
-    pack_arrays(path, np.stack(pictures).transpose(0, 3, 1, 2))
-    report = find(LMDBReader(path), similar=True)
-    return {(pair.record, pair.other_record) for pair in report.near or []}, report.candidates
+def test_colours_count_also_in_a_crowd_and_move_with_the_image(tmp_path: Path) -> None:
+    def searched(pictures: Sequence[np.ndarray]) -> tuple[set[tuple[int, int]], int]:
+        """The near duplicates among images uint8 [H, W, 3], and how many pairs were compared."""
+        pack_arrays(tmp_path / "x.lmdb", np.stack(pictures).transpose(0, 3, 1, 2), overwrite=True)
+        report = find(LMDBReader(tmp_path / "x.lmdb"), similar=True)
+        return {(pair.record, pair.other_record) for pair in report.near or []}, report.candidates
 
-
-def test_colours_count(tmp_path: Path) -> None:
-    green, purple = np.array(heart("#00b050")), np.array(heart("#a04bd0"))
-    grey = [np.array(Image.fromarray(one).convert("L")).astype(int) for one in (green, purple)]
+    hearts = [np.array(heart(colour)) for colour in ("#00b050", "#a04bd0", "#00b858", "#08a850")]
+    grey = [np.array(Image.fromarray(one).convert("L")).astype(int) for one in hearts[:2]]
     assert np.corrcoef(grey[0].ravel(), grey[1].ravel())[0, 1] > 0.999  # by their greys they are one
-    hearts = [green, purple, np.array(heart("#00b858")), np.array(heart("#08a850"))]
-    assert searched(tmp_path / "x.lmdb", hearts)[0] == {(0, 2), (0, 3), (2, 3)}
-
-
-def test_colours_count_in_a_crowd(tmp_path: Path) -> None:
+    assert searched(hearts)[0] == {(0, 2), (0, 3), (2, 3)}
     shades = [(0, 170 + number, 80) for number in range(7)] + [(160 + number, 75, 208) for number in range(7)]
-    hearts = [np.array(heart("#{:02x}{:02x}{:02x}".format(*shade))) for shade in shades]
-    pairs, candidates = searched(tmp_path / "x.lmdb", hearts)
+    pairs, candidates = searched([np.array(heart("#{:02x}{:02x}{:02x}".format(*shade))) for shade in shades])
     assert candidates == 14 * 13 // 2  # each has 13, a crowd
     assert len(pairs) == 2 * 7 * 6 // 2
-
-
-def test_colours_move_with_the_image(tmp_path: Path) -> None:
     wide = np.zeros((68, 68, 3), np.uint8) + 255
     wide[2:66, 2:66] = np.array(heart("#e00010"))
-    assert searched(tmp_path / "x.lmdb", [wide[2:66, 2:66], wide[2:66, 4:68]])[0] == {(0, 1)}  # by 2 px of 64
+    assert searched([wide[2:66, 2:66], wide[2:66, 4:68]])[0] == {(0, 1)}  # by 2 px of 64
+
+
+def printed(capsys: pytest.CaptureFixture[str], main: Any, *arguments: str | Path) -> list[str]:
+    """The lines of a command that succeeds."""
+    capsys.readouterr()
+    assert run_cli(main, [str(part) for part in arguments]) == EXIT_OK
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,10 +78,8 @@ def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixt
     for kind, some in (("first", arrays), ("second", copies), ("third", arrays[:8])):
         write(folder, **{f"{kind}{number:02d}": one for number, one in enumerate(some)})
     dest = tmp_path / "x.lmdb"
-    assert run_cli(main, [str(folder), str(dest), "--similar"]) == EXIT_OK
-    packed = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert run_cli(duplicates_main, [str(dest), "--similar", "--list", str(tmp_path / "all.txt")]) == EXIT_OK
-    later = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    packed = printed(capsys, main, folder, dest, "--similar")
+    later = printed(capsys, duplicates_main, dest, "--similar", "--list", tmp_path / "all.txt")
     for count in ("8 exact duplicates in 8 groups", "30 pairs of near duplicates"):
         assert any(line.endswith(count) for line in packed)
         assert count in later
@@ -96,15 +93,13 @@ def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixt
         pairs = [re.fullmatch(r"(\S+) ~ (\S+), correlation [01]\.\d{3}", line) for line in lines if " ~ " in line]
         found = {(match[1], match[2]) for match in pairs if match}
         assert found == {(f"{prefix}first{n:02d}.png", f"{prefix}second{n:02d}.png") for n in range(30)}
-    assert run_cli(duplicates_main, [str(dest), "--similar"]) == EXIT_OK
-    assert capsys.readouterr().out.splitlines()[-1] == "all of them: add --list FILE"
-    assert run_cli(duplicates_main, [str(dest), "--json"]) == EXIT_OK
-    document = json.loads(capsys.readouterr().out)
+    assert printed(capsys, duplicates_main, dest, "--similar")[-1] == "all of them: add --list FILE"
+    document = json.loads("".join(printed(capsys, duplicates_main, dest, "--json")))
     assert document["names"][str(document["exact"][0]["records"][0])] == "first00.png"
     # Packed anew without most of them: the old list is no longer true.
     for path in folder.glob("[st]*.png"):
         path.unlink()
-    assert run_cli(main, [str(folder), str(dest), "--similar", "--overwrite"]) == EXIT_OK
+    printed(capsys, main, folder, dest, "--similar", "--overwrite")
     assert not (tmp_path / "x.duplicates.txt").exists()
 
 
@@ -112,21 +107,19 @@ def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFix
     arrays = photo_like(3)
     train = write(tmp_path / "train", a=arrays[0], b=arrays[1])
     val = write(tmp_path / "val", c=arrays[1], d=arrays[2])
-    assert run_cli(main, [str(train), str(tmp_path / "train.lmdb")]) == EXIT_OK
-    capsys.readouterr()
-    assert run_cli(main, [str(val), str(tmp_path / "val.lmdb"), "--against", str(tmp_path / "train.lmdb")]) == EXIT_OK
-    assert f"{val}/c.png = b.png" in [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert run_cli(duplicates_main, [str(tmp_path / "train.lmdb"), str(tmp_path / "val.lmdb")]) == EXIT_OK
-    assert "b.png = c.png" in capsys.readouterr().out
+    files = tmp_path / "train.lmdb", tmp_path / "val.lmdb"
+    printed(capsys, main, train, files[0])
+    assert f"{val}/c.png = b.png" in printed(capsys, main, val, files[1], "--against", files[0])
+    assert "b.png = c.png" in printed(capsys, duplicates_main, *files)
 
 
 def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
-    arrays = images(3)
+    arrays = sample_images(3)
     folder = write(tmp_path / "x", a=arrays[0], b=arrays[1], c=arrays[2])
     pack(open_source(str(folder)), tmp_path / "x.lmdb")
     pack(open_source(str(tmp_path / "x.lmdb")), tmp_path / "y.lmdb", encoding="png")
     assert LMDBReader(tmp_path / "y.lmdb").names() == ["a.png", "b.png", "c.png"]
-    pack_arrays(tmp_path / "z.lmdb", images(2))
+    pack_arrays(tmp_path / "z.lmdb", sample_images(2))
     assert LMDBReader(tmp_path / "z.lmdb").names() == ["", ""]
     change(tmp_path / "y.lmdb", b"name/00000000", b'\0\0\0\0["a.png", "b.png", "d.png"]')
     with pytest.raises(UserError, match="record 0 to 2 is damaged: the checksum of its names does not match"):
@@ -137,7 +130,7 @@ def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
 @pytest.fixture
 def copies(tmp_path: Path) -> Path:
     """Cats a and b = a, dog c = a (another label), dogs d and e = d, and dog f."""
-    arrays = images(3)
+    arrays = sample_images(3)
     write(tmp_path / "x" / "cat", a=arrays[0], b=arrays[0])
     write(tmp_path / "x" / "dog", c=arrays[0], d=arrays[1], e=arrays[1], f=arrays[2])
     return tmp_path / "x"
@@ -146,8 +139,9 @@ def copies(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_drop_duplicates(copies: Path, tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     dest = tmp_path / "x.lmdb"
-    assert run_cli(main, [str(copies), str(dest), "--drop-duplicates", "--workers", workers]) == EXIT_OK
-    told = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    told = [
+        line.split(None, 1) for line in printed(capsys, main, copies, dest, "--drop-duplicates", "--workers", workers)
+    ]
     assert ["dropped", "3 exact duplicates of images that were kept, 1 of them with another label"] in told
     assert ["duplicates", "0 exact duplicates in 0 groups"] in told
     reader = LMDBReader(dest)
@@ -159,23 +153,17 @@ def test_drop_duplicates(copies: Path, tmp_path: Path, workers: str, capsys: pyt
     assert pack(open_source(str(copies)), tmp_path / "y.lmdb").meta == reader.meta
 
 
-def test_drop_duplicates_of_the_pixels_that_are_packed(tmp_path: Path) -> None:
-    pixels = images(1, side=16)[0].transpose(1, 2, 0)
-    write(tmp_path / "x", a=Image.fromarray(pixels))
-    Image.fromarray(pixels).save(tmp_path / "x" / "b.bmp")  # another file with the same pixels
-    assert pack(open_source(str(tmp_path / "x")), tmp_path / "x.lmdb", drop_duplicates=True).written.dropped == 1
-
-
-def test_a_class_of_duplicates_alone_is_named(copies: Path, tmp_path: Path) -> None:
-    for name in "def":
-        (copies / "dog" / f"{name}.png").unlink()
-    with pytest.raises(UserError, match="no image of class dog could be used, 0 skipped, 2 dropped as duplicates"):
-        pack(open_source(str(copies)), tmp_path / "x.lmdb", drop_duplicates=True)
-    assert not (tmp_path / "x.lmdb").exists()
-
-
-def test_drop_and_split(copies: Path, tmp_path: Path) -> None:
+def test_drop_duplicates_of_the_pixels_that_are_packed_before_a_split(copies: Path, tmp_path: Path) -> None:
+    """A class of duplicates alone is named."""
     summary = pack(open_source(str(copies)), tmp_path / "x.lmdb", drop_duplicates=True, val_share=0.5)
     assert summary.held_out is not None
     assert (summary.meta.count, summary.held_out.count, summary.written.dropped) == (2, 1, 3)
     assert summary.held_out.histogram == [0, 1]
+    for name in "def":
+        (copies / "dog" / f"{name}.png").unlink()
+    with pytest.raises(UserError, match="no image of class dog could be used, 0 skipped, 2 dropped as duplicates"):
+        pack(open_source(str(copies)), tmp_path / "y.lmdb", drop_duplicates=True)
+    assert not (tmp_path / "y.lmdb").exists()
+    Image.open(copies / "cat" / "a.png").save(copies / "dog" / "c.bmp")  # another file with the same pixels
+    Image.new("RGB", (8, 8)).save(copies / "dog" / "other.png")
+    assert pack(open_source(str(copies)), tmp_path / "z.lmdb", drop_duplicates=True).written.dropped == 3

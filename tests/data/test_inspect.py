@@ -20,8 +20,7 @@ from duetgan.data.pack import main as pack_main
 from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.errors import EXIT_USER, UserError
 from duetgan.utils.script import run_cli
-from tests.data.conftest import CLASSES, change, flip, stored, value
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, change, flip, sample_images, stored, value
 
 
 def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +39,7 @@ def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert image[:64, :left].min() < 50  # the class name
 
 
-def test_json_is_one_document(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_and_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(packed), "--json"])
     document = json.loads(capsys.readouterr().out)
     meta = LMDBReader(packed).meta
@@ -49,9 +48,6 @@ def test_json_is_one_document(packed: Path, capsys: pytest.CaptureFixture[str]) 
         assert document[key] == getattr(meta, key)
     assert document["bytes"] == packed.stat().st_size
     assert not (packed.parent / "packed.grid.png").exists()
-
-
-def test_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(packed), "--json", "--verify", "--out", str(tmp_path / "g.png")])
     assert json.loads(capsys.readouterr().out)["damaged"] == []
     with Image.open(tmp_path / "g.png") as image:
@@ -64,43 +60,39 @@ def test_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         main([str(packed), "--out", str(packed / "g.png")])
 
 
-def grid_size(path: Path) -> tuple[int, int]:
-    with LMDBReader(path) as reader:
-        save_grid(reader, path.with_suffix(".png"))
-    with Image.open(path.with_suffix(".png")) as image:
-        return image.size
-
-
 def test_grids(tmp_path: Path, photos: Path) -> None:
     """Of unlabelled images, of large ones, of images with sizes of their own, of many classes."""
     pack_arrays(tmp_path / "x.lmdb", sample_images(25, 1))
-    assert grid_size(tmp_path / "x.lmdb") == (660, 3 * 66)
     pack_arrays(tmp_path / "large.lmdb", sample_images(2, 1, side=200))
-    assert grid_size(tmp_path / "large.lmdb") == (260, 130)
     pack_main([str(photos), str(tmp_path / "s.lmdb"), "--encoding", "source"])
-    assert grid_size(tmp_path / "s.lmdb")[1] == 2 * 130
     pack_arrays(tmp_path / "c.lmdb", sample_images(50, 1), np.arange(50), [f"class {number}" for number in range(50)])
-    assert grid_size(tmp_path / "c.lmdb")[1] == 20 * 66
+    for name, width, height in (("x", 660, 3 * 66), ("large", 260, 130), ("s", None, 2 * 130), ("c", None, 20 * 66)):
+        with LMDBReader(tmp_path / f"{name}.lmdb") as reader:
+            save_grid(reader, tmp_path / "grid.png")
+        with Image.open(tmp_path / "grid.png") as image:
+            assert image.size == (width or image.width, height)
+
+
+def verified(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[int], list[str]]:
+    """The damaged records of a file that is refused, and the lines that say so."""
+    assert run_cli(main, [str(path), "--verify", "--json"]) == EXIT_USER
+    output = capsys.readouterr()
+    return json.loads(output.out)["damaged"], output.err.splitlines()
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_verify_names_every_damaged_record(
-    tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+def test_verify_names_every_damaged_record(tmp_path, encoding, small_blocks, capsys):
     path = tmp_path / "x.lmdb"
     pack_arrays(path, sample_images(10), np.arange(10) % 3, CLASSES, encoding=encoding)
     for record in (2, 9):
         flip(path, stored(path, record), offset=50)
-    assert run_cli(main, [str(path), "--verify", "--json"]) == EXIT_USER
-    output = capsys.readouterr()
-    assert json.loads(output.out)["damaged"] == [2, 9]
-    lines = output.err.splitlines()
+    damaged, lines = verified(path, capsys)
+    assert damaged == [2, 9]
     assert [line[:9] for line in lines[:2]] == ["record 2:", "record 9:"]
     assert "2 of 10 records are damaged, the first is record 2" in lines[2]
 
 
-def test_verify_compares_with_the_metadata(tmp_path: Path) -> None:
+def test_verify_compares_with_the_metadata_and_the_labels_of_the_resolutions(tmp_path: Path) -> None:
     first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
     pack_arrays(first, sample_images(4), [0, 1, 2, 2], CLASSES)
     pack_arrays(second, sample_images(4, seed=1), [0, 1, 2, 2], CLASSES)
@@ -109,13 +101,14 @@ def test_verify_compares_with_the_metadata(tmp_path: Path) -> None:
     assert "content hash" in verify(LMDBReader(first)).content
     with pytest.raises(UserError, match="content hash does not match"):
         main([str(first), "--verify"])
+    for path, labels in ((first, [0, 1, 2]), (second, [1, 0, 2])):
+        pack_arrays(path, sample_images(3, side=16), labels, CLASSES, smallest=8, overwrite=True)
+    change(first, b"index/00000000/00008", value(second, b"index/00000000/00008"))
+    assert verify(LMDBReader(first)).content == "the labels differ between the resolutions"
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png", "jpeg"])
-def test_verify_does_not_depend_on_the_number_of_threads(
-    tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+def test_verify_does_not_depend_on_the_number_of_threads(tmp_path, encoding, small_blocks):
     path = tmp_path / "x.lmdb"
     pack_arrays(path, sample_images(30, side=16), np.arange(30) % 3, CLASSES, encoding=encoding, smallest=4)
     assert [bool(verify(LMDBReader(path), workers)) for workers in (1, 3)] == [False, False]
@@ -127,8 +120,7 @@ def test_verify_does_not_depend_on_the_number_of_threads(
         assert damage.content == ""
 
 
-def test_blocks_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+def test_blocks_are_verified_side_by_side(tmp_path, small_blocks, monkeypatch):
     pack_arrays(tmp_path / "x.lmdb", sample_images(12))
     together = threading.Barrier(3)
 
@@ -149,14 +141,6 @@ def test_verify_finds_damage_at_every_resolution(tmp_path: Path, encoding: str, 
     pack_arrays(path, sample_images(6, side=16), encoding=encoding, smallest=4)
     flip(path, stored(path, 4, side), offset=40)
     assert verify(LMDBReader(path)).records == {4: "its checksum does not match"}
-
-
-def test_verify_compares_the_labels_of_the_resolutions(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
-    pack_arrays(first, sample_images(3, side=16), [0, 1, 2], CLASSES, smallest=8)
-    pack_arrays(second, sample_images(3, side=16), [1, 0, 2], CLASSES, smallest=8)
-    change(first, b"index/00000000/00008", value(second, b"index/00000000/00008"))
-    assert verify(LMDBReader(first)).content == "the labels differ between the resolutions"
 
 
 @pytest.mark.parametrize("label", [-1, 1, 3, 1 << 40])
@@ -197,23 +181,18 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
 @pytest.mark.parametrize("other", [None, b"nonsense"])
 def test_verify_checks_the_signatures(packed: Path, capsys: pytest.CaptureFixture[str], other: bytes | None) -> None:
     change(packed, b"hash/00000000", other)
-    assert run_cli(main, [str(packed), "--verify", "--json"]) == EXIT_USER
-    output = capsys.readouterr()
-    assert json.loads(output.out)["damaged"] == list(range(20))
-    first, last = output.err.splitlines()
+    damaged, (first, last) = verified(packed, capsys)
+    assert damaged == list(range(20))
     assert first.startswith("record 0 to 19: ")
     assert "20 of 20 records are damaged" in last
     assert "signatures" in last
 
 
-def test_damaged_records_are_two_lines_however_many(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_records_are_two_lines_however_many_and_a_grid_names_them(packed, capsys):
     damage = Damage({0: "a", 1: "a", 3: "a", 4: "b", 7: "b"})
     with LMDBReader(packed) as reader, pytest.raises(UserError, match="5 of 20 records are damaged"):
         report(damage, reader)
     assert capsys.readouterr().err.splitlines() == ["record 0 to 1: a", "and 3 more records; --json lists all"]
-
-
-def test_grid_of_a_damaged_file_names_the_record(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(packed, sample_images(20)[4].tobytes())
     assert run_cli(main, [str(packed)]) == EXIT_USER
     (error,) = capsys.readouterr().err.splitlines()

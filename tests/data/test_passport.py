@@ -15,8 +15,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage, Provenance, join, recorded
-from tests.data.conftest import CLASSES
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, sample_images
 from tests.data.lmdb.test_metadata import OTHERS, forge, read, use
 
 PASSPORT: Provenance = {
@@ -48,6 +47,9 @@ def test_it_is_read_back_and_files_without_one_are_real(samples: Path, packed: P
     assert LMDBReader(packed).meta.passport is None
     assert "passport" not in read(packed, META_KEY)  # as in files of before: they read as real ones
     assert LMDBReader(packed).meta.content_hash == LMDBReader(samples).meta.content_hash
+    with Dataset([packed, samples]) as both, Dataset([packed, packed]) as real:
+        assert both.meta.passport == PASSPORT
+        assert real.meta.passport is None
 
 
 def test_a_damaged_passport_is_an_error_of_one_line(samples: Path) -> None:
@@ -79,12 +81,6 @@ def test_packing_anew_carries_it_on(samples: Path, packed: Path, tmp_path: Path)
     assert LMDBReader(tmp_path / "real.lmdb").meta.passport is None
 
 
-def test_one_file_of_samples_makes_a_set_of_files_synthetic(samples: Path, packed: Path) -> None:
-    with Dataset([packed, samples]) as both, Dataset([packed, packed]) as real:
-        assert both.meta.passport == PASSPORT
-        assert real.meta.passport is None
-
-
 def test_inspect_shows_it(samples: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inspect_main([str(samples), "--json"])
     assert json.loads(capsys.readouterr().out)["passport"] == PASSPORT
@@ -106,7 +102,7 @@ def test_a_passport_that_could_not_be_read_back_is_not_written(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_lineages_join_once_and_in_order() -> None:
+def test_lineages_join_once_and_in_order_and_are_read_from_checkpoints() -> None:
     other = PASSPORT | {"seed": 4}
     one = Lineage.of(trained_on=["a", "b"], synthetic=[PASSPORT], teachers=["t"])
     two = Lineage.of(trained_on=["b", "c"], synthetic=[PASSPORT, other], pretrained=["w"])
@@ -115,9 +111,6 @@ def test_lineages_join_once_and_in_order() -> None:
     assert Lineage.read(both) == join(one, two)
     assert join() == Lineage.of()
     assert Lineage.of().document() == {"trained_on": [], "synthetic": []}  # as in checkpoints of before
-
-
-def test_a_checkpoint_of_before_says_what_it_was_trained_on() -> None:
     before = {"data": {"content_hash": "a"}, "teachers": ["t"]}
     assert recorded(before) == Lineage.of(trained_on=["a"], teachers=["t"])
     assert recorded({"data": None}) == Lineage.of()

@@ -17,9 +17,7 @@ from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.records import pack_arrays
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from tests.data.conftest import change, flip, save
-from tests.data.conftest import images as sample_images
-from tests.data.reading.test_dataset_damage import payload
+from tests.data.conftest import change, flip, sample_images, save, stored
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import write_config
 from tests.faults.conftest import ENVIRONMENT, Command, own_process
@@ -42,7 +40,7 @@ def repacked(source: Path, path: Path, encoding: str, damaged: int | None = None
         images, labels = reader.read(range(len(reader)))
         pack_arrays(path, images, labels, reader.classes, encoding=encoding)
     if damaged is not None:
-        flip(path, payload(path, damaged), offset=60)
+        flip(path, stored(path, damaged), offset=60)
     return path
 
 

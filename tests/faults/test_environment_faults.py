@@ -19,8 +19,7 @@ from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.script import run_cli
-from tests.data.conftest import images as sample_images
-from tests.data.conftest import save
+from tests.data.conftest import sample_images, save
 from tests.end_to_end.ranks import start, wait
 from tests.faults.conftest import Command, own_process, with_mounts
 

@@ -33,9 +33,6 @@ def planning(config: str | Path, *more: str) -> list[str]:
     return ["train.py", "--config", str(config), "--run-dir", "run", "--device", "cpu", "--dry-run", *more]
 
 
-# --- packed files
-
-
 def lmdb_file(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A packed file: metadata that lies under a right checksum, entries and payloads likewise, or damaged bytes."""
     name = draw.choice(("train", "pyramid", "source", "png"))
@@ -108,9 +105,6 @@ def forge(draw: random.Random, records: lmdb.Transaction) -> None:
     records.put(key, value)
 
 
-# --- checkpoints
-
-
 def checkpoint(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A checkpoint whose keys, types, numbers or tensors are not what they were; the checksum is absent."""
     task = draw.choice(list(TASKS))
@@ -163,9 +157,6 @@ def odd_tensor(draw: random.Random, value: Any) -> Any:
     )()
 
 
-# --- configs
-
-
 def config(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A recipe, or the whole config that a run wrote, with other values, keys, lines or characters."""
     task = draw.choice(list(TASKS))
@@ -201,9 +192,6 @@ def other_values(draw: random.Random, text: str) -> str:
     for number in draw.choices(rows, k=draw.choice((1, 1, 2, 3))):
         lines[number] = f"{lines[number].partition(':')[0]}: {draw.choice(SCALARS)}"
     return "\n".join(lines) + "\n"
-
-
-# --- what a run writes beside its checkpoints
 
 
 def run_files(draw: random.Random, corpus: Path, folder: Path) -> list[str]:

@@ -59,9 +59,6 @@ def test_open_finding(found, kind, seed):
     assert [case for case in found["findings"] if (case["kind"], case["seed"]) == (kind, seed)] == []
 
 
-# --- the fuzzers themselves
-
-
 def outcome(code: int = 2, err: str = "error: x\n", left: Sequence[str] = (), **more) -> Outcome:
     values: dict[str, Any] = {"script": "predict.py", "out": "", "seconds": 1.0, "added": 0} | more
     return Outcome(code=code, err=err, left=list(left), **values)

@@ -17,28 +17,28 @@ from tests.metrics.conftest import CLASSES
 
 FREE: Any = {"pixel_weight": 0.0, "keep_weight": 0.0}
 
-# --- directions: pure functions
-
 
 def test_gradients_of_a_linear_model_are_its_rows():
     weights, offsets = draws(3, 5), torch.zeros(7, 5, dtype=torch.float64, requires_grad=True)
     logits = (draws(7, 5, seed=1) + offsets) @ weights.T
     torch.testing.assert_close(gradient_slopes(logits, offsets), 7 * weights)
-
-
-def test_each_draw_tells_how_the_pixels_change():
-    """With every pixel as a draw the rows are the Jacobian."""
+    # with every pixel as a draw the rows are the Jacobian
     jacobian, offsets = draws(16, 3), torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
     images = (offsets @ jacobian.T).reshape(1, 1, 4, 4)
     rows = pixel_rows(images, offsets, iter(torch.eye(16, dtype=torch.float64).reshape(16, 1, 1, 4, 4)))
     torch.testing.assert_close(rows, jacobian / 4)
 
 
-def test_without_weights_the_direction_is_the_difference_of_slopes():
+def test_the_direction_without_weights_without_gain_and_with_an_equal_gain():
     slopes = draws(5, 8)
     expected = slopes[1] - slopes[0]
     found = steer(slopes, draws(9, 8, seed=1), **FREE)
     torch.testing.assert_close(found, expected / expected.norm())
+    assert not steer(torch.ones(3, 4).double(), torch.zeros(0, 4).double(), **FREE).any()
+    slopes = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
+    pixels = torch.tensor([[1.0, 0.0], [0.0, 10.0]]).double()
+    found = steer(slopes, pixels, pixel_weight=1e6, keep_weight=0.0)
+    assert float(found[0] / found[1]) == pytest.approx(100, rel=1e-3)
 
 
 def test_other_classes_are_projected_out():
@@ -73,17 +73,6 @@ def test_the_direction_is_the_best_for_its_price():
     assert all(merit(n) < best for n in draws(500, 6, seed=2))
 
 
-def test_an_equal_gain_is_taken_where_fewer_pixels_change():
-    slopes = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
-    pixels = torch.tensor([[1.0, 0.0], [0.0, 10.0]]).double()
-    found = steer(slopes, pixels, pixel_weight=1e6, keep_weight=0.0)
-    assert float(found[0] / found[1]) == pytest.approx(100, rel=1e-3)
-
-
-def test_no_gain_is_no_direction():
-    assert not steer(torch.ones(3, 4).double(), torch.zeros(0, 4).double(), **FREE).any()
-
-
 def test_the_first_step_that_reaches():
     """Row 2 never is as high as wanted: it is highest at 3."""
     heights = torch.tensor([[5.0, 9, 9, 9], [1, 2, 3, 9], [0, 1, 2, 1]])
@@ -97,9 +86,6 @@ def test_the_first_step_that_reaches():
     assert steps.tolist() == [1, 3, 3]
     assert done.tolist() == [True, True, False]
     assert asked == [([0, 1, 2], 1), ([1, 2], 2), ([1, 2], 3), ([2], 4)]
-
-
-# --- the editor on a linear generator and a linear classifier
 
 
 class LinearGenerator(StyledGenerator):
@@ -189,9 +175,6 @@ def test_too_few_samples_of_a_class():
     editor.classifier.rows[1] = -editor.classifier.rows[0]
     with pytest.raises(UserError, match=r"names only 0 of .* samples c"):
         editor.starts(2, 3)
-
-
-# --- the spaces of real generators
 
 
 def editor_in(space, generator):

@@ -155,9 +155,6 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
         import_extra("onnxruntime")
 
 
-# --- what is compared
-
-
 def test_a_generator_is_checked_on_the_samples_of_evaluation(subjects):
     subject = subjects["grey"]
     z = torch.cat([batch[0] for batch in subject.batches])

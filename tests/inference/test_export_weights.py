@@ -56,7 +56,7 @@ def test_channels_last_weights_are_written_in_order(checkpoint, tmp_path):
     assert all(value.equal(found[key]) for key, value in state.items())
 
 
-def test_files_that_do_not_say_what_they_are_are_refused(checkpoint, tmp_path):
+def test_files_that_do_not_say_what_they_are_or_are_damaged_are_refused(checkpoint, tmp_path):
     path = tmp_path / "x.safetensors"
     with pytest.raises(UserError, match="no such file"):
         read_weights(path)
@@ -70,9 +70,6 @@ def test_files_that_do_not_say_what_they_are_are_refused(checkpoint, tmp_path):
     save_file({"a": torch.zeros(1)}, str(path), {ENTRY: json.dumps(contents(checkpoint) | {"schema": SCHEMA + 1})})
     with pytest.raises(UserError, match="is newer than this program"):
         read_weights(path)
-
-
-def test_a_damaged_file_is_refused(checkpoint, tmp_path):
     path = tmp_path / "x.safetensors"
     write_weights(path, checkpoint)
     path.write_bytes(path.read_bytes()[:-50])

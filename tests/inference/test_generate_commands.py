@@ -86,7 +86,7 @@ def test_noise_and_truncation_reach_the_images(runs, tmp_path, command):
     assert len(found) == len(settings)
 
 
-def test_an_mp4_of_two_classes(runs, tmp_path, capsys):
+def test_an_mp4_of_two_classes_and_a_data_set(runs, tmp_path, capsys):
     out = tmp_path / "x.mp4"
     options = ["--classes", "light,dark", "--n", 3, "--frames", 4, "--fps", 6, "--space", "z", "--scale", 4]
     assert call("interpolate", "--checkpoint", runs["grey"], "--out", out, *options) == 0
@@ -94,9 +94,6 @@ def test_an_mp4_of_two_classes(runs, tmp_path, capsys):
     with av.open(str(out)) as container:
         assert container.streams.video[0].average_rate == 6
     assert "12 frames, 2.0 s" in capsys.readouterr().out
-
-
-def test_a_data_set(runs, tmp_path, capsys):
     out = tmp_path / "x.lmdb"
     base = ["dataset", "--checkpoint", runs["grey"], "--out", out, "--n", 7]
     assert call(*base, "--encoding", "png") == 0

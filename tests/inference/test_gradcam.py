@@ -166,9 +166,6 @@ def test_heat_is_scaled_image_by_image_and_may_be_none(monkeypatch):
     assert heat.amax((1, 2)).tolist() == [1.0, 1.0, 1.0]
     model.network.fc.weight.fill_(-1.0)  # every map speaks against every class
     assert image_heat(model, sample_images, torch.tensor([0, 1, 2])).abs().max() == 0
-
-
-def test_overlay_leaves_a_image_as_it_is_where_there_is_no_heat():
     sample_image = torch.randint(0, 256, (1, 8, 8), dtype=torch.uint8, generator=generator(0, "test"))
     heat = torch.zeros(4, 4)
     large, shown = overlay(sample_image, heat)
@@ -183,9 +180,6 @@ def test_overlay_leaves_a_image_as_it_is_where_there_is_no_heat():
     assert not changed[:, :100].any()
     red, _, blue = (shown[:, 0, 223].double() - 0.35 * large[:, 0, 223]).tolist()
     assert red > 3 * blue  # the hottest end of the colours is red
-
-
-# --- files
 
 
 def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_path):

@@ -99,13 +99,6 @@ def test_sample_gradients_of_a_resnet():
     torch.testing.assert_close(sample_gradients(model, images, labels, names).full(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_model_in_training_mode_is_refused():
-    model, (images, labels) = net(), batch()
-    model.norm.train()
-    with pytest.raises(ValueError, match="evaluation mode"):
-        sample_gradients(model, images, labels, ["fc.bias"])
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_heads_closed_form_is_what_autograd_finds(bias):
     model, (images, labels) = net(bias=bias), batch()
@@ -130,9 +123,8 @@ def test_a_network_whose_logits_are_no_linear_layers_output():
     torch.testing.assert_close(found.full(), expected.full(), rtol=0, atol=0)
     with pytest.raises(UserError, match="no linear layer"):
         head_gradients(nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten()).double().eval(), images, labels)
-
-
-# --- the flipped labels: a short real training
+    with pytest.raises(ValueError, match="evaluation mode"):
+        sample_gradients(net().train(), images, labels, ["fc.bias"])
 
 
 @pytest.fixture(scope="module")
@@ -219,11 +211,6 @@ def test_a_step_on_a_helpful_image_lowers_the_loss():
         assert (before - after) / 1e-6 == pytest.approx(score, rel=1e-4)
 
 
-def test_the_largest_scores_and_the_rate_without_an_optimizer():
-    assert rate_of({"state": {}}) == 1
-    assert most(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
-
-
 def test_confident_learning_by_hand():
     """Thresholds are the mean probability of each class in the images labelled so: 0.5 and 0.8."""
     own = [[0.8, 0.2], [0.2, 0.8], [0.1, 0.9], [0.35, 0.65], [0.05, 0.95]]
@@ -236,9 +223,8 @@ def test_confident_learning_by_hand():
     assert found.issues().tolist() == [-1, 1, -1, -1, -1]
     assert found.order("probability").tolist() == [1, 3, 0, 2, 4]
     assert found.order("self-influence").tolist() == [1, 2, 0, 3, 4]
-
-
-# --- the command
+    assert rate_of({"state": {}}) == 1
+    assert most(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
 
 
 def run(capsys, *arguments):

@@ -24,7 +24,7 @@ def near(a, b):
     return int((a.int() - b.int()).abs().max()) <= 1
 
 
-def test_slerp_is_shoemakes_formula():
+def test_slerp_is_shoemakes_formula_and_goes_evenly_round_the_circle():
     a, b, t = draws(5, 7), draws(5, 7, seed=1), torch.tensor([0.0, 0.25, 0.5, 0.9, 1.0])[:, None].double()
     found = slerp(a, b, t)
     for row in range(5):
@@ -36,9 +36,6 @@ def test_slerp_is_shoemakes_formula():
         expected = way * ((1 - share) * x_length + share * y_length)
         np.testing.assert_allclose(found[row].numpy(), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(found[[0, 4]], torch.stack([a[0], b[4]]), rtol=0, atol=1e-10)
-
-
-def test_slerp_goes_evenly_round_the_circle():
     a, b = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[0.0, 1.0]]).double()
     t = torch.linspace(0, 1, 7).double()[:, None]
     found = slerp(a.expand(7, -1), b.expand(7, -1), t)
@@ -132,15 +129,12 @@ def test_frames_do_not_depend_on_the_batch(generator, space, batch_size):
     assert near(whole, frames_of(sampler_of(generator, batch_size=batch_size), **config))
 
 
-def test_one_frame_a_segment_shows_the_samples(generator):
-    sampler = sampler_of(generator, noise_mode="const", batch_size=2)
-    assert near(frames_of(sampler, keyframes=5, frames=1), sampler.images(range(5)))
-
-
 def test_how_many_samples_it_goes_through(generator):
     assert len(Journey(sampler_of(generator), FilmConfig(frames=1))) == 8
     assert len(Journey(sampler_of(styled(classes=12)), FilmConfig(frames=2))) == 24
     assert len(Journey(sampler_of(styled(classes=20)), FilmConfig(frames=1))) == 16
+    sampler = sampler_of(generator, noise_mode="const", batch_size=2)
+    assert near(frames_of(sampler, keyframes=5, frames=1), sampler.images(range(5)))
 
 
 def test_a_film_is_written(generator, tmp_path):

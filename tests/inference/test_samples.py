@@ -12,16 +12,13 @@ def apart(a, b):
     return int((a.int() - b.int()).abs().max())
 
 
-def test_numbers_go_round_the_chosen_classes(generator):
+def test_numbers_go_round_the_chosen_classes_and_images_are_those_of_their_keys(generator):
     sampler = sampler_of(generator, chosen=[2, 0])
     assert sampler.labels(range(5)).tolist() == [2, 0, 2, 0, 2]
     assert sampler.indices(range(5)) == [2, 0, 5, 3, 8]  # sample i of class c has index i * 3 + c
     plain = sampler_of(styled(classes=0))
     assert plain.labels([4, 7]) is None
     assert plain.indices([4, 7]) == [4, 7]
-
-
-def test_images_are_those_of_their_keys(generator):
     sampler = sampler_of(generator, chosen=[2, 0], seed=5, truncation_psi=0.6, truncation_cutoff=2)
     named = {"truncation_psi": 0.6, "truncation_cutoff": 2}
     wanted = generate(generator, labels=torch.tensor([0, 2]), indices=[3, 8], seed=5, **named)  # type: ignore[arg-type]
@@ -62,7 +59,7 @@ def test_without_w_there_is_no_truncation():
             sampler_of(without_w(), **options)
 
 
-def test_classes_are_chosen_by_name():
+def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
     names = ["dark", "grey", "light"]
     assert chosen_classes("all", names) == [0, 1, 2]
     assert chosen_classes("light, dark", names) == [2, 0]
@@ -74,9 +71,6 @@ def test_classes_are_chosen_by_name():
     ):
         with pytest.raises(UserError, match=message):
             chosen_classes(text, classes)
-
-
-def test_classes_and_generator_must_fit(generator):
     for model, chosen in ((generator, []), (styled(classes=0), [0])):
         with pytest.raises(ValueError, match="conditional"):
             sampler_of(model, chosen=chosen)

@@ -13,7 +13,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.images import save_confusion
 from duetgan.utils import images as fonts
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 
 CAT = "\u732b"
 

@@ -8,7 +8,7 @@ import torch
 from duetgan.data.augment.mixing import Mixing, MixingAugment, cut_boxes, draw_mixing, mix_images, partners
 from duetgan.data.augment.transforms import to_float
 from duetgan.utils.errors import UserError
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 
 CPU = torch.device("cpu")
 
@@ -18,15 +18,12 @@ def drawn(count: int = 4000, **settings: Any) -> Mixing:
     return draw_mixing(MixingAugment(**settings), seed=0, step=3, **whole)
 
 
-def test_partners_are_neighbours() -> None:
+def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
     assert partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
     images = torch.rand(4, 1, 2, 2)
     assert torch.equal(partners(images), images[[1, 0, 3, 2]])
     with pytest.raises(ValueError, match="3 rows"):
         partners(torch.arange(3))
-
-
-def test_images_against_a_loop() -> None:
     images = to_float(torch.from_numpy(sample_images(6, 3, side=9)[:, :, :, :8].copy()))
     boxes = torch.tensor([[0, 0, 0, 0], [2, 3, 4, 2], [0, 0, 9, 8], [0, 0, 0, 0], [8, 7, 1, 1], [0, 0, 0, 0]])
     blend = torch.tensor([0.3, 1.0, 1.0, 1.0, 1.0, 0.0])
@@ -51,7 +48,7 @@ def test_mixups_shares_are_beta_distributed(alpha: float) -> None:
     assert mixing.own.double().var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
 
 
-def test_cutmixs_shares_are_those_of_the_boxes() -> None:
+def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> None:
     mixing = drawn(cutmix=1.0)
     top, left, height, width = mixing.boxes.unbind(1)
     assert mixing.blend.eq(1).all()
@@ -60,9 +57,6 @@ def test_cutmixs_shares_are_those_of_the_boxes() -> None:
     assert (left + width).max() <= 30
     torch.testing.assert_close(mixing.own, 1 - height * width / 600)
     assert 0.55 < mixing.own.mean() < 0.75  # above a half: boxes are cut off at the borders
-
-
-def test_boxes_have_the_images_shape_and_the_area_asked_for() -> None:
     own = torch.tensor([0.75, 0.0, 1.0, 0.75])
     centres = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]])
     boxes = cut_boxes(own, centres, 20, 30)
@@ -79,6 +73,10 @@ def test_one_of_both_for_each_image_and_only_some() -> None:
     assert blended.float().mean().item() == pytest.approx(0.25, abs=0.03)
     assert pasted.float().mean().item() == pytest.approx(0.25, abs=0.03)
     assert mixing.own[~pasted & ~blended].eq(1).all()
+    assert not MixingAugment().mixes
+    assert not MixingAugment(mixup=1.0, mix_prob=0.0).mixes
+    assert MixingAugment(mixup=1.0).mixes
+    assert MixingAugment(cutmix=1.0).mixes
 
 
 def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
@@ -97,10 +95,3 @@ def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(wrong))}"):
         MixingAugment(**wrong)
-
-
-def test_what_mixes() -> None:
-    assert not MixingAugment().mixes
-    assert not MixingAugment(mixup=1.0, mix_prob=0.0).mixes
-    assert MixingAugment(mixup=1.0).mixes
-    assert MixingAugment(cutmix=1.0).mixes

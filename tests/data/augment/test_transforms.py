@@ -18,7 +18,7 @@ from duetgan.data.augment.transforms import (
     to_float,
 )
 from duetgan.utils.errors import UserError
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 
 
 def images(dtype: torch.dtype = torch.uint8, channels: int = 3) -> torch.Tensor:
@@ -26,7 +26,7 @@ def images(dtype: torch.dtype = torch.uint8, channels: int = 3) -> torch.Tensor:
     return whole if dtype == torch.uint8 else whole.to(dtype) / 127.5 - 1
 
 
-def test_to_float_range_and_layout() -> None:
+def test_to_float_range_layout_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
     ramp = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(2, 3, 1, 1)
     result = to_float(ramp)
     assert result.dtype == torch.float32
@@ -37,9 +37,6 @@ def test_to_float_range_and_layout() -> None:
     assert to_float(ramp, channels_last=False).is_contiguous()
     assert torch.equal(to_float(ramp, channels_last=False), result)
     assert torch.equal((result + 1).mul(127.5).round().to(torch.uint8), ramp)  # 8 bits survive
-
-
-def test_to_float_follows_the_default_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     assert to_float(images()).dtype == torch.float64
 

@@ -7,7 +7,7 @@ from torchvision.transforms.v2 import InterpolationMode, TrivialAugmentWide
 
 from duetgan.data.augment.transforms import Augment, draw_and_apply
 from duetgan.data.augment.trivial_augment import BINS, KINDS, SIGNED, STRENGTHS, Draws, draw, trivial_augment
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 
 OTHER_NAMES = {
     "shear_x": "ShearX",
@@ -52,12 +52,20 @@ def test_operations_are_torchvisions(kind: str, sign: int, channels: int, height
     assert (difference > 0).float().mean() < 0.01
 
 
-def test_strengths_are_torchvisions() -> None:
+def test_strengths_are_torchvisions_and_drawn_equally_often() -> None:
     for kind, row in zip(KINDS, STRENGTHS, strict=True):
         table, signed = TrivialAugmentWide._AUGMENTATION_SPACE[OTHER_NAMES.get(kind, kind.capitalize())]
         values = table(BINS, 32, 32)
         np.testing.assert_array_equal(row, np.zeros(BINS) if values is None else values.double().numpy())
         assert signed == (kind in SIGNED)
+    draws = draw((1, "test"), 50_000, slice(0, 50_000))
+    counts = np.bincount(draws.kinds, minlength=len(KINDS))
+    assert abs(counts / 50_000 - 1 / len(KINDS)).max() < 0.006
+    rotations = draws.strengths[draws.kinds == KINDS.index("rotate")]
+    assert abs(rotations.mean()) < 4
+    assert len(np.unique(rotations)) == 2 * BINS - 1
+    solarized = draws.strengths[draws.kinds == KINDS.index("solarize")]
+    assert solarized.min() == 0
 
 
 def test_a_mixture_is_each_images_own() -> None:
@@ -70,17 +78,6 @@ def test_a_mixture_is_each_images_own() -> None:
         assert torch.equal(found[place], alone[0])
     identities = draws.kinds == KINDS.index("identity")
     assert torch.equal(found[identities], images[identities])
-
-
-def test_every_operation_and_strength_is_drawn_equally_often() -> None:
-    draws = draw((1, "test"), 50_000, slice(0, 50_000))
-    counts = np.bincount(draws.kinds, minlength=len(KINDS))
-    assert abs(counts / 50_000 - 1 / len(KINDS)).max() < 0.006
-    rotations = draws.strengths[draws.kinds == KINDS.index("rotate")]
-    assert abs(rotations.mean()) < 4
-    assert len(np.unique(rotations)) == 2 * BINS - 1
-    solarized = draws.strengths[draws.kinds == KINDS.index("solarize")]
-    assert solarized.min() == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

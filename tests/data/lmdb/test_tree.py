@@ -68,22 +68,18 @@ def main(folder: Path) -> dict[str, list[str]]:
     content = path.read_bytes()
     starts = range(0, len(content), PAGE)
     tree = [at for at in starts if int.from_bytes(content[at + 10 : at + 12], "little") in TREE]
-    zeroed, wrong = [], []
-    for at in starts:
-        scratch.write_bytes(content[:at] + bytes(PAGE) + content[at + PAGE :])
-        zeroed.append(forked(scratch) if at in tree else "")
-    draw = random.Random(0)
+
+    def with_bytes(at: int, odd: bytes) -> str:
+        scratch.write_bytes(content[:at] + odd + content[at + len(odd) :])
+        return forked(scratch)
+
+    zeroed, wrong, draw = [with_bytes(at, bytes(PAGE)) for at in tree], [], random.Random(0)
     for _ in range(60):
         at = draw.choice(tree) + draw.choice((0, 8, 10, 12, 14, 16, 18, 20, draw.randrange(64), draw.randrange(4088)))
         length = draw.choice((1, 2, 8))
-        scratch.write_bytes(
-            content[:at] + draw.choice((b"\xff" * 8, draw.randbytes(8)))[:length] + content[at + length :]
-        )
-        wrong.append(forked(scratch))
-    for at in (node for start in tree for node in big_values(content[start : start + PAGE], start)[:1]):
-        scratch.write_bytes(content[:at] + b"\xff\xff\xff\x7f" + content[at + 4 :])
-        wrong.append(forked(scratch))
-    return {"zeroed": [found for found in zeroed if found], "wrong": wrong}
+        wrong.append(with_bytes(at, draw.choice((b"\xff" * 8, draw.randbytes(8)))[:length]))
+    large = [node for start in tree for node in big_values(content[start : start + PAGE], start)[:1]]
+    return {"zeroed": zeroed, "wrong": wrong + [with_bytes(at, b"\xff\xff\xff\x7f") for at in large]}
 
 
 def test_h27_no_damaged_page_ends_the_process(tmp_path: Path) -> None:

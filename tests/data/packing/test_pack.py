@@ -224,9 +224,7 @@ def test_duplicates_go_by_the_names_of_their_files(tmp_path: Path, capsys: pytes
     assert len(pairs) == 1
 
 
-def test_fault_in_the_search_for_duplicates_loses_nothing(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, capsys):
     def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("a fault of ours")
 
@@ -292,9 +290,6 @@ def test_command_line(photos: Path, tmp_path: Path) -> None:
     typo = run(photos, tmp_path / "y.lmdb", "--siez", "8")
     assert (typo.returncode, typo.stderr.count("\n")) == (2, 1)
     assert "did you mean '--size'" in typo.stderr
-
-
-def test_started_as_a_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, pack_module.__file__], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "python -m data.pack" in done.stderr

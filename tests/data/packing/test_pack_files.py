@@ -21,9 +21,7 @@ from duetgan.utils.script import run_cli
 ROOT = Path(__file__).parents[3]
 
 
-def test_h4_overwrite_replaces_regular_files_only(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_h4_overwrite_replaces_regular_files_only(photos, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.lmdb")
     (tmp_path / "null.lmdb").symlink_to("/dev/null")
     for name, what in (("pipe.lmdb", "a named pipe"), ("null.lmdb", "a device")):
@@ -37,9 +35,7 @@ def test_h4_overwrite_replaces_regular_files_only(
         replace_file(tmp_path / "pipe.lmdb", b"")
 
 
-def test_h4_a_link_stays_and_its_file_is_replaced(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, capsys):
     """Also one that points to nothing yet, and other files than data sets."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "real.lmdb").write_bytes(b"stale")

@@ -45,9 +45,7 @@ def mixed_folder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "counts"), [(["--size", "16", "--pyramid", "4"], (1, 3)), (["--encoding", "source"], (3,))]
 )
-def test_same_file_for_any_number_of_workers(
-    tmp_path: Path, options: list[str], counts: tuple[int, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_same_file_for_any_number_of_workers(tmp_path, options, counts, capsys):
     folder = mixed_folder(tmp_path / "photos")
     files, reports = {}, {}
     for workers in (0, *counts):
@@ -88,9 +86,7 @@ PLAN = Plan(layout=Layout(channels=1, resolutions=(8,)), mode="exact")
         (UserError("the source is gone; look for it"), UserError, "^the source is gone; look for it$"),
     ],
 )
-def test_fault_of_a_worker_ends_packing(
-    tmp_path: Path, error: Exception, raised: type[Exception], message: str
-) -> None:
+def test_fault_of_a_worker_ends_packing(tmp_path, error, raised, message):
     def before(index: int) -> None:
         if index == 20:
             raise error
@@ -145,9 +141,7 @@ def test_images_in_memory(tmp_path: Path) -> None:
         (ArraySource("", np.zeros((9, 8, 8, 1), np.uint8), np.zeros(9), []), 4, None, 0),
     ],
 )
-def test_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch, source: Source, cores: int, workers: int | None, expected: int
-) -> None:
+def test_number_of_threads(monkeypatch, source, cores, workers, expected):
     monkeypatch.setattr(records, "cores", lambda: cores)
     assert thread_count(source, workers) == expected
 
@@ -202,7 +196,13 @@ def test_ctrl_c_is_quick_and_quiet(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["working"]
 
 
-def test_fingerprint_is_of_the_source_alone(tmp_path: Path) -> None:
+def test_fingerprint_is_of_the_source_alone_or_of_images_in_memory(tmp_path: Path) -> None:
+    images = RNG.integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
+    source = ArraySource("arrays", images, np.array([1, 0, 1]), ["a", "b"])
+    expected = hashlib.sha256()
+    for label, sample_image in zip((1, 0, 1), images, strict=True):
+        expected.update(label.to_bytes(8, "little") + hashlib.sha256(b"8x8x1" + sample_image.tobytes()).digest())
+    assert pack(source, tmp_path / "x.lmdb", size=16, duplicates=False).meta.fingerprint == expected.hexdigest()
     folder = mixed_folder(tmp_path / "photos")
     for bad in ("cat/004b.jpg", "dog/059b.png", "dog/031b.jpg"):
         (folder / bad).unlink()
@@ -217,12 +217,3 @@ def test_fingerprint_is_of_the_source_alone(tmp_path: Path) -> None:
     os.rename(folder / "cat" / "000.jpg", folder / "dog" / "000.jpg")
     moved = pack(open_source(str(folder)), tmp_path / "y.lmdb", size=8, duplicates=False)
     assert moved.meta.fingerprint != expected.hexdigest()
-
-
-def test_fingerprint_of_images_in_memory(tmp_path: Path) -> None:
-    images = RNG.integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
-    source = ArraySource("arrays", images, np.array([1, 0, 1]), ["a", "b"])
-    expected = hashlib.sha256()
-    for label, sample_image in zip((1, 0, 1), images, strict=True):
-        expected.update(label.to_bytes(8, "little") + hashlib.sha256(b"8x8x1" + sample_image.tobytes()).digest())
-    assert pack(source, tmp_path / "x.lmdb", size=16, duplicates=False).meta.fingerprint == expected.hexdigest()

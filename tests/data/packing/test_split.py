@@ -22,7 +22,7 @@ from duetgan.data.sources import open_source
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import seed_of
-from tests.data.conftest import images
+from tests.data.conftest import sample_images
 from tests.data.test_duplicates import photos as photo_like
 from tests.data.test_duplicates import saved
 
@@ -76,18 +76,15 @@ def test_the_draw_does_not_depend_on_order(order: list[int], seed: int) -> None:
     assert np.bincount(labels[held]).tolist() == quotas(np.bincount(labels).tolist(), TENTH)
 
 
-def test_the_draw_is_the_smallest_keys() -> None:
-    digests = contents(50)
-    keys = [seed_of(7, "split", digest.hex()) for digest in digests]
-    held = draw(alone(50), np.zeros(50, int), digests, TENTH, 7)
-    assert sorted(np.flatnonzero(held)) == sorted(sorted(range(50), key=lambda number: keys[number])[:5])
-
-
-def test_images_that_are_added_move_few() -> None:
+def test_the_draw_is_the_smallest_keys_and_images_that_are_added_move_few() -> None:
     few, many = (draw(alone(n), np.zeros(n, int), contents(n), TENTH, 0) for n in (1000, 1100))
     assert (few.sum(), many.sum()) == (100, 110)
     assert (few != many[:1000]).sum() <= 12  # of 1,100; another seed moves 180 of 1,000
     assert (few != draw(alone(1000), np.zeros(1000, int), contents(1000), TENTH, 1)).sum() > 100
+    digests = contents(50)
+    keys = [seed_of(7, "split", digest.hex()) for digest in digests]
+    held = draw(alone(50), np.zeros(50, int), digests, TENTH, 7)
+    assert sorted(np.flatnonzero(held)) == sorted(sorted(range(50), key=lambda number: keys[number])[:5])
 
 
 GROUPINGS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=2, max_size=40)
@@ -258,7 +255,7 @@ def test_refusals(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     splits = tmp_path / "splits"
     for part in ("train", "test"):
         (splits / part).mkdir(parents=True)
-        for number, pixels in enumerate(images(4, seed=len(part))):
+        for number, pixels in enumerate(sample_images(4, seed=len(part))):
             Image.fromarray(pixels.transpose(1, 2, 0)).save(splits / part / f"{number}.png")
     message = "splits has splits of its own (test and train): drop --val-share to pack --split train, or drop --split"
     refused(capsys, message, splits, "--val-share", "0.2", "--split", "train")
@@ -267,9 +264,7 @@ def test_refusals(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [len(reader) for reader in halves(tmp_path / "x.lmdb")] == [3, 1]
 
 
-def test_a_fault_leaves_both_files_as_they_were(
-    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, capsys):
     dest = tmp_path / "new" / "x.lmdb"
     with monkeypatch.context() as patch:
         patch.setattr(LMDBWriter, "complete", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -287,9 +282,7 @@ def test_a_fault_leaves_both_files_as_they_were(
         assert sorted(item.name for item in dest.parent.iterdir()) == ["x-val.lmdb", "x.lmdb"]
 
 
-def test_between_the_two_names_there_is_no_training_file(
-    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_between_the_two_names_there_is_no_training_file(pets, tmp_path, monkeypatch):
     dest = tmp_path / "x.lmdb"
     pack(open_source(str(pets)), dest, val_share=0.1)
     old, publish = LMDBReader(dest).meta, LMDBWriter.publish

@@ -1,6 +1,7 @@
 """Images at any size, whole or in random parts: the same whoever reads them."""
 
 import io
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,10 @@ from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import add_image, make_record, pack_arrays
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
-from tests.data.conftest import CLASSES
-from tests.data.conftest import images as sample_images
-from tests.data.reading.test_several_files import COUNT, pack_shards, small_blocks
+from tests.data.conftest import CLASSES, sample_images
+from tests.data.reading.test_several_files import COUNT, pack_shards
 
-__all__ = ["small_blocks"]  # a fixture
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def smooth(height: int, width: int, seed: int) -> np.ndarray:
@@ -64,9 +64,6 @@ def scaled(pixels: np.ndarray, side: int) -> np.ndarray:
     method = cv2.INTER_AREA if max(pixels.shape[:2]) > 2 * side else cv2.INTER_LINEAR
     result = cv2.resize(np.ascontiguousarray(pixels), (side, side), interpolation=method)
     return result.reshape(side, side, -1).transpose(2, 0, 1)
-
-
-# --- resolution
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -111,29 +108,18 @@ def test_data_set_for_a_model(tmp_path: Path) -> None:
     def model(asked: int | None, resolution: int) -> dict[str, Any]:
         return {"config": {"data": {"resolution": asked}}, "shape": {"resolution": resolution}}
 
-    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(None, 16)).resolution == 16
-    assert dataset_for_model(tmp_path / "own.lmdb", model(None, 20)).resolution == 20
-    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(None, 12)).resolution == 32  # refused later, not rescaled
-    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(12, 12)).resolution == 12  # as the run's config asked
-
-
-# --- random crops
+    cases = [("pyramid", None, 16, 16), ("own", None, 20, 20), ("pyramid", 12, 12, 12)]  # the last as the config asked
+    for name, asked, side, expected in [*cases, ("pyramid", None, 12, 32)]:  # refused later, not rescaled
+        assert dataset_for_model(tmp_path / f"{name}.lmdb", model(asked, side)).resolution == expected
 
 
 def keys(epochs: int | list[int], count: int = 9, seed: int = 3) -> SampleKeys:
     return SampleKeys(seed, np.broadcast_to(np.asarray(epochs, np.int64), count), np.zeros(count, np.int64))
 
 
-@pytest.fixture
-def crops(tmp_path: Path) -> Path:
-    own_sizes(tmp_path / "crops.lmdb")
-    return tmp_path / "crops.lmdb"
-
-
-def test_crops_are_drawn_from_seed_epoch_and_record(crops: Path, tmp_path: Path) -> None:
-    pixels = own_sizes(tmp_path / "again.lmdb")
-    crop = RandomCrop(area=(0.3, 1.0))
-    images, _ = Dataset(crops, resolution=16, crop=crop).read([7, 2], keys=keys([4, 0], 2))
+def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path: Path) -> None:
+    pixels, crop = own_sizes(tmp_path / "x.lmdb"), RandomCrop(area=(0.3, 1.0))
+    images, _ = Dataset(tmp_path / "x.lmdb", resolution=16, crop=crop).read([7, 2], keys=keys([4, 0], 2))
     for image, record, epoch in zip(images, (7, 2), (4, 0), strict=True):
         height, width = pixels[record].shape[:2]
         top, left, h, w = crop.box(height, width, numpy_generator(3, "augment", epoch, record))
@@ -170,9 +156,6 @@ def test_crops_do_not_depend_on_who_reads_them(tmp_path: Path, encoding: str) ->
     assert (whole != expected).any(axis=(1, 2, 3)).all()
 
 
-# --- the ways to read
-
-
 @pytest.mark.parametrize("encoding", ["raw", "png"])
 def test_read_into_out_and_bounds(tmp_path: Path, encoding: str) -> None:
     paths = pack_shards(tmp_path, encoding)
@@ -186,11 +169,9 @@ def test_read_into_out_and_bounds(tmp_path: Path, encoding: str) -> None:
     images, labels = dataset.read([])
     assert (images.shape, labels.shape) == ((0, 3, 8, 8), (0,))
     assert labels.dtype == np.int64
-    for index in (-1, COUNT):
+    for index, read in itertools.product((-1, COUNT), (lambda index: dataset.read([0, index]), dataset.image)):
         with pytest.raises(IndexError, match=f"of {COUNT}"):
-            dataset.read([0, index])
-        with pytest.raises(IndexError, match=f"of {COUNT}"):
-            dataset.image(index)
+            read(index)
 
 
 def test_decoded_images_may_lie_in_memory_channels_last(tmp_path: Path) -> None:

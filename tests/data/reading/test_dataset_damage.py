@@ -1,6 +1,6 @@
 """Damaged records of a Dataset: reading stops and names them, or takes the next whole one and counts."""
 
-import io
+import copy
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,28 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from duetgan.data.errors import DamageError
+from duetgan.data.images import encode
 from duetgan.data.lmdb import format as record_format
-from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.records import add_image, pack_arrays
-from tests.data.conftest import CLASSES, change, flip
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, change, flip, sample_images, stored
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 ENCODINGS = ["raw", "png", "source"]
 COUNT = 14
 Packer = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
 
 
 @pytest.fixture
@@ -43,26 +37,15 @@ def pack(tmp_path: Path) -> Packer:
             layout = Layout(channels=3, resolutions=(0,), encoding=encoding)
             with LMDBWriter(path, layout, classes=CLASSES) as writer:
                 for number, image in enumerate(images.transpose(0, 2, 3, 1)):
-                    buffer = io.BytesIO()
-                    Image.fromarray(image).save(buffer, format="PNG")
-                    add_image(writer, image, number % 3, payload=buffer.getvalue())
+                    add_image(writer, image, number % 3, payload=encode(image, "png"))
                 writer.finish()
         else:
             pack_arrays(path, images, np.arange(count) % 3, CLASSES, encoding=encoding)
         for record in damaged:
-            flip(path, payload(path, record), offset=50)
+            flip(path, stored(path, record), offset=50)
         return path
 
     return packed
-
-
-def payload(path: Path, record: int) -> bytes:
-    """The stored bytes of an image."""
-    with LMDBReader(path, tolerant=True) as reader:
-        if reader.meta.encoding == "raw":
-            return reader.raw_image(record).transpose(2, 0, 1).tobytes()
-        with reader.handle().environment.begin(buffers=True) as transaction:
-            return bytes(reader.encoded_record(transaction, record)[1])
 
 
 def open_dataset(path: Any, on_damage: str = "skip", **options: Any) -> Dataset:
@@ -92,9 +75,7 @@ def test_damage_stops_reading_and_is_named(pack: Packer, encoding: str, workers:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_next_whole_record_takes_the_place(
-    pack: Packer, encoding: str, workers: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_whole_record_takes_the_place(pack, encoding, workers, capsys):
     dataset = open_dataset(pack(encoding, [5, 9, 10, 13]), workers=workers)
     order = [13, 4, 5, 5, 9, 10, 6]
     for _ in range(2):
@@ -104,10 +85,8 @@ def test_the_next_whole_record_takes_the_place(
     assert all(line.startswith("warning: ") and "the next intact record replaces it" in line for line in lines)
     assert "(4 so far)" in lines[-1]
     named = sorted(line.partition("x.lmdb: ")[2].partition(" is damaged")[0] for line in lines)
-    if encoding == "raw":  # those of a block together
-        assert named == ["record 13", "record 5", "record 9 to 10"]
-    else:
-        assert named == ["record 10", "record 13", "record 5", "record 9"]
+    alone = ["record 10", "record 13", "record 5", "record 9"]
+    assert named == (["record 13", "record 5", "record 9 to 10"] if encoding == "raw" else alone)  # of a block together
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -124,12 +103,10 @@ def test_the_replacement_does_not_depend_on_what_was_read_before(pack: Packer, e
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_records_count_over_all_shards(pack: Packer, encoding: str, tmp_path: Path) -> None:
     paths = [pack(encoding, damaged, name=f"{name}.lmdb") for name, damaged in (("a", []), ("b", [3, 13]))]
-    with pytest.raises(DamageError, match=r"b\.lmdb: record 3 is damaged") as caught:
-        open_dataset(paths, "stop").read([2, COUNT + 3])
-    assert list(caught.value.records) == [COUNT + 3]
-    with pytest.raises(DamageError) as caught:
-        open_dataset(paths, "stop").image(COUNT + 3)
-    assert list(caught.value.records) == [COUNT + 3]
+    for attempt in (lambda dataset: dataset.read([2, COUNT + 3]), lambda dataset: dataset.image(COUNT + 3)):
+        with pytest.raises(DamageError, match=r"b\.lmdb: record 3 is damaged") as caught:
+            attempt(open_dataset(paths, "stop"))
+        assert list(caught.value.records) == [COUNT + 3]
     dataset = open_dataset(paths[::-1])
     check_read(dataset, [13, 3, COUNT + 3], [0, 4, 3])  # the last of a file: the first of the same file
     dataset = open_dataset(paths)
@@ -161,9 +138,8 @@ def test_a_hundredth_may_be_damaged(pack: Packer) -> None:
 def test_a_file_without_a_whole_record(pack: Packer, encoding: str) -> None:
     """Looking for a replacement went on for ever."""
     paths = [pack(encoding, damaged, 5, f"{name}.lmdb") for name, damaged in (("a", []), ("b", range(5)))]
-    with pytest.raises(
-        DamageError, match=r"b\.lmdb: record 0 to 4 is damaged: no record of this file is whole"
-    ) as found:
+    said = r"b\.lmdb: record 0 to 4 is damaged: no record of this file is whole"
+    with pytest.raises(DamageError, match=said) as found:
         open_dataset(paths).read([7])
     assert list(found.value.records) == [5, 6, 7, 8, 9]
 
@@ -183,24 +159,17 @@ def test_a_damaged_index_always_stops(pack: Packer, encoding: str, on_damage: st
     assert dataset.damaged == {}
 
 
-def test_a_lost_raw_block_is_skipped_whole(pack: Packer) -> None:
-    path = pack("raw")
-    change(path, b"pixels/00000001/00008", None)
-    dataset = open_dataset(path)
+def test_lost_blocks_signatures_and_images(pack: Packer) -> None:
+    """A raw block is skipped whole; signatures count over all shards; the last's bytes are whole, but no image."""
+    paths = [pack("raw", name=f"{name}.lmdb") for name in "ab"]
+    change(paths[0], b"pixels/00000001/00008", None)
+    dataset = open_dataset(paths[0])
     check_read(dataset, [4, 6, 7, 3], [8, 8, 8, 3])
     assert sorted(dataset.damaged) == [4, 5, 6, 7]
-
-
-def test_damaged_signatures_count_over_all_shards(pack: Packer) -> None:
-    paths = [pack("raw", name=f"{name}.lmdb") for name in "ab"]
     change(paths[1], b"hash/00000000", None)
     with pytest.raises(DamageError, match=r"b\.lmdb: record 0 to 13 is damaged: .*signatures") as caught:
         open_dataset(paths).signatures()
     assert caught.value.records[0] == COUNT
-
-
-def test_a_record_that_cannot_be_decoded_is_damaged(pack: Packer) -> None:
-    """Its bytes are those that were written, but no image."""
     path = pack("png")
     payloads = record_format.make_entry(b"no image", 2, 8, 8, record_format.CODEC_PNG).tobytes() + b"no image"
     change(path, b"picture/0000000005/00008", payloads)
@@ -209,16 +178,12 @@ def test_a_record_that_cannot_be_decoded_is_damaged(pack: Packer) -> None:
     check_read(open_dataset(path), [5], [6])
 
 
-def loader(dataset: Dataset, prefetch: int) -> InfiniteLoader:
-    return InfiniteLoader(dataset, GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=prefetch)
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_loader_keeps_its_position_when_a_read_raised(
-    pack: Packer, prefetch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_keeps_its_position_when_a_read_raised(pack, prefetch, monkeypatch):
     dataset = open_dataset(pack("png"))
-    whole, broken = loader(open_dataset(dataset.path), 0), loader(dataset, prefetch)
+    sampler = GlobalSampler(COUNT, batch_size=6, seed=1)
+    whole = InfiniteLoader(open_dataset(dataset.path), copy.copy(sampler), device="cpu", prefetch=0)
+    broken = InfiniteLoader(dataset, sampler, device="cpu", prefetch=prefetch)
     assert torch.equal(next(whole).images, next(broken).images)
     broken.close()  # nothing is read ahead any more
     with monkeypatch.context() as patch:
@@ -232,13 +197,10 @@ def test_loader_keeps_its_position_when_a_read_raised(
     broken.close()
 
 
-def test_torch_data_loader_names_the_record(pack: Packer) -> None:
+def test_torch_data_loader_names_the_record_and_its_error_travels_between_processes(pack: Packer) -> None:
     dataset = open_dataset(pack("png", [5]), "stop")
     with pytest.raises(DamageError, match="record 5 "):
         list(torch.utils.data.DataLoader(dataset, batch_size=4))  # type: ignore[arg-type]
-
-
-def test_damage_errors_travel_between_processes() -> None:
     error = DamageError(Path("x.lmdb"), [3, 4], "gone")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), list(copy.records), copy.reason) == (str(error), [3, 4], "gone")

@@ -14,7 +14,7 @@ import torch
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader, mirror_in_turn
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 
 
 def make(path: Path, prefetch: int, *, rank: int = 0, world_size: int = 1, device: str = "cpu") -> InfiniteLoader:

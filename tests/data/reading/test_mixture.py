@@ -18,8 +18,7 @@ from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights
 from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
-from tests.data.conftest import CLASSES, flip
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, flip, sample_images
 
 REAL, DRAWN = 20, 7  # images
 SHARES = ["1/4", "1/3", "0.37", "1/100", "1"]
@@ -36,23 +35,16 @@ def batches(sampler: GlobalSampler, count: int) -> list[np.ndarray]:
     return [sampler.next_batch()[0] for _ in range(count)]
 
 
-# --- the order
-
-
 @pytest.mark.parametrize("share", SHARES)
-def test_the_share_is_exact(share: str) -> None:
-    wanted, seen = Fraction(share), 0
-    for number, indices in enumerate(batches(sampler_of(share), 100), 1):
-        drawn = int((indices >= REAL).sum())
-        assert abs(drawn - wanted * 12) < 1  # rounded down or up
-        seen += drawn
-        assert seen == wanted * 12 * number // 1
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_both_orders_are_their_own_and_whole(share: str) -> None:
+def test_the_share_is_exact_and_both_orders_are_their_own_and_whole(share: str) -> None:
     """Real images come as without a mixture, synthetic ones in whole epochs of another order."""
-    both = np.concatenate(batches(sampler_of(share), 60))
+    wanted, seen, mixed_batches = Fraction(share), 0, batches(sampler_of(share), 100)
+    for number, indices in enumerate(mixed_batches, 1):
+        drawn_now = int((indices >= REAL).sum())
+        assert abs(drawn_now - wanted * 12) < 1  # rounded down or up
+        seen += drawn_now
+        assert seen == wanted * 12 * number // 1
+    both = np.concatenate(mixed_batches[:60])
     real, drawn = both[both < REAL], both[both >= REAL] - REAL
     alone = GlobalSampler(REAL, batch_size=12, seed=3)
     np.testing.assert_array_equal(real, np.concatenate([alone.order(epoch) for epoch in range(40)])[: len(real)])
@@ -99,20 +91,13 @@ def test_keys_are_those_of_the_epochs() -> None:
     assert keys._replace(synthetic=True).of(0, 9) == (3, "synthetic", "augment", 4, 9)
 
 
-def test_a_copy_goes_its_own_way() -> None:
-    sampler = sampler_of()
-    copied = copy.copy(sampler)
-    first = copied.next_batch()[0]
-    assert (sampler.taken, copied.taken) == (0, 12)
-    np.testing.assert_array_equal(sampler.next_batch()[0], first)
-
-
-# --- resume
-
-
-def test_the_order_goes_on_from_its_state_with_other_ranks_and_batches() -> None:
+def test_the_order_goes_on_in_a_copy_and_from_its_state_with_other_ranks_and_batches() -> None:
     straight, resumed = sampler_of("0.37"), sampler_of("0.37", rank=1, world=2)
-    straight.advance(7)
+    copied = copy.copy(straight)
+    first = copied.next_batch()[0]
+    assert (straight.taken, copied.taken) == (0, 12)
+    np.testing.assert_array_equal(straight.next_batch()[0], first)
+    straight.advance(6)
     resumed.load_state_dict(straight.state_dict())
     np.testing.assert_array_equal(resumed.next_batch()[0], straight.next_batch()[0][6:])
     larger = sampler_of("0.37", batch=24)
@@ -123,18 +108,15 @@ def test_the_order_goes_on_from_its_state_with_other_ranks_and_batches() -> None
 
 
 def test_another_order_is_refused() -> None:
-    state = sampler_of().state_dict()
-    with pytest.raises(UserError, match=r"trained with data\.synthetic; give the same, or use a new run folder"):
-        GlobalSampler(REAL, batch_size=12, seed=3).load_state_dict(state)
-    with pytest.raises(UserError, match="on real images alone"):
-        sampler_of().load_state_dict(GlobalSampler(REAL, batch_size=12, seed=3).state_dict())
-    with pytest.raises(UserError, match=r"data\.synthetic has other images now"):
-        sampler_of(content="xyz").load_state_dict(state)
-    with pytest.raises(UserError, match=r"data\.synthetic\.balance changed"):
-        sampler_of(second_weights=np.arange(1.0, DRAWN + 1)).load_state_dict(state)
-
-
-# --- what is read
+    plain, state = GlobalSampler(REAL, batch_size=12, seed=3), sampler_of().state_dict()
+    for sampler, other, message in (
+        (plain, state, r"trained with data\.synthetic; give the same, or use a new run folder"),
+        (sampler_of(), plain.state_dict(), "on real images alone"),
+        (sampler_of(content="xyz"), state, r"data\.synthetic has other images now"),
+        (sampler_of(second_weights=np.arange(1.0, DRAWN + 1)), state, r"data\.synthetic\.balance changed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sampler.load_state_dict(other)
 
 
 @pytest.fixture
@@ -193,9 +175,7 @@ def test_a_loader_resumes_in_the_middle_of_both_epochs(packed: Path, second: Pat
     for _ in range(6):
         expected, found = next(straight), next(resumed)
         assert torch.equal(expected.images, found.images)
-        assert expected.synthetic is not None
-        assert found.synthetic is not None
-        assert torch.equal(expected.synthetic, found.synthetic)
+        np.testing.assert_array_equal(expected.synthetic, found.synthetic)
     straight.close()
     resumed.close()
 

@@ -24,15 +24,17 @@ from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights
 from duetgan.data.records import pack_arrays
 from duetgan.utils.seeding import numpy_generator
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 from tests.data.reading.test_sampler import take, weighted
 
 sizes = st.integers(1, 40)
 worlds = st.sampled_from([1, 2, 3, 4])
 shares = st.integers(1, 9)  # a rank's part of the batch
+starts = st.integers(0, 9)  # batches before the one that is looked at
 plain_weights = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 2.0, 1 / 3, 0.1])
 extreme_weights = st.floats(0, allow_infinity=False)  # from denormal numbers to ones whose sum overflows
 weight_lists = st.lists(plain_weights, min_size=1, max_size=40) | st.lists(extreme_weights, min_size=1, max_size=10)
+labelled = st.lists(st.tuples(plain_weights, st.integers(-2, 3)), min_size=1, max_size=40)
 
 
 def shares_of(weights: list[float]) -> list[Fraction]:
@@ -54,18 +56,8 @@ def test_every_epoch_holds_every_sample_once(count: int, batch: int, seed: int, 
 
 
 @settings(derandomize=True, deadline=None)
-@given(
-    count=sizes,
-    share=shares,
-    before=st.integers(0, 9),
-    first=worlds,
-    then=worlds,
-    is_weighted=st.booleans(),
-    seed=sizes,
-)
-def test_resume_at_any_point_with_any_ranks(
-    count: int, share: int, before: int, first: int, then: int, is_weighted: bool, seed: int
-) -> None:
+@given(count=sizes, share=shares, before=starts, first=worlds, then=worlds, is_weighted=st.booleans(), seed=sizes)
+def test_resume_at_any_point_with_any_ranks(count, share, before, first, then, is_weighted, seed):
     size = share * 12  # divisible by every number of ranks
     options: dict[str, Any] = {"batch_size": size, "seed": seed}
     if is_weighted:
@@ -107,9 +99,7 @@ def test_no_two_draws_of_an_epoch_have_one_key(count: int, share: int, world: in
     groups=st.none() | st.just(np.arange(40) % 3),
     bits=st.sampled_from([40, 1, 3]),  # coarse lengths show what rounding may do
 )
-def test_weighted_epochs_round_every_share_down_or_up(
-    weights: list[float], seed: int, groups: np.ndarray | None, bits: int
-) -> None:
+def test_weighted_epochs_round_every_share_down_or_up(weights, seed, groups, bits):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("duetgan.data.reading.weighted_sampling.FRACTION_BITS", bits)
         sampler = weighted(weights, seed, None if groups is None else groups[: len(weights)])
@@ -127,12 +117,7 @@ def test_weighted_epochs_round_every_share_down_or_up(
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(
-    samples=st.lists(st.tuples(plain_weights, st.integers(-2, 3)), min_size=1, max_size=40).filter(
-        lambda samples: any(weight for weight, _ in samples)
-    ),
-    seed=st.integers(0, 3),
-)
+@given(samples=labelled.filter(lambda samples: any(weight for weight, _ in samples)), seed=st.integers(0, 3))
 def test_groups_keep_class_totals_within_one(samples: list[tuple[float, int]], seed: int) -> None:
     weights, labels = [weight for weight, _ in samples], np.array([label for _, label in samples])
     shares = shares_of(weights)
@@ -174,9 +159,7 @@ def samplers(draw: st.DrawFn, count: int, size: int) -> Callable[[int, int], Glo
     )
 
 
-def read_on(
-    open_dataset: Callable[[], Dataset], samplers_of_ranks: list[GlobalSampler], batches: int, prefetch: int
-) -> tuple[list[np.ndarray], list[torch.Tensor], dict[str, Any]]:
+def read_on(open_dataset: Callable[[], Dataset], samplers_of_ranks: list[GlobalSampler], batches: int, prefetch: int):
     """Labels and images of the next global batches, all ranks' shares together, and the loaders' state after them."""
     with contextlib.ExitStack() as opened:
         loaders = []
@@ -198,9 +181,7 @@ def read_on(
 @pytest.mark.parametrize(("encoding", "workers", "prefetch"), READERS)
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(data=st.data(), count=st.sampled_from(COUNTS), share=st.integers(1, 4), before=st.integers(0, 30))
-def test_loaders_read_one_order_whatever_reads_it(
-    packs: Packs, encoding: str, workers: int, prefetch: int, data: st.DataObject, count: int, share: int, before: int
-) -> None:
+def test_loaders_read_one_order_whatever_reads_it(packs, encoding, workers, prefetch, data, count, share, before):
     """A run that is resumed with 1, 2, 4 and 1 ranks, at the same global batch, after any number of steps."""
     size = 4 * share
     make = data.draw(samplers(count, size))
@@ -233,12 +214,8 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(derandomize=True, max_examples=50, deadline=None)
-@given(
-    workers=st.sampled_from([0, 1, 3]), prefetch=st.sampled_from([0, 2]), world_size=worlds, before=st.integers(0, 9)
-)
-def test_random_crops_follow_seed_epoch_and_sample(
-    crops: Path, workers: int, prefetch: int, world_size: int, before: int
-) -> None:
+@given(workers=st.sampled_from([0, 1, 3]), prefetch=st.sampled_from([0, 2]), world_size=worlds, before=starts)
+def test_random_crops_follow_seed_epoch_and_sample(crops, workers, prefetch, world_size, before):
     open_dataset = partial(Dataset, crops, resolution=4, crop=RandomCrop(), workers=workers)
     ranks = [GlobalSampler(7, batch_size=12, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)]
     for sampler in ranks:
@@ -255,9 +232,7 @@ def test_random_crops_follow_seed_epoch_and_sample(
 @pytest.mark.parametrize(("encoding", "workers"), [("raw", 0), ("png", 0), ("png", 3)])
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(count=st.sampled_from(COUNTS), batch_size=st.integers(1, 40))
-def test_evaluation_sees_every_sample_once(
-    packs: Packs, encoding: str, workers: int, count: int, batch_size: int
-) -> None:
+def test_evaluation_sees_every_sample_once(packs, encoding, workers, count, batch_size):
     with Dataset(packs[encoding, count], workers=workers) as dataset:
         batches = list(evaluation_batches(dataset, batch_size))
     assert all(len(batch) == batch_size for batch in batches[:-1])  # only the last is smaller

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duetgan.data.reading import weighted_sampling
 from duetgan.data.reading.sampler import GlobalSampler
-from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights, occurrences
+from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, few_labels, load_sample_weights
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
@@ -28,13 +29,12 @@ def weighted(weights: list[float] | np.ndarray, seed: int = 0, groups: np.ndarra
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("count", (9, 0, True)), ("seed", (8, 1, True)), ("shuffle", (8, 0, False))]
+    ("name", "options"), [(n, {n: v}) for n, v in {"count": 9, "seed": 1, "shuffle": False}.items()]
 )
-def test_another_order_cannot_be_resumed(name: str, options: tuple[int, int, bool]) -> None:
+def test_another_order_cannot_be_resumed(name: str, options: dict[str, Any]) -> None:
     state = GlobalSampler(8, batch_size=2, seed=0).state_dict()
-    count, seed, shuffle = options
     with pytest.raises(UserError, match=f"{name} was"):
-        GlobalSampler(count, batch_size=2, seed=seed, shuffle=shuffle).load_state_dict(state)
+        GlobalSampler(**{"count": 8, "batch_size": 2, "seed": 0} | options).load_state_dict(state)
 
 
 def test_copies_draw_an_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +108,14 @@ def test_weighted_state_names_its_order() -> None:
         weighted(weights, groups=np.zeros(6, np.int64)).state_dict(),
     ]
     assert len({state["weights"] for state in states}) == len(states)
-    for state in states[1:]:
-        int(state["weights"], 16)
+    assert all(int(state["weights"], 16) for state in states[1:])
+    plain = GlobalSampler(6, batch_size=2, seed=0)
+    others = [(plain, state) for state in states[1:]] + [
+        (weighted(weights), state) for state in states[:1] + states[2:]
+    ]
+    for sampler, state in others:
         with pytest.raises(UserError, match=r"data\.sampling changed"):
-            GlobalSampler(6, batch_size=2, seed=0).load_state_dict(state)
-    for state in states[:1] + states[2:]:
-        with pytest.raises(UserError, match=r"data\.sampling changed"):
-            weighted(weights).load_state_dict(state)
+            sampler.load_state_dict(state)
     weighted(weights * 2).load_state_dict(states[1])  # weights are relative: the same order
     weighted(weights, groups=labels.astype(np.int32) + 5).load_state_dict(states[3])  # so are the groups' numbers
 
@@ -164,6 +165,9 @@ def test_what_makes_no_order_is_named(options: dict[str, Any], error: type[Excep
     [
         (lambda: balanced_weights(np.array([0, 2, 0]), ["cat", "dog", "emu"]), "class 'dog' has no images"),
         (lambda: balanced_weights(np.zeros(3, np.int64), []), "no labels"),
+        (lambda: few_labels(np.arange(90) % 3, 31, 0, ["c", "b", "a"]), "class c has 30 images"),
+        (lambda: few_labels(np.array([0, 2]), 1, 0, ["a", "b", "c"]), "class b has 0 images"),
+        (lambda: few_labels(np.arange(90) % 3, 0, 0), "give 1 or more"),
         (lambda: rated({"dgo": 2.0}), r"no class 'dgo' \(did you mean 'dog'\?\)"),
         (lambda: rated({"cat": -0.5}), "rate of 'cat' is -0.5"),
         (lambda: rated({"cat": math.nan}), "rate of 'cat' is nan"),
@@ -244,6 +248,13 @@ def test_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
             load_sample_weights(path, 1000)
 
 
-def test_occurrences() -> None:
-    assert occurrences(np.array([5, 7, 5, 5, 0, 7])).tolist() == [0, 0, 1, 2, 0, 1]
-    assert occurrences(np.array([3])).tolist() == [0]
+def test_occurrences_and_few_labels():
+    """A repeat is counted; each class keeps as many by its key."""
+    assert weighted_sampling.occurrences(np.array([5, 7, 5, 5, 0, 7])).tolist() == [0, 0, 1, 2, 0, 1]
+    assert weighted_sampling.occurrences(np.array([3])).tolist() == [0]
+    labels = np.arange(90) % 3
+    found = few_labels(labels, 4, seed=5)
+    assert found.tolist() == sorted(set(found.tolist()))
+    assert np.bincount(labels[found]).tolist() == [4, 4, 4]
+    of_two = np.flatnonzero(labels == 2)[numpy_generator(5, "labels", 2).permutation(30)[:4]]
+    assert set(of_two.tolist()) == set(found[labels[found] == 2].tolist())

@@ -1,7 +1,6 @@
 """Batches of changing size and resolution: one order of samples, each at its stage's level, whatever interrupts it."""
 
 import copy
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +20,11 @@ from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.stages import at_resolution, stages_text
 from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
-from tests.data.conftest import CLASSES, flip
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, flip, sample_images
+from tests.data.reading.test_loader import loader_threads
 
 COUNT, SIDE = 20, 32
+Spans = Sequence[tuple[int, int, int]]
 SPANS = [(0, 8, 8), (3, 16, 12), (5, 32, 4)]  # first step, px, batch
 
 
@@ -44,34 +44,19 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make(
-    path: Path | Dataset,
-    stages: Sequence[tuple[int, int, int]] = SPANS,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    prefetch: int = 0,
-    batches_per_step: int = 1,
-) -> InfiniteLoader:
+def make(path: Path | Dataset, stages: Spans = SPANS, *, world_size: int = 1, rank: int = 0, **how: Any):
     reader = path if isinstance(path, Dataset) else Dataset(path)
     sampler = GlobalSampler(len(reader), batch_size=world_size, seed=1, rank=rank, world_size=world_size)
-    return InfiniteLoader(
-        reader, sampler, device="cpu", prefetch=prefetch, stages=stages, batches_per_step=batches_per_step
-    )
+    return InfiniteLoader(reader, sampler, device="cpu", stages=stages, **{"prefetch": 0} | how)
 
 
-def expected(
-    batches: int, stages: Sequence[tuple[int, int, int]] = SPANS, per_step: int = 1
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def expected(batches: int, stages: Spans = SPANS, per_step: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Records and images of the global batches: the epochs one after the other, cut by the stages."""
     sampler = GlobalSampler(COUNT, batch_size=1, seed=1)
     order = np.concatenate([sampler.order(epoch) for epoch in range(60)])
     whole, position = sample_images(COUNT, side=SIDE), 0
     for number in range(batches):
-        side, size = 0, 0
-        for first, resolution, batch in stages:
-            if number // per_step >= first:
-                side, size = resolution, batch
+        _, side, size = [stage for stage in stages if number // per_step >= stage[0]][-1]
         records = order[position : position + size]
         position += size
         yield records, halved(whole[records], side)
@@ -83,10 +68,6 @@ def same(batch: Batch, records: np.ndarray, images: np.ndarray) -> None:
     np.testing.assert_array_equal(batch.labels.numpy(), records % 3)
 
 
-def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "data-loader"]
-
-
 def all_read_ahead() -> None:
     """Wait for the thread, which ends where its stage does. Raises TimeoutError for one that goes on."""
     deadline = time.monotonic() + 20
@@ -94,9 +75,6 @@ def all_read_ahead() -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the thread has not ended")
         time.sleep(0.002)
-
-
-# --- the sequence
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -143,9 +121,6 @@ def test_one_span_is_the_infinite_loader(grown: Path) -> None:
     plain.load_state_dict(staged.state_dict())  # growth may be switched off: the order goes on
 
 
-# --- the state
-
-
 def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Path) -> None:
     loader = make(grown, prefetch=3, batches_per_step=2)
     for _ in range(7):  # in the middle of the step in which the second stage begins
@@ -176,17 +151,15 @@ def test_states_that_do_not_fit_are_refused(grown: Path) -> None:
     next(loader)
     state = loader.state_dict()
     plain = {key: value for key, value in state.items() if key not in ("step", "batch")}
-    with pytest.raises(UserError, match=r"without progressive growing; set progressive\.start to null"):
-        loader.load_state_dict(plain)
-    with pytest.raises(UserError, match=r"more than 1 batches; use the same loss\.objective"):
-        loader.load_state_dict(state | {"batch": 1})
-    with pytest.raises(UserError, match="seed was 7 and is 1"):
-        loader.load_state_dict(state | {"seed": 7})
+    for other, message in (
+        (plain, r"without progressive growing; set progressive\.start to null"),
+        (state | {"batch": 1}, r"more than 1 batches; use the same loss\.objective"),
+        (state | {"seed": 7}, "seed was 7 and is 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            loader.load_state_dict(other)
     assert loader.state_dict() == state
     next(loader)
-
-
-# --- threads and files
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -241,13 +214,6 @@ def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pyte
     loader.close()
 
 
-def test_files_are_shared(grown: Path) -> None:
-    reader = Dataset(grown)
-    level = at_resolution(reader, 8)
-    assert level.shards[0].handle() is reader.shards[0].handle()
-    assert at_resolution(reader, 32) is reader
-
-
 def test_damaged_records_are_counted_over_stages(tmp_path: Path) -> None:
     path, whole = tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE)
     pack_arrays(path, whole, np.arange(COUNT) % 3, CLASSES, smallest=8)
@@ -279,15 +245,14 @@ def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> No
         next(loader)
 
 
-# --- levels
-
-
 def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png", smallest=16)
     crop = RandomCrop(area=(0.5, 0.9))
     reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2, on_damage="skip")
     level = at_resolution(reader, 16)
     assert (level.resolution, level.crop, level.workers, level.on_damage) == (16, crop, 2, "skip")
+    assert level.shards[0].handle() is reader.shards[0].handle()
+    assert at_resolution(reader, 32) is reader
     plain = at_resolution(Dataset(tmp_path / "p.lmdb"), 16)
     assert (plain.crop, plain.workers, plain.on_damage) == (None, 0, "stop")
     two = Dataset([tmp_path / "p.lmdb", tmp_path / "p.lmdb"])
@@ -319,9 +284,6 @@ def test_the_plan_says_where_levels_come_from(tmp_path: Path) -> None:
     assert stages_text(half, [8, 16]).startswith("8, 16 px scaled from 64 px")
     cropped = Dataset(tmp_path / "full.lmdb", resolution=16, crop=RandomCrop())
     assert stages_text(cropped, [8, 16]) == "8, 16 px scaled from random crops"
-
-
-# --- what is refused
 
 
 def test_spans_are_checked(grown: Path) -> None:

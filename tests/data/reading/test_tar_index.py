@@ -24,7 +24,7 @@ from duetgan.data.sources import open_source
 from duetgan.data.tar_files import OPEN, TarFiles
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 from tests.data.sources.source_files import content_of
 from tests.data.sources.test_tars import samples, tar
 from tests.end_to_end.recipes import image_folders, write_recipe
@@ -193,9 +193,7 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
         ("mixed", "b.lmdb is no tar file, as others of this data set are: give one kind"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(
-    how: str, said: str, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_one_line(how, said, tmp_path, own_cache, capsys):
     recipe = write_recipe(tmp_path / "recipe.yaml", "classifier", tmp_path)
     folder = tmp_path / "set"
     for name, members in SHARDS.get(how, {"a.tar": WHOLE}).items():

@@ -13,8 +13,7 @@ from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.workers import candidates, choose_workers
 from duetgan.data.records import pack_arrays
 from duetgan.utils import memory
-from tests.data.conftest import CLASSES
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, sample_images
 
 KEYS = SampleKeys(1, np.arange(12), np.zeros(12, np.int64))
 
@@ -26,15 +25,9 @@ def encoded(tmp_path: Path) -> Path:
     return tmp_path / "x.lmdb"
 
 
-# --- threads
-
-
-def test_candidates() -> None:
+def test_candidates_and_raw_images_need_no_threads(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {limit: candidates(limit) for limit in (1, 2, 3, 4, 6, 16)}
     assert found == {1: [0], 2: [0, 2], 3: [0, 2, 3], 4: [0, 2, 4], 6: [0, 2, 4, 6], 16: [0, 2, 4, 8, 16]}
-
-
-def test_raw_images_need_no_threads(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dataset, "read", lambda *_, **__: pytest.fail("measured"))
     assert choose_workers(Dataset(packed), 64) == (0, {})
 
@@ -49,9 +42,7 @@ def test_raw_images_need_no_threads(packed: Path, monkeypatch: pytest.MonkeyPatc
         ({0: 1.0, 2: 0.9, 4: 2.0, 8: 2.0}, 2, 3),
     ],
 )
-def test_the_fastest_number_is_chosen(
-    encoded: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], best: int, tried: int
-) -> None:
+def test_the_fastest_number_is_chosen(encoded, monkeypatch, seconds, best, tried):
     dataset = Dataset(encoded, workers=7)
     monkeypatch.setattr(workers_module, "cores", lambda: 8)
 
@@ -79,17 +70,11 @@ def test_a_measurement_reads_no_more_than_a_batch(encoded: Path, monkeypatch: py
     assert set(rates) == {0, 2}
     assert all(rate > 0 for rate in rates.values())
     assert lengths == {5}
-
-
-def test_a_failed_measurement_leaves_the_data_set_as_it_was(encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Dataset(encoded, workers=3)
-    monkeypatch.setattr(workers_module, "_seconds", lambda *_: 1 / 0)
+    monkeypatch.setattr(workers_module, "_seconds", lambda *_: 1 / 0)  # it leaves the data set as it was
     with pytest.raises(ZeroDivisionError):
         choose_workers(dataset, 4)
     assert dataset.workers == 3
-
-
-# --- the machine
 
 
 @pytest.fixture

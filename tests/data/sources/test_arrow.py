@@ -66,9 +66,7 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     refused(folder, r"data-00001-of-00002\.arrow is missing, which state\.json names")
 
 
-def test_a_dictionary_of_data_sets_says_which_split_is_packed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dictionary_of_data_sets_says_which_split_is_packed(tmp_path, capsys):
     root = tmp_path / "pets"
     saved(root / "train", {"image": cells(1, 2), "label": ["b", "a"]})
     saved(root / "test", {"image": cells(3), "label": ["a"]})

@@ -12,8 +12,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.pack import pack
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
-from tests.data.conftest import CLASSES, change, flip
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, change, flip, sample_images
 from tests.data.sources.source_files import contents, item_refused, refused, rosinality
 
 
@@ -63,7 +62,7 @@ def test_foreign_lmdb(tmp_path: Path) -> None:
     refused(tmp_path / "y.lmdb", r"y\.lmdb is not an LMDB file")
 
 
-def test_packed_again(packed: Path, tmp_path: Path) -> None:
+def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed: Path, tmp_path: Path) -> None:
     with open_source(str(packed)) as source:
         assert (source.classes, source.shape, source.channels) == (CLASSES, (8, 8), 3)
         assert source.labels().tolist() == [index % 3 for index in range(20)]
@@ -72,9 +71,6 @@ def test_packed_again(packed: Path, tmp_path: Path) -> None:
     assert summary.meta.histogram == [7, 7, 6]
     np.testing.assert_array_equal(np.stack(images).transpose(0, 3, 1, 2), sample_images(20))
     assert LMDBReader(tmp_path / "new.lmdb").resolution == 4
-
-
-def test_packed_resolution_is_chosen_by_size(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "x.lmdb", sample_images(3, side=16), smallest=4)
     for size, side in ((None, 16), (4, 4), (8, 8), (16, 16), (6, 16)):
         with open_source(str(tmp_path / "x.lmdb"), size=size) as source:

@@ -26,15 +26,12 @@ def test_manifest(tmp_path: Path, delimiter: str, encoding: str) -> None:
         item_refused(source, 2, "cannot be read")
 
 
-def test_manifest_labels(tmp_path: Path) -> None:
+def test_manifest_labels_and_split(tmp_path: Path) -> None:
     assert open_source(manifest(tmp_path, "path\na.png\n")).classes == []
     source = open_source(manifest(tmp_path, "path,label\na.png,2\nb.png,0\ndeep/c.png,1\n"))
     assert (source.classes, source.labels().tolist()) == (["0", "1", "2"], [2, 0, 1])
     source = open_source(manifest(tmp_path, "path,label\na.png,10\nb.png,9\ndeep/c.png,x\n"))
     assert (source.classes, source.labels().tolist()) == (["10", "9", "x"], [0, 1, 2])
-
-
-def test_manifest_split(tmp_path: Path) -> None:
     where = manifest(tmp_path, "path,label,split\na.png,dog,Train\nb.png,cat,val\ngone.png,emu,val\n")
     for split, label, problems in (("train", 1, 0), ("test", 0, 1)):
         source = open_source(where, split=split)

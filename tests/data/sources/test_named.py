@@ -3,7 +3,6 @@
 import gzip
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,24 +43,6 @@ def test_idx_files(tmp_path: Path, suffix: str) -> None:
     assert len(open_source(str(tmp_path), split="test")) == 5
 
 
-def test_wrong_idx_files(tmp_path: Path) -> None:
-    write_idx(tmp_path, "train", IMAGES, LABELS[:5])
-    refused(tmp_path, "do not match")
-    refused(tmp_path, "lacks t10k", split="test")
-    path = tmp_path / "train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz cannot be read"):
-        read_idx(path)
-    plain = tmp_path / "plain"
-    plain.write_bytes(gzip.decompress(idx_gz(IMAGES))[:-1])
-    with pytest.raises(UserError, match="plain is truncated"):
-        read_idx(plain)
-    plain.write_bytes(b"hello")
-    with pytest.raises(UserError, match="plain is not an idx file"):
-        read_idx(plain)
-    refused("idx", "idx needs --root")
-
-
 def test_root_must_exist_and_fit(photos: Path, tmp_path: Path) -> None:
     refused("fashion-mnist", "no such folder", root=tmp_path / "typo")
     refused(photos, "--root does not apply", root=tmp_path)
@@ -92,9 +73,7 @@ def download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeDownlo
     return FakeDownload
 
 
-def test_fashion_mnist_is_looked_for_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: type[FakeDownload]
-) -> None:
+def test_fashion_mnist_is_looked_for_in_order(tmp_path, monkeypatch, download):
     debian, root = tmp_path / "debian", tmp_path / "root"
     write_idx(debian, "train", IMAGES[:3], LABELS[:3])
     write_idx(root, "train", IMAGES[:6], LABELS[:6])
@@ -112,9 +91,7 @@ def test_fashion_mnist_is_looked_for_in_order(
     assert len(download.roots) == 2
 
 
-def test_failed_download_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: type[FakeDownload]
-) -> None:
+def test_failed_download_is_one_line(tmp_path, monkeypatch, download):
     monkeypatch.setattr(named, "DEBIAN", tmp_path / "not-installed")
     monkeypatch.setattr(download, "error", RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n"))
     refused("fashion-mnist", r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root")
@@ -174,9 +151,7 @@ def write_python(folder: Path) -> None:
         (write_python, "cifar-10-batches-py"),
     ],
 )
-def test_cifar10_formats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], inner: str
-) -> None:
+def test_cifar10_formats(tmp_path, monkeypatch, write, inner):
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     (tmp_path / inner).mkdir(exist_ok=True)
     write(tmp_path / inner)
@@ -216,12 +191,27 @@ def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "was-here").exists()
 
 
-def test_find_idx_wants_both_files(tmp_path: Path) -> None:
+def test_idx_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
     assert find_idx(tmp_path, "train") is None
     write_idx(tmp_path, "train", IMAGES, LABELS)
     assert find_idx(tmp_path, "train") is not None
     (tmp_path / "train-labels-idx1-ubyte.gz").unlink()
     assert find_idx(tmp_path, "train") is None
+    write_idx(tmp_path, "train", IMAGES, LABELS[:5])
+    refused(tmp_path, "do not match")
+    refused(tmp_path, "lacks t10k", split="test")
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz cannot be read"):
+        read_idx(path)
+    plain = tmp_path / "plain"
+    plain.write_bytes(gzip.decompress(idx_gz(IMAGES))[:-1])
+    with pytest.raises(UserError, match="plain is truncated"):
+        read_idx(plain)
+    plain.write_bytes(b"hello")
+    with pytest.raises(UserError, match="plain is not an idx file"):
+        read_idx(plain)
+    refused("idx", "idx needs --root")
 
 
 def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, np.ndarray, Meta]:

@@ -63,7 +63,7 @@ def test_parquet_shards(tmp_path: Path) -> None:
     assert open_source(str(folder)).classes == ["cat"]  # a folder of images with Parquet files beside them
 
 
-def test_parquet_split_that_is_not_there(tmp_path: Path) -> None:
+def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None:
     parquet(tmp_path / "x" / "train.parquet", {"image": cells(1)})
     refused(tmp_path / "x", "has no test split, only train", split="test")
     refused(
@@ -71,6 +71,17 @@ def test_parquet_split_that_is_not_there(tmp_path: Path) -> None:
         "no splits in its files' names: leave --split out",
         split="test",
     )
+    table = {"image": cells(1, 2), "label": [0, 2]}
+    refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "labels go up to 2, but there are only 2 classes")
+    parquet(tmp_path / "y" / "a.parquet", table, names=["a", "b", "c"])
+    parquet(tmp_path / "y" / "b.parquet", table, names=["a", "c", "b"])
+    refused(tmp_path / "y", "name their classes differently")
+    parquet(tmp_path / "y" / "b.parquet", {"image": cells(1), "label": ["a"]})
+    refused(tmp_path / "y", r"b\.parquet: the column label is string, in a\.parquet int64")
+    (tmp_path / "hub").mkdir()
+    parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", {"image": cells(1), "label": ["a"]})
+    (tmp_path / "hub" / "README.md").write_text("about")
+    refused(tmp_path / "hub", rf"its Parquet files lie below: give {tmp_path}/hub/data$")
 
 
 @pytest.mark.parametrize(
@@ -91,16 +102,6 @@ def test_wrong_parquet(tmp_path: Path, table: dict[str, Any], message: str) -> N
     refused(parquet(tmp_path / "x.parquet", table), message)
 
 
-def test_parquet_labels_and_their_names(tmp_path: Path) -> None:
-    table = {"image": cells(1, 2), "label": [0, 2]}
-    refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "labels go up to 2, but there are only 2 classes")
-    parquet(tmp_path / "y" / "a.parquet", table, names=["a", "b", "c"])
-    parquet(tmp_path / "y" / "b.parquet", table, names=["a", "c", "b"])
-    refused(tmp_path / "y", "name their classes differently")
-    parquet(tmp_path / "y" / "b.parquet", {"image": cells(1), "label": ["a"]})
-    refused(tmp_path / "y", r"b\.parquet: the column label is string, in a\.parquet int64")
-
-
 @pytest.mark.parametrize("labels", [[0, None, 1, -1, 0], ["a", None, "b", "", "a"]])
 def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]) -> None:
     rows = [*cells(1, 2, 3, 4), {"bytes": None, "path": "elsewhere.png"}]
@@ -110,13 +111,6 @@ def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]
     assert source.item(1).content == content_of(3)
     item_refused(source, 2, "holds no bytes, perhaps only paths: give the folder of the images, or a CSV")
     assert source.item_name(2).endswith("row 4")
-
-
-def test_h24_what_to_give_instead(tmp_path: Path) -> None:
-    (tmp_path / "hub").mkdir()
-    parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", {"image": cells(1), "label": ["a"]})
-    (tmp_path / "hub" / "README.md").write_text("about")
-    refused(tmp_path / "hub", rf"its Parquet files lie below: give {tmp_path}/hub/data$")
 
 
 def test_h24_names_that_no_image_has_are_left_out(tmp_path: Path) -> None:

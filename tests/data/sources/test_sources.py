@@ -59,13 +59,10 @@ def test_flat_is_unlabelled(tmp_path: Path, kind: str) -> None:
         assert source.labels().tolist() == [0, 0]
 
 
-def test_linked_class_folder(photos: Path, tmp_path: Path) -> None:
+def test_linked_class_folder_and_split_that_is_not_there(photos: Path, tmp_path: Path) -> None:
     save(tmp_path / "elsewhere" / "e.png")
     os.symlink(tmp_path / "elsewhere", photos / "emu")
     assert open_source(str(photos)).classes == ["cat", "dog", "emu"]
-
-
-def test_split_that_is_not_there(photos: Path, tmp_path: Path) -> None:
     refused(photos, "no split folders: leave --split out", split="test")
     save(tmp_path / "other" / "train" / "cat" / "a.png")
     refused(tmp_path / "other", "no test split, only train", split="test")
@@ -217,14 +214,7 @@ def link(name: str) -> zipfile.ZipInfo:
         (link("cat/b.png"), zipfile.ZIP_STORED, None, "is a symbolic link"),
     ],
 )
-def test_zip_members_that_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    member: str | zipfile.ZipInfo,
-    method: int,
-    patch: tuple[int, bytes] | None,
-    message: str,
-) -> None:
+def test_zip_members_that_are_refused(tmp_path, monkeypatch, member, method, patch, message):
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as archive:

@@ -184,9 +184,7 @@ DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {  # of a tar, where a member
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damage_is_one_line_and_loses_nothing_in_silence(
-    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_one_line_and_loses_nothing_in_silence(tmp_path, how, capsys):
     path = tar(tmp_path / "x.tar", samples(*[n % 2 for n in range(40)]))
     content = path.read_bytes()
     path.write_bytes(DAMAGE[how](content, content.index(b"000020.jpg")))

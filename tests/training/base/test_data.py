@@ -25,8 +25,7 @@ from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
-from tests.data.conftest import CLASSES, flip
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, flip, sample_images
 from tests.data.test_inspect import change_entry
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]

@@ -15,7 +15,7 @@ from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import BLOCK, GeneratedSamples, even_labels
 from duetgan.utils.errors import UserError
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import sample_images
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 
 COUNT = 37  # two whole blocks and a part of a third

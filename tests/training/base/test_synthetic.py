@@ -17,8 +17,7 @@ from duetgan.training.base.sampling import label_shares, real_label_shares, shar
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
-from tests.data.conftest import CLASSES
-from tests.data.conftest import images as sample_images
+from tests.data.conftest import CLASSES, sample_images
 from tests.data.test_inspect import change_entry
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
