@@ -35,7 +35,7 @@ def parser() -> Parser:
     add_model_options(options, required=False)
     add_options(add)
     add("--compare", nargs="+", metavar="RUN", help="evaluated runs: each with the first; RUN,RUN: other seeds of one")
-    add("--data", metavar="X.lmdb", help="test images (default: data.val_path of the run's config)")
+    add("--data", metavar="X.lmdb|DIR", help="test images (default: data.val_path of the run's config)")
     add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
     add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
     add("--seed", type=number(int), default=0, help="of samples and draws")

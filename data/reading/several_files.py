@@ -1,8 +1,8 @@
 """Several files as one data set: which they are and what they say together. Webdataset's tar files are read by an index
-of them, which is a packed file without the images' bytes.
+of them, which is a packed file without the images' bytes; a folder or zip of images by a packed copy.
 
-Making it reads and decodes every image once, as packing does. Afterwards an image's bytes are read from their place in
-the tar and compared with the checksum in the index (docs/data-at-scale.md).
+Making these reads and decodes every image once, as packing does. Afterwards an image's bytes are read from their place
+in the tar and compared with the checksum in the index (docs/data-at-scale.md).
 """
 
 import contextlib
@@ -12,8 +12,9 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from duetgan.data.lmdb.format import Meta, Shard
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.records import converted, make_plan, thread_count
-from duetgan.data.sources import PACKED_TARS
-from duetgan.data.sources.base import Problem, SourceOptions
+from duetgan.data.sources import PACKED_TARS, open_source
+from duetgan.data.sources.base import Problem, Source, SourceOptions
 from duetgan.data.sources.named import CACHE, cache_folder
 from duetgan.data.sources.splits import check_complete, sharded, shards_by_split
 from duetgan.data.sources.tars import SUFFIX, TarSource
@@ -111,7 +112,8 @@ def open_files(path: str | Path | Sequence[str | Path], resolution: int | None, 
     `resolution` px best: the next larger one; None: the largest.
     """
     files = shard_paths(path)
-    readers = [LMDBReader(file, tolerant=tolerant) for file in ([index_of(files)] if is_tar(files[0]) else files)]
+    files = [index_of(files)] if is_tar(files[0]) else [copy_of(file) if is_unpacked(file) else file for file in files]
+    readers = [LMDBReader(file, tolerant=tolerant) for file in files]
     if resolution is not None:
         for reader in readers:
             enough = [side for side in reader.meta.resolutions if side >= resolution]
@@ -159,38 +161,74 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     return first.model_copy(update=together)
 
 
-# --- an index of tar files
+# --- an index of tar files, a copy of a folder: kept in the user's cache
+
+
+def is_unpacked(path: Path) -> bool:
+    """Whether it is a folder or zip of images."""
+    return (path.is_dir() and not (path / "data.mdb").is_file()) or path.suffix.lower() == ".zip"
 
 
 def index_of(shards: Sequence[Path]) -> Path:
-    """The index of tar files, which is made if there is none that fits them. Processes that want it at the same time
-    wait for the one that makes it. Raises UserError for shards that cannot be trained from as they are.
+    """The index of tar files, which is made if there is none that fits them. Raises UserError for shards that cannot be
+    trained from as they are.
     """
     known = []
     for shard in shards:
         with bounded.reading(shard, "give tar files of images"):
             size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
         known.append(Shard(path=str(shard.absolute()), size=size, changed=changed))
-    names = json.dumps([shard.path for shard in known])
-    path = cache_folder() / "shards" / f"{hashlib.sha256(names.encode()).hexdigest()[:20]}.lmdb"
+    path = cache_folder() / "shards" / f"{_digest([shard.path for shard in known])}.lmdb"
+
+    def source() -> Source:
+        return TarSource(shards[0] if len(shards) == 1 else shards[0].parent, SourceOptions(), shards)
+
+    return _kept(path, source, known)
+
+
+def copy_of(place: Path) -> Path:
+    """The packed copy of a folder or zip of images, files as they are, made anew where a name, size or time in it has
+    changed. Raises UserError for images that only packing, which has options for it, can make a data set of.
+    """
+    with bounded.reading(place, "give a folder, or a zip file, of images"):
+        files = [Path(folder, name) for folder, _, names in os.walk(place) for name in names] or [place]
+        states = sorted((str(file), *state_of(file.stat())) for file in files)
+    of_place = _digest(str(place.absolute()))
+    path = cache_folder() / "folders" / f"{of_place}-{_digest(states)}.lmdb"
+    if not path.exists():
+        say(f"{place}: packed once into {path}; data.pack --size N makes a file that is read faster")
+    path = _kept(path, lambda: open_source(str(place)), None)
+    for older in path.parent.glob(f"{of_place}-*.lmdb"):
+        if older != path:
+            older.unlink(missing_ok=True)
+    return path
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
+
+
+def _kept(path: Path, source: Callable[[], Source], known: list[Shard] | None) -> Path:
+    """The packed file `path` of a source, or the index of the tar files `known`, made unless it is there. Processes
+    that want it at the same time wait for the one that makes it.
+    """
     if _fits(path, known):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("ab")
     except OSError as error:
-        raise UserError(
-            f"{path.parent}: {error.strerror}; the index of shards is kept there: set {CACHE} to another folder"
-        ) from None
+        raise UserError(f"{path.parent}: {error.strerror}; it is kept there: set {CACHE} to another folder") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _fits(path, known):
-            _make(path, shards, known)
+            with source() as opened:
+                _make(path, opened, known)
     return path
 
 
-def _fits(path: Path, known: Sequence[Shard]) -> bool:
-    """Whether there is an index of shards in this state."""
+def _fits(path: Path, known: list[Shard] | None) -> bool:
+    """Whether there is a packed file, of an index one of shards in this state."""
     try:
         with LMDBReader(path) as reader:
             return reader.meta.shards == known
@@ -198,29 +236,26 @@ def _fits(path: Path, known: Sequence[Shard]) -> bool:
         return False
 
 
-def _make(path: Path, shards: Sequence[Path], known: list[Shard]) -> None:
-    """Raises UserError for shards that only packing, which has options for it, can make a data set of."""
-    remedy = "pack the shards with data.pack --on-error skip, which leaves it out"
-    source = TarSource(shards[0] if len(shards) == 1 else shards[0].parent, SourceOptions(), shards)
-    with source:
-        if source.problems:
-            raise source.problems[0].error(remedy, len(source.problems))
-        if source.splits:
-            splits = " and ".join(source.splits)
-            raise UserError(f"{source.path} holds the splits {splits}: pack one of them, with --split")
-        for remark in source.remarks:
-            if remark.startswith("warning: "):
-                text = remark.removeprefix("warning: ").replace("packed without", "read without")
-                only = "only data.pack has that option: pack the shards, and train from the packed file"
-                raise UserError(f"{text}: {only}")
-            say(remark)
-        source.check_classes()
-        plan = make_plan(source, encoding="source")
-        writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)
-        images = converted(source, plan, thread_count(source, None))
-        with writer, contextlib.closing(images):
-            for row, record in enumerate(Bar(images, "indexing", len(source), unit="image")):
-                if isinstance(record, ImageError):
-                    raise Problem(source.item_name(row), str(record)).error(remedy)
-                writer.add_record(record, source.stored_name(row), source.place(row))
-            writer.finish()
+def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
+    """Raises UserError for images that only packing, which has options for it, can make a data set of."""
+    remedy = "pack the images with data.pack --on-error skip, which leaves it out"
+    if source.problems:
+        raise source.problems[0].error(remedy, len(source.problems))
+    if known and source.splits:
+        raise UserError(f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with --split")
+    for remark in source.remarks:
+        if remark.startswith("warning: "):
+            text = remark.removeprefix("warning: ").replace("packed without", "read without")
+            raise UserError(f"{text}: only data.pack has that option: pack the images, and train from the packed file")
+        say(remark)
+    source.check_classes()
+    plan = make_plan(source, encoding="source")
+    writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)
+    images = converted(source, plan, thread_count(source, None))
+    with writer, contextlib.closing(images):
+        for row, record in enumerate(Bar(images, "indexing" if known else "packing", len(source), unit="image")):
+            if isinstance(record, ImageError):
+                raise Problem(source.item_name(row), str(record)).error(remedy)
+            place = source.place(row) if isinstance(source, TarSource) and known else None
+            writer.add_record(record, source.stored_name(row), place)
+        writer.finish()

@@ -60,8 +60,8 @@ class SyntheticConfig(Config):
 class DataConfig(Config):
     """Where the images are and how they are read."""
 
-    # LMDB made by `python -m data.pack`, or webdataset's tar files: a file, a folder of tar files, or a pattern for
-    # several as one data set: "train-*.lmdb", "train-{0000..0146}.tar"
+    # LMDB made by `python -m data.pack`, a folder or zip of images, or webdataset's tar files: a file, a folder of tar
+    # files, or a pattern for several as one data set: "train-*.lmdb", "train-{0000..0146}.tar"
     path: str = ""
     val_path: str | None = None  # held-out images, for evaluation; likewise
     resolution: Annotated[int, Ge(4)] | None = None  # px; None: the largest that is stored

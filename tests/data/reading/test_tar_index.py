@@ -183,7 +183,7 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
         ("link", r"a.tar:../../\x1b[31mevil\n.jpg is a link; put the file itself into the tar: fix it, or pack the"),
         ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
         ("no class", "class 1 has no images"),
-        ("unclear", "pass --label-column kind: only data.pack has that option: pack the shards, and train from the"),
+        ("unclear", "pass --label-column kind: only data.pack has that option: pack the images, and train from the"),
         ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
         ("compressed", "a.tar.gz is compressed, so that no image can be found in it: make it a .tar, as gunzip does"),
         ("splits", "shards of val and train: give a pattern, "),
@@ -212,7 +212,7 @@ def test_what_cannot_be_read_is_one_line(how, said, tmp_path, own_cache, capsys)
 def test_no_place_for_the_index(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(shard_index.CACHE, str(tmp_path / "file"))
-    with pytest.raises(UserError, match="file/shards: Not a directory; the index of shards is kept there: set"):
+    with pytest.raises(UserError, match="file/shards: Not a directory; it is kept there: set"):
         Dataset(shards)
 
 
