@@ -20,7 +20,10 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 
 RESNET18 = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
-FAMILIES = ("resnet10t", "convnext_atto", "mobilenetv3_small_050", "regnetx_002", "vit_tiny_patch16_224")
+FAMILIES = (
+    *("resnet10t", "convnext_atto", "mobilenetv3_small_050", "regnetx_002", "vit_tiny_patch16_224"),
+    *("efficientvit_b0", "ghostnet_050", "mobilevit_xxs", "edgenext_xx_small", "tinynet_e"),
+)
 
 
 @pytest.fixture
