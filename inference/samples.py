@@ -2,7 +2,7 @@
 tables of them: a grid, truncation and style mixing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,6 +18,7 @@ from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import PADDING, save_png, save_rows, save_table
 from duetgan.utils.memory import available_bytes
+from duetgan.utils.runlog.progress import Bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +136,11 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
     """
     kinds = len(sampler.chosen)
     count = count or GRID[0] * kinds or GRID[1]
+    starts = range(0, count, sampler.batch_size)
+    batches = (range(start, min(start + sampler.batch_size, count)) for start in starts)
+    bar: Iterable[range] = Bar(batches, "samples", len(starts), unit="batch", delay=1)
     if out.suffix.lower() != ".png":
-        for start in range(0, count, sampler.batch_size):
-            numbers = range(start, min(start + sampler.batch_size, count))
+        for numbers in bar:
             words = captions(sampler, names, numbers) if kinds else [""] * len(numbers)
             for index, word, image in zip(sampler.indices(numbers), words, sampler.images(numbers), strict=True):
                 about = {"seed": str(sampler.seed), "index": str(index)} | ({"class": word} if word else {})
@@ -150,7 +153,7 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
         raise UserError(
             f"--n {count}: memory holds a picture of about {fits:,}; --out FOLDER writes any number, one by one"
         )
-    images = list(sampler.images(range(count)))
+    images = [image for numbers in bar for image in sampler.images(numbers)]
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
     save_rows(rows, out, columns=columns, most_rows=len(rows))

@@ -46,9 +46,17 @@ def test_truncation_is_the_generators_own_in_every_row(generator, table, noise_m
     assert apart(torch.stack(table["rows"][2]), torch.stack(table["rows"][1])) > 10
 
 
-def test_single_images_say_what_they_are(generator, tmp_path):
+def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
+    bars = []
+
+    def bar(batches, *words, **_):
+        bars.append(words)
+        return batches
+
+    monkeypatch.setattr("duetgan.inference.samples.Bar", bar)
     sampler = sampler_of(generator, chosen=[1, 2], seed=4, batch_size=2)
     assert draw_grid(sampler, tmp_path / "all", count=3, names=CLASSES) == 3
+    assert bars == [("samples", 2)]  # J29: no word in 150 s
     found = {path.name: path for path in (tmp_path / "all").iterdir()}
     assert sorted(found) == ["seed4-index1-grey.png", "seed4-index2-light.png", "seed4-index4-grey.png"]
     for name, image in zip(("index1-grey", "index2-light", "index4-grey"), sampler.images(range(3)), strict=True):
