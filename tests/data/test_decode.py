@@ -56,11 +56,19 @@ def test_fast_decoding_gives_the_pixels_of_the_rules(kind: str) -> None:
     np.testing.assert_array_equal(decode(content, codec, 3), decode_file(content, 3))
 
 
-def test_colour_to_grey_is_left_to_the_rules() -> None:
+def test_colour_to_grey_is_left_to_the_rules_and_rows_below_the_crop_are_not_decoded(capfd):
     assert plain_codec(jpeg(), 1) == CODEC_RULES
     content, _ = KINDS["grey jpeg"]
     assert plain_codec(content, 1) == CODEC_JPEG
     np.testing.assert_array_equal(decode(content, CODEC_JPEG, 1), decode_file(content, 1))
+    content = jpeg()
+    short = bytes(first_rows(content, 50, 150))
+    assert decode(short, CODEC_JPEG, 3).shape == (66, 200, 3)
+    assert first_rows(content, 150, 150) is content
+    progressive = jpeg(progressive=True)
+    assert first_rows(progressive, 50, 150) is progressive
+    assert first_rows(b"\xff\xd8\xff", 5, 10) == b"\xff\xd8\xff"
+    assert capfd.readouterr().err == ""  # libjpeg's remarks about the rest of the file
 
 
 @pytest.mark.parametrize("codec", [CODEC_RULES, CODEC_JPEG, CODEC_PNG])
@@ -79,17 +87,6 @@ def test_crop_without_scaling_is_part_of_the_image(kind: str, box: tuple[int, in
     out = np.empty((3, 64, 64), np.uint8)
     decode_crop(content, codec, box, whole.shape[:2], out)
     np.testing.assert_array_equal(out.transpose(1, 2, 0), whole[top : top + height, left : left + width])
-
-
-def test_rows_below_the_crop_are_not_decoded(capfd: pytest.CaptureFixture[str]) -> None:
-    content = jpeg()
-    short = bytes(first_rows(content, 50, 150))
-    assert decode(short, CODEC_JPEG, 3).shape == (66, 200, 3)
-    assert first_rows(content, 150, 150) is content
-    progressive = jpeg(progressive=True)
-    assert first_rows(progressive, 50, 150) is progressive
-    assert first_rows(b"\xff\xd8\xff", 5, 10) == b"\xff\xd8\xff"
-    assert capfd.readouterr().err == ""  # libjpeg's remarks about the rest of the file
 
 
 @pytest.mark.parametrize("side", [16, 30, 60])

@@ -67,7 +67,7 @@ def test_transparency_is_composited_on_white_also_of_palettes() -> None:
     assert decoded[0, 0].tolist() == [0, 255, 0]
 
 
-def test_sixteen_bits_keep_their_high_byte() -> None:
+def test_sixteen_bits_keep_their_high_byte_and_h26_32_bits_or_signs_are_refused() -> None:
     values = np.arange(256, dtype=np.uint16).reshape(16, 16) * 256 + 77
     for kind in ("PNG", "TIFF"):
         np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(values), kind), 1)[:, :, 0], values >> 8)
@@ -76,6 +76,13 @@ def test_sixteen_bits_keep_their_high_byte() -> None:
     rows = np.tile(np.array([0x1234, 0xFF01, 0x00FF], np.uint16), (4, 4, 1))
     assert (decode_file(sixteen_bit_png(2, rows, []), 3) == (0x12, 0xFF, 0x00)).all()
     assert has_16_bits(sixteen_bit_png(2, rows, []))
+    # small values too: nothing says whether 255 or 65,535 is white
+    small = np.arange(256).reshape(16, 16)
+    with pytest.raises(ImageError, match="has 32-bit pixels; save it with 8 or 16 bits"):
+        decode_file(as_file(Image.fromarray(small.astype(np.int32)), "TIFF"), 1)
+    signed = bytearray(as_file(Image.fromarray(small.astype(np.uint16)), "TIFF", tiffinfo={339: 2}))
+    with pytest.raises(ImageError, match="has signed pixels"):
+        decode_file(bytes(signed), 1)
 
 
 def sixteen_bit_png(colour: int, rows: np.ndarray, clear: list[int]) -> bytes:
@@ -98,16 +105,6 @@ def test_h26_transparent_grey_of_sixteen_bits_is_white(channels: int) -> None:
     np.testing.assert_array_equal(decode_file(sixteen_bit_png(0, values, [0x1205]), channels), expected)
     with pytest.raises(ImageError, match="has 16-bit colours of which one is transparent; save it with an alpha"):
         decode_file(sixteen_bit_png(2, values[:, :, None].repeat(3, 2), [0x1205] * 3), channels)
-
-
-def test_h26_tiff_of_32_bits_or_with_signs_is_refused() -> None:
-    """Small values too: nothing says whether 255 or 65,535 is white."""
-    values = np.arange(256).reshape(16, 16)
-    with pytest.raises(ImageError, match="has 32-bit pixels; save it with 8 or 16 bits"):
-        decode_file(as_file(Image.fromarray(values.astype(np.int32)), "TIFF"), 1)
-    signed = bytearray(as_file(Image.fromarray(values.astype(np.uint16)), "TIFF", tiffinfo={339: 2}))
-    with pytest.raises(ImageError, match="has signed pixels"):
-        decode_file(bytes(signed), 1)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

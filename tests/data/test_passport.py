@@ -16,7 +16,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage, Provenance, join, recorded
 from tests.data.conftest import CLASSES, sample_images
-from tests.data.lmdb.test_metadata import OTHERS, forge, read, use
+from tests.data.lmdb.test_damage import OTHERS, forge, read, use
 
 PASSPORT: Provenance = {
     "generator": "sha256:0123456789ab",
@@ -40,7 +40,7 @@ def samples(tmp_path: Path) -> Path:
     return pack_samples(tmp_path / "samples.lmdb")
 
 
-def test_it_is_read_back_and_files_without_one_are_real(samples: Path, packed: Path) -> None:
+def test_it_is_read_back_and_carried_on_and_files_without_one_are_real(samples, packed, tmp_path):
     assert LMDBReader(samples).meta.passport == PASSPORT
     with Dataset(samples) as dataset:
         assert dataset.meta.passport == PASSPORT
@@ -50,6 +50,14 @@ def test_it_is_read_back_and_files_without_one_are_real(samples: Path, packed: P
     with Dataset([packed, samples]) as both, Dataset([packed, packed]) as real:
         assert both.meta.passport == PASSPORT
         assert real.meta.passport is None
+    common = ["--workers", "0", "--no-duplicates"]
+    pack_main([str(samples), str(tmp_path / "small.lmdb"), "--size", "4", "--encoding", "png", *common])
+    assert LMDBReader(tmp_path / "small.lmdb").meta.passport == PASSPORT
+    pack_main([str(samples), str(tmp_path / "half.lmdb"), "--val-share", "0.4", *common])
+    for name in ("half", "half-val"):
+        assert LMDBReader(tmp_path / f"{name}.lmdb").meta.passport == PASSPORT
+    pack_main([str(packed), str(tmp_path / "real.lmdb"), "--size", "4", *common])
+    assert LMDBReader(tmp_path / "real.lmdb").meta.passport is None
 
 
 def test_a_damaged_passport_is_an_error_of_one_line(samples: Path) -> None:
@@ -68,17 +76,6 @@ def test_a_damaged_passport_is_an_error_of_one_line(samples: Path) -> None:
     for other in others:
         forge(samples, true | {"passport": other})
         assert "passport" in use(samples)
-
-
-def test_packing_anew_carries_it_on(samples: Path, packed: Path, tmp_path: Path) -> None:
-    common = ["--workers", "0", "--no-duplicates"]
-    pack_main([str(samples), str(tmp_path / "small.lmdb"), "--size", "4", "--encoding", "png", *common])
-    assert LMDBReader(tmp_path / "small.lmdb").meta.passport == PASSPORT
-    pack_main([str(samples), str(tmp_path / "half.lmdb"), "--val-share", "0.4", *common])
-    for name in ("half", "half-val"):
-        assert LMDBReader(tmp_path / f"{name}.lmdb").meta.passport == PASSPORT
-    pack_main([str(packed), str(tmp_path / "real.lmdb"), "--size", "4", *common])
-    assert LMDBReader(tmp_path / "real.lmdb").meta.passport is None
 
 
 def test_inspect_shows_it(samples: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

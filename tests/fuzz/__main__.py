@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class Fuzzer:
         kept = self.keep / f"{kind}-{seed}"
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(folder, kept, symlinks=True)
-        (kept / "case.txt").write_text(sandbox.describe(argv, outcome))
+        head = asdict(outcome) | {"argv": argv, "faults": faults, "out": "", "err": ""}
+        (kept / "case.txt").write_text(f"{json.dumps(head, indent=1)}\n{outcome.err[-20_000:]}")
         return {"kind": kind, "seed": seed, "faults": faults, "kept": str(kept), "argv": argv}
 
 

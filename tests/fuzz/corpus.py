@@ -1,10 +1,8 @@
 """The small real files that are mutated: packed files, runs of both tasks, images, and what else can be packed."""
 
 import gzip
-import io
 import json
 import shutil
-import struct
 import zipfile
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import train
 from duetgan.data.pack import pack
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
+from tests.data.sources.make_sample import idx_gz
 from tests.slim import slim_down
 
 SIDE = 16  # px
@@ -61,7 +60,8 @@ def make(folder: Path) -> None:
         pack(source, folder / f"{encoding}.lmdb", encoding=encoding, size=size, duplicates=False, workers=0)
     with zipfile.ZipFile(folder / "images.zip", "w") as archive:
         for path in sorted((folder / "images").rglob("*.*")):
-            archive.write(path, path.relative_to(folder / "images"), compression(path))
+            kind = zipfile.ZIP_DEFLATED if path.suffix == ".bmp" else zipfile.ZIP_STORED  # each is met
+            archive.write(path, path.relative_to(folder / "images"), kind)
     make_idx(folder / "idx", images, labels)
     for task, recipe in TASKS.items():
         config = folder / f"{task}.yaml"
@@ -69,11 +69,6 @@ def make(folder: Path) -> None:
         run = ["--config", str(config), "--run-dir", str(folder / task), "--device", "cpu", "--max-steps", "2"]
         if train.main(run):
             raise RuntimeError(f"{task}: the run that is to be mutated failed")
-
-
-def compression(path: Path) -> int:
-    """Of compression: each is met."""
-    return zipfile.ZIP_DEFLATED if path.suffix == ".bmp" else zipfile.ZIP_STORED
 
 
 def make_images(folder: Path, images: np.ndarray) -> None:
@@ -94,16 +89,7 @@ def make_idx(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
     """MNIST's files, of 8 images."""
     folder.mkdir()
     for name, array in (("images-idx3", images[:8, 0]), ("labels-idx1", labels[:8])):
-        head = b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-        (folder / f"train-{name}-ubyte").write_bytes(head + array.astype(np.uint8).tobytes())
-
-
-def gzipped(content: bytes) -> bytes:
-    """Without name and time: the same bytes each time."""
-    buffer = io.BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as file:
-        file.write(content)
-    return buffer.getvalue()
+        (folder / f"train-{name}-ubyte").write_bytes(gzip.decompress(idx_gz(array)))
 
 
 def copy(corpus: Path, name: str, folder: Path) -> Path:

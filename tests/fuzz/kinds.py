@@ -18,19 +18,17 @@ import yaml
 from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from tests.fuzz import sources
 from tests.fuzz.corpus import CLASSES, TASKS, copy
-from tests.fuzz.mutate import (
-    INTEGERS,
-    SCALARS,
-    mutated_bytes,
-    mutated_json,
-    mutated_text,
-    mutated_tree,
-)
+from tests.fuzz.mutate import INTEGERS, SCALARS, mutated_bytes, mutated_json, mutated_text, mutated_tree
 
 
 def planning(config: str | Path, *more: str) -> list[str]:
     """Everything of a training up to its first step."""
     return ["train.py", "--config", str(config), "--run-dir", "run", "--device", "cpu", "--dry-run", *more]
+
+
+def evaluating(checkpoint: str | Path, data: str | Path, *more: str) -> list[str]:
+    common = ["--checkpoint", str(checkpoint), "--data", str(data), "--n", "8", "--out", "eval", "--device", "cpu"]
+    return ["evaluate.py", *common, *more]
 
 
 def lmdb_file(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
@@ -46,18 +44,10 @@ def lmdb_file(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
             environment.begin(write=True) as records,
         ):
             (lie if how < 7 else forge)(draw, records)
-    data = f"{name}.lmdb"
-    recipe = corpus / f"{draw.choice(list(TASKS))}.yaml"
-    evaluated = str(corpus / draw.choice(list(TASKS)))
-    return draw.choice(
-        (
-            ["data.inspect", data, "--verify"],
-            ["data.inspect", data, "--out", "grid.png"],
-            planning(recipe, "--data.path", data),
-            planning(recipe, "--data.val-path", data),
-            ["evaluate.py", "--checkpoint", evaluated, "--data", data, "--out", "eval", "--n", "8", "--device", "cpu"],
-        )
-    )
+    data, task = f"{name}.lmdb", draw.choice(list(TASKS))
+    uses = [["data.inspect", data, "--verify"], ["data.inspect", data, "--out", "grid.png"]]
+    uses += [planning(corpus / f"{task}.yaml", f"--data.{key}", data) for key in ("path", "val-path")]
+    return draw.choice([*uses, evaluating(corpus / task, data)])
 
 
 def lie(draw: random.Random, records: lmdb.Transaction) -> None:
@@ -117,23 +107,13 @@ def checkpoint(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     else:
         content = torch.load(original, weights_only=True)
         torch.save(mutated_tree(draw, content, lambda value: odd_tensor(draw, value)), path)
-    file, out, device = str(path.relative_to(folder)), ["--out", "eval"], ["--device", "cpu"]
-    recipe = corpus / f"{task}.yaml"
-    data = ["--data", str(corpus / "test.lmdb"), "--n", "8"]
-    image = str(corpus / "images" / CLASSES[0] / "a.png")
+    file, recipe = str(path.relative_to(folder)), corpus / f"{task}.yaml"
     using = {
-        "classifier": ["predict.py", image, "--checkpoint", file, *device],
-        "gan": ["generate.py", "grid", "--checkpoint", file, "--out", "grid.png", "--n", "4", *device],
-    }
-    return draw.choice(
-        (
-            using[task],
-            using[task],
-            ["evaluate.py", "--checkpoint", file, *data, *out, *device],
-            planning(recipe, "--init-from", file, "--run-dir", "other"),
-            planning(recipe),  # resumes
-        )
-    )
+        "classifier": ["predict.py", str(corpus / "images" / CLASSES[0] / "a.png")],
+        "gan": ["generate.py", "grid", "--out", "grid.png", "--n", "4"],
+    }[task] + ["--checkpoint", file, "--device", "cpu"]
+    begun, resumed = planning(recipe, "--init-from", file, "--run-dir", "other"), planning(recipe)
+    return draw.choice((using, using, evaluating(file, corpus / "test.lmdb"), begun, resumed))
 
 
 def odd_tensor(draw: random.Random, value: Any) -> Any:
@@ -197,9 +177,7 @@ def other_values(draw: random.Random, text: str) -> str:
 def run_files(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A run's metrics.jsonl, status.json, pointers or evaluation, read by its report, by a resume, or by a script."""
     task = draw.choice(list(TASKS))
-    run = copy(corpus, task, folder)
-    run.rename(folder / "run")
-    run = folder / "run"
+    run = copy(corpus, task, folder).rename(folder / "run")
     name = draw.choice(("metrics.jsonl", "status.json", "checkpoints/last.json", "eval/metrics.json", "best"))
     path = run / ("checkpoints/best.json" if name == "best" else name)
     path.parent.mkdir(exist_ok=True)
@@ -207,21 +185,19 @@ def run_files(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
         lines = [mutated_json(draw, json.loads(line)) for line in path.read_text().splitlines()]
         path.write_bytes(b"\n".join(lines) + b"\n")
     elif name == "eval/metrics.json":
-        by_class = dict.fromkeys(CLASSES, 0.5)
-        figures: dict[str, Any] = {"accuracy": 0.5, "ece": 0.1, "recognised_by_class": by_class, "step": 2}
-        figures["images"] = ["a.png"]
+        figures: dict[str, Any] = {"accuracy": 0.5, "ece": 0.1, "step": 2, "images": ["a.png"]}
+        figures["recognised_by_class"] = dict.fromkeys(CLASSES, 0.5)
         figures["distances"] = {"pixels": {"frechet": 1.0, "floor": 0.5, "kernel": 0.1, "n": 12}}
         path.write_bytes(mutated_json(draw, figures))
     else:
         source = run / ("checkpoints/last.json" if name == "best" else name)
         path.write_bytes(mutated_json(draw, json.loads(source.read_text())))
-    which = ["--which", "best" if name == "best" else "last", "--device", "cpu"]
+    which = ["--which", "best" if name == "best" else "last"]
     picture = str(corpus / "images" / CLASSES[0] / "a.png")
-    data = ["--data", str(corpus / "test.lmdb"), "--n", "8", "--out", "eval"]
     if name in ("best", "checkpoints/last.json") and draw.random() < 0.6:
         if task == "classifier":
-            return ["predict.py", picture, "--checkpoint", "run", *which]
-        return ["evaluate.py", "--checkpoint", "run", *data, *which]
+            return ["predict.py", picture, "--checkpoint", "run", "--device", "cpu", *which]
+        return evaluating("run", corpus / "test.lmdb", *which)
     return draw.choice((["report", "run"], ["report", "run"], planning(corpus / f"{task}.yaml")))
 
 

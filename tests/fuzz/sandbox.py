@@ -34,7 +34,9 @@ FILE = 256 << 20  # bytes of the largest file that it may write
 ROOT = Path(__file__).parents[2]
 FRAME = re.compile(rf'File "{ROOT}/((?!\.venv|tests/)[^"]+)", line ([0-9]+)')  # of a traceback, in the program
 MODULES = ("train", "evaluate", "predict", "generate", "data.pack", "data.inspect", "duetgan.reporting.report")
-LAZY = ("lmdb", "pyarrow.parquet", "jinja2", "matplotlib.figure", "matplotlib.backends.backend_svg")  # of MODULES
+LAZY: tuple[str, ...] = ("lmdb", "pyarrow.parquet", "jinja2", "matplotlib.figure")  # of MODULES
+LAZY += ("duetgan.training.engine.run", "duetgan.inference.predictions", "duetgan.metrics.evaluate_gan")
+LAZY += ("matplotlib.backends.backend_svg",)
 
 
 class Unprepared(Exception):
@@ -79,13 +81,7 @@ def warm_up() -> None:
     from PIL import Image
 
     torch.set_num_threads(1)
-    for name in (
-        "duetgan.training.engine.run",
-        "duetgan.inference.predictions",
-        "duetgan.metrics.evaluate_gan",
-        *MODULES,
-        *LAZY,
-    ):
+    for name in (*MODULES, *LAZY):
         importlib.import_module(name)
     Image.init()
     gc.collect()
@@ -212,9 +208,3 @@ def _status(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def describe(argv: Sequence[str], outcome: Outcome) -> str:
-    """A case for the file that is kept of it."""
-    head = {"argv": list(argv), "code": outcome.code, "seconds": outcome.seconds, "added": outcome.added}
-    return f"{json.dumps(head | {'left': outcome.left, 'faults': outcome.faults()}, indent=1)}\n{outcome.err[-20_000:]}"

@@ -1,5 +1,6 @@
 """Kinds of input that can be packed, and single images. See tests/fuzz/kinds.py."""
 
+import gzip
 import io
 import json
 import random
@@ -11,13 +12,18 @@ from typing import Any
 
 import lmdb
 
-from tests.fuzz.corpus import CLASSES, FORMATS, SIDE, copy, gzipped
+from tests.fuzz.corpus import CLASSES, FORMATS, SIDE, copy
 from tests.fuzz.mutate import TEXTS, mutated_bytes, mutated_json, mutated_text
 
 
 def packing(source: str, *more: str) -> list[str]:
     """Pack `source`, all in this process."""
     return ["data.pack", source, "out.lmdb", "--size", str(SIDE), "--workers", "0", *more]
+
+
+def cells(corpus: Path) -> list[dict[str, Any]]:
+    """The images as Hugging Face's library writes them into a column."""
+    return [{"bytes": path.read_bytes(), "path": path.name} for path in sorted((corpus / "images").rglob("*.*"))]
 
 
 def archive(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
@@ -50,10 +56,7 @@ def parquet(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     import pyarrow
     from pyarrow.parquet import write_table
 
-    files = sorted((corpus / "images").rglob("*.*"))
-    rows: list[dict[str, Any]] = [
-        {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": n % 3} for n, path in enumerate(files)
-    ]
+    rows: list[dict[str, Any]] = [{"image": cell, "label": n % 3} for n, cell in enumerate(cells(corpus))]
     features = {"info": {"features": {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}}}
     how = draw.randrange(4)
     metadata = mutated_json(draw, features) if how == 1 else json.dumps(features).encode()
@@ -61,7 +64,8 @@ def parquet(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
         for _ in range(draw.randint(1, 3)):
             row = draw.choice(rows)
             row["label"] = draw.choice((None, -1, 10**9, 2**62, row["label"]))
-            row["image"]["bytes"] = draw.choice((None, b"", bytes(1 << 26), mutated_bytes(draw, files[0].read_bytes())))
+            other = mutated_bytes(draw, cells(corpus)[0]["bytes"])
+            row["image"]["bytes"] = draw.choice((None, b"", bytes(1 << 26), other))
     columns: dict[str, Any] = {key: [row[key] for row in rows] for key in ("image", "label")}
     if how == 3:
         for _ in range(draw.randint(1, 2)):
@@ -90,16 +94,8 @@ def tar(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     for _ in range(draw.choice((0, 1, 3))):
         at = draw.randrange(len(members))
         name, content = members[at]
-        odd = (
-            f"../{name}",
-            f"/{name}",
-            f"./{name}",
-            f"{name}/",
-            f"{draw.choice(TEXTS[4:])}/{name}",
-            name[:4],
-            "x" * 300,
-        )
-        members[at] = (draw.choice(odd), mutated_bytes(draw, content))
+        odd = [f"{before}{name}" for before in ("../", "/", "./", f"{draw.choice(TEXTS[4:])}/")]
+        members[at] = (draw.choice([*odd, f"{name}/", name[:4], "x" * 300]), mutated_bytes(draw, content))
     how = draw.choice((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT))
     with tarfile.open(folder / "x.tar", "w", format=how, errors="replace") as archive:
         for name, content in members:
@@ -116,19 +112,12 @@ def tar(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
 
 def arrow(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A folder of `save_to_disk`: damaged bytes, or another state."""
-    import pyarrow
+    from tests.data.sources.source_files import arrow as write_arrow
 
-    files = sorted((corpus / "images").rglob("*.*"))
-    images = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
-    labels = [n % 3 if draw.random() < 0.95 else draw.choice((None, -1, 10**9)) for n in range(len(files))]
-    table = pyarrow.table({"image": images, "label": labels})
-    features = {"info": {"features": {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}}}
-    if draw.random() < 0.8:
-        table = table.replace_schema_metadata({b"huggingface": json.dumps(features).encode()})
-    path = folder / "set" / "data-00000-of-00001.arrow"
-    path.parent.mkdir()
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=draw.choice((1, 4, 100)))
+    images = cells(corpus)
+    labels = [n % 3 if draw.random() < 0.95 else draw.choice((None, -1, 10**9)) for n in range(len(images))]
+    path, names = folder / "set" / "data-00000-of-00001.arrow", CLASSES if draw.random() < 0.8 else ()
+    write_arrow(path, {"image": images, "label": labels}, names=names, rows=draw.choice((1, 4, 100)))
     state = {"_data_files": [{"filename": path.name}], "_split": "train"}
     odd = draw.random() < 0.2
     (folder / "set" / "state.json").write_bytes(mutated_json(draw, state) if odd else json.dumps(state).encode())
@@ -152,11 +141,8 @@ def rosinality(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     tree = [at for at in range(0, len(content), 4096) if content[at + 10] in (1, 2, 8)]
     for _ in range(draw.randint(1, 3)):
         at = draw.choice(tree)
-        content = (
-            content[:at]
-            + mutated_bytes(draw, content[at : at + 4096], most=2)[:4096].ljust(4096, b"\0")
-            + (content[at + 4096 :])
-        )
+        page = mutated_bytes(draw, content[at : at + 4096], most=2)[:4096].ljust(4096, b"\0")
+        content = content[:at] + page + content[at + 4096 :]
     path.write_bytes(mutated_bytes(draw, content) if draw.random() < 0.2 else content)
     return packing("faces.lmdb", "--on-error", "skip")
 
@@ -187,7 +173,7 @@ def idx(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
         if draw.random() < 0.5:
             path.unlink()
             path = path.with_name(f"{path.name}.gz")
-            content = gzipped(content)
+            content = gzip.compress(content, mtime=0)  # the same bytes each time
             content = mutated_bytes(draw, content) if draw.random() < 0.5 else content
         path.write_bytes(content)
     return packing(draw.choice(("idx", "idx/")))

@@ -12,11 +12,9 @@ import export as script
 from duetgan.inference.export import check
 from duetgan.inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
 from duetgan.inference.export.formats import FORMATS, Format
-from duetgan.utils.errors import EXIT_HALTED, EXIT_USER, UserError
+from duetgan.utils.errors import EXIT_HALTED, UserError
 from duetgan.utils.script import run_cli
 from tests.metrics.conftest import CLASSES, classifier_run, pack
-
-NEAR = FORMATS["onnx"]
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +100,10 @@ def test_speeds_are_medians_of_alternating_turns(monkeypatch):
     rows = {name: row_of(name) for name in took}
     runs = {name: contender(name) for name in took}
     measure_speed(runs, Subject(), rows, batch=20, repeats=3)  # type: ignore[arg-type]
-    assert rows["a"].batch1_ms == pytest.approx(10)
-    assert rows["b"].batch1_ms == pytest.approx(2)
-    assert rows["b"].images_per_second == pytest.approx(200)
-    assert rows["a"].batch1_speedup == rows["a"].batch_speedup == pytest.approx(1)
-    assert rows["b"].batch1_speedup == pytest.approx(5)
-    assert rows["b"].batch_speedup == pytest.approx(4)
-    large = [name for name, size in order if size == 20]
-    assert large == ["a", "b"] * 4
+    figures = ("batch1_ms", "images_per_second", "batch1_speedup", "batch_speedup")
+    for name, expected in (("a", (10, 50, 1, 1)), ("b", (2, 200, 5, 4))):
+        assert [getattr(rows[name], figure) for figure in figures] == pytest.approx(expected)
+    assert [name for name, size in order if size == 20] == ["a", "b"] * 4
     text = table(list(rows.values()), batch=20)
     assert "10.00 ms  1.00x" in text
     assert "200/s  4.00x" in text
@@ -131,7 +125,7 @@ def test_a_good_export_is_left_behind_and_told_of(run, tmp_path, capsys, form):
     assert sorted(path.name for path in out.parent.iterdir()) == ["model.bin"]
 
 
-def test_the_file_of_weights_can_be_exported_on(run, tmp_path, capsys):
+def test_the_file_of_weights_can_be_exported_on_and_generators_without_images(run, tmp_path, capsys, runs):
     first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     data = str(run.parent / "test.lmdb")
     assert script.main(command(run, first, "--data", data)) == 0
@@ -140,9 +134,6 @@ def test_the_file_of_weights_can_be_exported_on(run, tmp_path, capsys):
         script.main(command(first, second))
     assert script.main(command(first, second, "--data", data)) == 0
     assert second.stat().st_size == first.stat().st_size
-
-
-def test_generators_are_exported_without_images(runs, tmp_path, capsys):
     assert script.main([*command(runs["grey"], tmp_path / "g.safetensors"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in told["rows"]] == ["fp32 eager", "bf16", "safetensors"]
@@ -192,18 +183,21 @@ def test_an_older_file_stays_where_the_new_one_fails_and_goes_where_it_passes(ru
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_an_exporter_that_breaks_leaves_nothing(run, tmp_path, monkeypatch):
+def test_an_exporter_that_breaks_or_a_network_without_finite_outputs_leaves_nothing(run, tmp_path, monkeypatch):
     def write(subject, path):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(FORMATS, "safetensors", Format(write=write, open=NEAR.open, limit=0.0))
+    monkeypatch.setitem(FORMATS, "safetensors", Format(write=write, open=FORMATS["onnx"].open, limit=0.0))
     with pytest.raises(UserError, match=r"cannot write .*No space left on device; choose another place"):
         script.main(command(run, tmp_path / "x"))
+    monkeypatch.setattr(check, "outputs", lambda run, batches: torch.full((2, len(CLASSES)), math.nan))
+    with pytest.raises(UserError, match="the checkpoint's own outputs are not finite"):
+        script.main(command(run, tmp_path / "x", form="torch-export"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, capsys):
+def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, refused):
     cases = {
         "is a folder; name a file": command(run, tmp_path),
         "int8 is for classifiers": command(runs["grey"], tmp_path / "x", form="int8"),
@@ -212,10 +206,7 @@ def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, capsys):
         "no such run folder or checkpoint": command(tmp_path / "none", tmp_path / "x"),
     }
     for expected, arguments in cases.items():
-        assert run_cli(script.main, arguments) == EXIT_USER
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ")
-        assert expected in error
+        assert expected in refused(script.main, *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -223,18 +214,10 @@ def test_the_held_out_images_come_first_then_those_of_training(run, tmp_path):
     test, train = run.parent / "test.lmdb", run.parent / "train.lmdb"
     config = {"data": {"path": str(train), "val_path": str(test)}}
     checkpoint = {"config": config, "shape": {"resolution": 8}}
-    with check._readable(checkpoint, None, (str(test), str(train))) as reader:
-        assert reader.path == str(test)
-    with check._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"), str(train))) as reader:
-        assert reader.path == str(train)
-    with check._readable(checkpoint, str(train), (str(test),)) as reader:
-        assert reader.path == str(train)
+    gone = str(tmp_path / "gone.lmdb")
+    cases = [(None, (test, train), test), (None, (gone, train), train), (str(train), (test,), train)]
+    for given, named, expected in cases:
+        with check._readable(checkpoint, given, tuple(map(str, named))) as reader:
+            assert reader.path == str(expected)
     with pytest.raises(UserError, match=r"gone\.lmdb.*give packed ones with --calibration X\.lmdb"):
-        check._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"),), option="--calibration")
-
-
-def test_a_checkpoint_whose_own_outputs_are_not_finite_is_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "outputs", lambda run, batches: torch.full((2, len(CLASSES)), math.nan))
-    with pytest.raises(UserError, match="the checkpoint's own outputs are not finite"):
-        script.main(command(run, tmp_path / "x"))
-    assert list(tmp_path.iterdir()) == []
+        check._readable(checkpoint, None, (gone,), option="--calibration")

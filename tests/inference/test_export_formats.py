@@ -11,18 +11,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export.formats import FORMATS, import_extra
 from duetgan.inference.export.subject import SAMPLES, classifier_subject, generator_subject
+from duetgan.inference.export.weights_file import ENTRY, contents, write_weights
 from duetgan.inference.inputs import file_input
 from duetgan.inference.predictions import predict
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.models.gan import draw
-from duetgan.models.restore import classifier_from
-from duetgan.utils.checkpoint import load, resolve
+from duetgan.models.ready_made import read_weights
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import SCHEMA, load, resolve
 from duetgan.utils.errors import UserError
-from tests.inference.conftest import gan_run, styled
+from tests.inference.conftest import R3, gan_run, styled
 from tests.metrics.conftest import CLASSES, pack
 
 
@@ -41,9 +44,8 @@ def subjects(runs, sample_images, tmp_path_factory):
     made["growing"] = generator_subject(grown | {"stage": [8, 0.5]}, batch_size=24)
     with Dataset(sample_images) as reader:
         checkpoint = load(resolve(runs["classifier"]))
-        made["classifier"] = classifier_subject(
-            checkpoint, reader, count=30, batch_size=16, calibration=reader, calibrated=20
-        )
+        ranges: dict[str, Any] = {"calibration": reader, "calibrated": 20}
+        made["classifier"] = classifier_subject(checkpoint, reader, count=30, batch_size=16, **ranges)
     return made
 
 
@@ -181,13 +183,13 @@ def test_images_are_drawn_from_all_classes_and_calibration_sees_others(subjects,
 
 
 def test_few_images_are_shared_between_check_and_calibration(runs, tmp_path):
-    checkpoint = load(resolve(runs["classifier"]))
-    with Dataset(pack(tmp_path / "few.lmdb", count=9)) as reader:
-        subject = classifier_subject(checkpoint, reader, count=50, batch_size=4, calibration=reader, calibrated=50)
-    assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == [5, 4]
-    with Dataset(tmp_path / "few.lmdb") as reader, Dataset(pack(tmp_path / "other.lmdb", seed=4)) as other:
-        subject = classifier_subject(checkpoint, reader, count=50, batch_size=4, calibration=other, calibrated=50)
-    assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == [9, 50]
+    how: Any = {"count": 50, "batch_size": 4, "calibrated": 50}
+    few, more = pack(tmp_path / "few.lmdb", count=9), pack(tmp_path / "other.lmdb", seed=4)
+    for ranges, sizes in ((few, [5, 4]), (more, [9, 50])):
+        with Dataset(few) as reader, Dataset(ranges) as other:
+            calibration = reader if ranges == few else other
+            subject = classifier_subject(load(resolve(runs["classifier"])), reader, calibration=calibration, **how)
+        assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == sizes
 
 
 def test_images_of_other_classes_are_refused_and_unlabelled_ones_are_not_scored(runs, tmp_path):
@@ -199,3 +201,65 @@ def test_images_of_other_classes_are_refused_and_unlabelled_ones_are_not_scored(
         classifier_subject(checkpoint, reader, count=10, batch_size=4)
     with Dataset(pack(tmp_path / "none.lmdb", classes=[])) as reader:
         assert classifier_subject(checkpoint, reader, count=10, batch_size=4).labels is None
+
+
+@pytest.mark.parametrize("name", ["grey", "plain", "r3", "dcgan", "classifier"])
+def test_a_network_comes_back_to_the_bit_from_the_file_alone(runs, tmp_path, name):
+    checkpoint = load(resolve(runs[name]))
+    write_weights(tmp_path / "x.safetensors", checkpoint)
+    found = read_weights(tmp_path / "x.safetensors")
+    restore = classifier_from if name == "classifier" else generator_from
+    expected, rebuilt = restore(checkpoint), restore(found)
+    assert type(rebuilt) is type(expected)
+    state = rebuilt.state_dict()
+    assert all(value.equal(state[key]) for key, value in expected.state_dict().items())
+    for key in ("schema", "task", "step", "classes", "shape"):
+        assert found[key] == checkpoint[key]
+    if name == "r3":
+        assert found["config"]["generator"] == R3
+
+
+def test_a_stage_and_teachers_are_kept_and_paths_are_not(checkpoint, tmp_path):
+    config = {"data": {"path": "/home/me/x.lmdb", "resolution": 8}, "loss": {"classifier": "runs/c"}}
+    more = {"stage": [4, 0.5], "teachers": ["sha256:1"], "origin": {"file": "/home/me/runs/a"}}
+    changed = checkpoint | {"config": checkpoint["config"] | config} | more
+    write_weights(tmp_path / "x.safetensors", changed)
+    found = read_weights(tmp_path / "x.safetensors")
+    assert (found["stage"], found["teachers"]) == ([4, 0.5], ["sha256:1"])
+    assert found["config"]["data"] == {"resolution": 8}
+    assert found["data"]["resize_filter"] == "zero-pad"
+    text = json.dumps(contents(changed))
+    assert "/home" not in text
+    assert "runs/c" not in text
+    generator = generator_from(found)
+    z, labels = torch.ones(2, generator.z_dim), torch.tensor([0, 1])
+    assert generator(z, labels).equal(generator_from(changed)(z, labels))
+
+
+def test_channels_last_weights_are_written_in_order(checkpoint, tmp_path):
+    state = checkpoint["state"]["generator_ema"]
+    last = {k: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v for k, v in state.items()}
+    write_weights(tmp_path / "x.safetensors", checkpoint | {"state": {"generator_ema": last}})
+    found = read_weights(tmp_path / "x.safetensors")["state"]["generator_ema"]
+    assert all(value.equal(found[key]) for key, value in state.items())
+
+
+def test_files_that_do_not_say_what_they_are_or_are_damaged_are_refused(checkpoint, tmp_path):
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(UserError, match="no such file"):
+        read_weights(path)
+    for metadata in (None, {ENTRY: "[]"}, {ENTRY: '{"task": "gan"}'}):
+        save_file({"a": torch.zeros(1)}, str(path), metadata)
+        with pytest.raises(UserError, match=r"does not say what its weights are; write it with export\.py"):
+            read_weights(path)
+    save_file({"a": torch.zeros(1)}, str(path), {ENTRY: "{"})
+    with pytest.raises(UserError, match="cannot be read"):
+        read_weights(path)
+    save_file({"a": torch.zeros(1)}, str(path), {ENTRY: json.dumps(contents(checkpoint) | {"schema": SCHEMA + 1})})
+    with pytest.raises(UserError, match="is newer than this program"):
+        read_weights(path)
+    path = tmp_path / "x.safetensors"
+    write_weights(path, checkpoint)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_weights(path)

@@ -161,32 +161,27 @@ def test_the_pages_loader_builds_nvidias_classes(tmp_path, monkeypatch):
         exec(lines, {})
         with open("network.pkl", "rb") as file:
             made = pickle.load(file)
-    assert_same(made["G_ema"].held, layouts_of(load_file("network.safetensors"), "G_ema"))
+    tensors = load_file("network.safetensors")
+    ema = {name.removeprefix("G_ema."): x for name, x in tensors.items() if name.startswith("G_ema.")}
+    assert_same(made["G_ema"].held, ema)
     assert built[0]["synthesis_kwargs"] == {**SIZES, "num_fp16_res": 4, "conv_clamp": 256.0}
     assert set(made) == {"G", "D", "G_ema", "training_set_kwargs", "augment_pipe"}
 
 
-def layouts_of(tensors, part):
-    return {name.removeprefix(f"{part}."): x for name, x in tensors.items() if name.startswith(f"{part}.")}
-
-
-def refusal(run, form, tmp_path):
-    with pytest.raises(UserError) as caught:
-        script.main(["--checkpoint", str(run), "--format", form, "--out", str(tmp_path / "x.bin")])
-    assert not (tmp_path / "x.bin").exists()
-    return str(caught.value)
-
-
-def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path):
-    assert "the checkpoint has dcgan; choose safetensors" in refusal(runs["dcgan"], "nvidia", tmp_path)
-    assert "is for StyleGAN2; for a classifier choose" in refusal(runs["classifier"], "rosinality", tmp_path)
-    assert "this one has 1 channels and 3 classes; choose" in refusal(runs["grey"], "rosinality", tmp_path)
-    growing = ours(tmp_path / "growing", stage=[8, 0.5])
-    assert "this one still grows; train it on" in refusal(growing, "nvidia", tmp_path)
+def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path, refused):
     other = ours(tmp_path / "other", classes=0, generator={"w_dim": 5})
-    assert "z_dim = w_dim" in refusal(other, "rosinality", tmp_path)
     narrow = ours(tmp_path / "narrow", generator={"channel_base": 8})
-    assert "channel_base 8 leaves NVIDIA's generator no channels" in refusal(narrow, "nvidia", tmp_path)
+    for run, form, told in (
+        (runs["dcgan"], "nvidia", "the checkpoint has dcgan; choose safetensors"),
+        (runs["classifier"], "rosinality", "is for StyleGAN2; for a classifier choose"),
+        (runs["grey"], "rosinality", "this one has 1 channels and 3 classes; choose"),
+        (ours(tmp_path / "growing", stage=[8, 0.5]), "nvidia", "this one still grows; train it on"),
+        (other, "rosinality", "z_dim = w_dim"),
+        (narrow, "nvidia", "channel_base 8 leaves NVIDIA's generator no channels"),
+    ):
+        command = ["--checkpoint", str(run), "--format", form, "--out", str(tmp_path / "x.bin")]
+        assert told in refused(script.main, *command)
+        assert not (tmp_path / "x.bin").exists()
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,7 @@ def put(image: torch.Tensor, label: int, top: int, left: int) -> None:
 
 def test_the_map_peaks_at_the_object_of_the_class_that_is_asked_for():
     with forked(0, "init", "stripes"):
-        stem = [
-            nn.Conv2d(1, 8, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(8, 8, 3, padding=1),
-            nn.ReLU(inplace=True),
-        ]
+        stem = [layer for n in (1, 8) for layer in (nn.Conv2d(n, 8, 3, padding=1), nn.ReLU(inplace=True))]
         model = nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
     batch, labels, _ = stripes(64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -151,10 +146,12 @@ def test_maps_whose_channels_come_last_give_the_same_heat(layer):
 
 
 def test_layers_without_maps_and_unknown_ones_are_refused():
-    with pytest.raises(UserError, match=r"layer 'fc' gives no maps \(its output is \[2, 3\]\); choose a stage"):
-        grad_cam(classifier(), images(), torch.tensor([0, 1]), "fc")
-    with pytest.raises(UserError, match=r"no layer is called 'layer5' \(did you mean 'layer[1-4]'\?\)"):
-        grad_cam(classifier(), images(), torch.tensor([0, 1]), "layer5")
+    for layer, told in (
+        ("fc", r"layer 'fc' gives no maps \(its output is \[2, 3\]\); choose a stage"),
+        ("layer5", r"no layer is called 'layer5' \(did you mean 'layer[1-4]'\?\)"),
+    ):
+        with pytest.raises(UserError, match=told):
+            grad_cam(classifier(), images(), torch.tensor([0, 1]), layer)
 
 
 def test_heat_is_scaled_image_by_image_and_may_be_none(monkeypatch):
@@ -183,18 +180,8 @@ def test_heat_is_scaled_image_by_image_and_may_be_none(monkeypatch):
 
 
 def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_path):
-    files = [
-        "a/cat.png",
-        "b/cat.jpg",
-        "b/CAT.jpg",
-        "cat-gradcam-2.png",
-        str(tmp_path / "cat-gradcam.png"),
-        "../..",
-        ".png",
-        "x" * 250 + ".png",
-        "x" * 251 + ".png",
-        "é" * 150,
-    ]
+    files = ["a/cat.png", "b/cat.jpg", "b/CAT.jpg", "cat-gradcam-2.png", str(tmp_path / "cat-gradcam.png"), "../.."]
+    files += [".png", "x" * 250 + ".png", "x" * 251 + ".png", "é" * 150]
     found = output_files(tmp_path, files)
     assert len({str(path).casefold() for path in found}) == len(files)
     assert tmp_path / "cat-gradcam.png" not in found
@@ -205,27 +192,27 @@ def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_
     assert found[0].name == "cat-gradcam-2.png"
 
 
-def run_folder(tmp_path: Path) -> Path:
-    return classifier_run(tmp_path / "run", resize_filter="area")
-
-
-def draw_files(tmp_path: Path) -> list[str]:
-    files: list[str] = []
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    found: list[str] = []
     for folder, name in (("a", "cat.png"), ("b", "cat.png"), ("b", "dog.png")):
         (tmp_path / folder).mkdir(exist_ok=True)
-        pixels = np.random.default_rng(len(files)).integers(0, 256, (12, 10), dtype=np.uint8)
+        pixels = np.random.default_rng(len(found)).integers(0, 256, (12, 10), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / folder / name)
-        files.append(str(tmp_path / folder / name))
-    return files
+        found.append(str(tmp_path / folder / name))
+    return found
 
 
-def test_predict_writes_a_image_for_each_readable_file(tmp_path, capsys):
-    files = draw_files(tmp_path)
-    broken = tmp_path / "broken.png"
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """Those that every call has."""
+    return ["--checkpoint", str(classifier_run(tmp_path / "run", resize_filter="area")), "--device", "cpu"]
+
+
+def test_predict_writes_an_image_for_each_readable_file(tmp_path, options, files, capsys):
+    broken, out = tmp_path / "broken.png", tmp_path / "maps"
     broken.write_bytes(b"no image")
-    out = tmp_path / "maps"
-    common = ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", "--json", "--batch-size", "2"]
-    arguments = [*common, files[0], str(broken), *files[1:]]
+    arguments = [*options, "--json", "--batch-size", "2", files[0], str(broken), *files[1:]]
     assert run_cli(predict.main, arguments) == 2
     plain = json.loads(capsys.readouterr().out)
     assert run_cli(predict.main, [*arguments, "--gradcam", str(out), "--gradcam-layer", "layer3"]) == 2
@@ -241,7 +228,7 @@ def test_predict_writes_a_image_for_each_readable_file(tmp_path, capsys):
             assert abs(sample_image.height - (224 + 2 * 14 + 14)) < 10
 
 
-def test_the_class_that_is_asked_for_is_explained(tmp_path, capsys, monkeypatch):
+def test_the_class_that_is_asked_for_is_explained(tmp_path, options, files, capsys, monkeypatch):
     asked: list[list[int]] = []
     real = predictions.image_heat
 
@@ -250,8 +237,7 @@ def test_the_class_that_is_asked_for_is_explained(tmp_path, capsys, monkeypatch)
         return real(model, images, targets, layer)
 
     monkeypatch.setattr(predictions, "image_heat", spy)
-    files = draw_files(tmp_path)
-    common = ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", "--gradcam", str(tmp_path / "m"), *files]
+    common = [*options, "--gradcam", str(tmp_path / "m"), *files]
     assert run_cli(predict.main, common) == 0
     labels = [line.split(": ")[1].split(" ")[0] for line in capsys.readouterr().out.splitlines()]
     assert asked.pop() == [CLASSES.index(label) for label in labels]
@@ -260,44 +246,31 @@ def test_the_class_that_is_asked_for_is_explained(tmp_path, capsys, monkeypatch)
     assert asked.pop() == [CLASSES.index(other)] * 3
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
+def test_refusals(tmp_path, options, files, refused):
+    maps = ["--gradcam", tmp_path / "m"]
+    for more, told in (
         (["--gradcam-class", "dark"], "belong to --gradcam DIR"),
-        (["--gradcam", "{}/m", "--gradcam-class", "darc"], "--gradcam-class: no class 'darc' (did you mean 'dark'?)"),
-        (["--gradcam", "{}/m", "--gradcam-layer", "layer9"], "no layer is called 'layer9'"),
+        ([*maps, "--gradcam-class", "darc"], "--gradcam-class: no class 'darc' (did you mean 'dark'?)"),
+        ([*maps, "--gradcam-layer", "layer9"], "no layer is called 'layer9'"),
         (["--gradcam", "/proc/nowhere"], "cannot be written"),
-    ],
-)
-def test_refusals(tmp_path, capsys, more, told):
-    arguments = [part.format(tmp_path) for part in more]
-    files = draw_files(tmp_path)
-    assert (
-        run_cli(predict.main, ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", *files, *arguments]) == 2
-    )
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert told in errors[0]
+    ):
+        assert told in refused(predict.main, *options, *files, *more)
 
 
 @pytest.mark.parametrize(
-    ("stem", "side", "layer"),
+    ("name", "stem", "side", "layer"),
     [
-        ("imagenet", 224, "layer4"),  # 7x7
-        ("imagenet", 128, "layer4"),  # 4x4
-        ("imagenet", 64, "layer3"),  # layer4 has 2x2: one smear
-        ("imagenet", 32, "layer2"),
-        ("imagenet", 8, "layer1"),
-        ("small", 32, "layer4"),
+        ("resnet18", "imagenet", 224, "layer4"),  # 7x7
+        ("resnet18", "imagenet", 128, "layer4"),  # 4x4
+        ("resnet18", "imagenet", 64, "layer3"),  # layer4 has 2x2: one smear
+        ("resnet18", "imagenet", 32, "layer2"),
+        ("resnet18", "imagenet", 8, "layer1"),
+        ("resnet18", "small", 32, "layer4"),
+        ("convnext_tiny", "small", 32, "features.7"),  # other backbones name their own
     ],
 )
-def test_the_layer_that_is_looked_at_unasked_has_places_to_tell_apart(stem, side, layer):
-    model = Classifier(ModelConfig(stem=stem), channels=1, classes=3, resolution=side)
+def test_the_layer_that_is_looked_at_unasked_has_places_to_tell_apart(name, stem, side, layer):
+    model = Classifier(ModelConfig(name=name, stem=stem), channels=1, classes=3, resolution=side)
     assert predictions.default_layer(model) == layer
     assert model.training  # as it was
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_other_backbones_name_their_own_layer():
-    model = Classifier(ModelConfig(name="convnext_tiny", stem="small"), channels=1, classes=3, resolution=32)
-    assert predictions.default_layer(model) == "features.7"

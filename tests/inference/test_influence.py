@@ -156,9 +156,8 @@ evaluation: {{every: 0}}
 
 
 def snapshots_of(run) -> list[Snapshot]:
-    return [
-        Snapshot(rate_of(c), partial(classifier_from, c)) for c in map(load, newest_first(run / "checkpoints")[::-1])
-    ]
+    checkpoints = map(load, newest_first(run / "checkpoints")[::-1])
+    return [Snapshot(rate_of(checkpoint), partial(classifier_from, checkpoint)) for checkpoint in checkpoints]
 
 
 @pytest.mark.parametrize("by", ["probability", "self-influence"])
@@ -254,16 +253,7 @@ def test_the_command_explains_a_prediction(flipped, tmp_path, capsys):
     folder, data, _ = flipped
     with Dataset(data) as reader:
         Image.fromarray(reader.image(5)[0][:, :, 0]).save(tmp_path / "shown.png")
-    common = [
-        "--checkpoint",
-        folder,
-        "--data",
-        data,
-        "--image",
-        tmp_path / "shown.png",
-        "--out",
-        tmp_path / "why.png",
-    ]
+    common = ["--checkpoint", folder, "--data", data, "--image", tmp_path / "shown.png", "--out", tmp_path / "why.png"]
     code, out, _ = run(capsys, *common, "--top", 3, "--json")
     document = json.loads(out)
     assert code == 0

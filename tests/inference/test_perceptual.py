@@ -39,7 +39,7 @@ def test_channels_are_scaled_to_unit_length_with_a_finite_gradient():
     assert gradient.abs().max() > 0
 
 
-def test_distance_of_features_is_lpips_without_weights():
+def test_distance_of_features_is_lpips_without_weights_and_its_gradients():
     a = [draws(2, 3, 4, 4), draws(2, 5, 2, 2, seed=1)]
     b = [draws(1, 3, 4, 4, seed=2), draws(1, 5, 2, 2, seed=3)]
     found = feature_distance(a, b)
@@ -50,9 +50,6 @@ def test_distance_of_features_is_lpips_without_weights():
             for c, i, j in np.ndindex(channels, height, width):
                 expected += float(x[n, c, i, j] - y[0, c, i, j]) ** 2 / (height * width)
         assert float(found[n]) == pytest.approx(expected, abs=1e-10)
-
-
-def test_gradients():
     maps = draws(1, 3, 2, 2).requires_grad_()
     other = [unit_length(draws(1, 3, 2, 2, seed=1))]
 

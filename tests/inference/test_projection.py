@@ -89,6 +89,11 @@ def test_what_is_told_is_what_is_seen(generator, own):
     assert found.loss == pytest.approx(4 * found.rmse**2, rel=1e-5)
     assert found.perceptual is None
     assert found.distances == [f"rmse {found.rmse:.3f}"]
+    generator = styled(classes=0)
+    search = projector(generator, torch.zeros(1, 8, 8, dtype=torch.uint8))
+    assert torch.equal(search.start([]).ws, generator.w_avg.expand(4, -1))
+    assert search.label is None
+    assert search.spread > 0
 
 
 def test_the_first_steps_are_adams(generator, own):
@@ -129,15 +134,7 @@ def test_it_starts_from_the_class_that_looks_most_like_the_target(generator, own
     assert search.spread == pytest.approx(spread, rel=1e-4)
 
 
-def test_without_classes_it_starts_at_w_avg():
-    generator = styled(classes=0)
-    search = projector(generator, torch.zeros(1, 8, 8, dtype=torch.uint8))
-    assert torch.equal(search.start([]).ws, generator.w_avg.expand(4, -1))
-    assert search.label is None
-    assert search.spread > 0
-
-
-def test_a_seed_gives_one_result(generator, own):
+def test_a_seed_gives_one_result_and_the_generator_stays_as_it_is(generator, own):
     def found(seed, space):
         search = projector(generator, own, steps=6, seed=seed, noise_mode="optimise")
         return search.search(space, search.start([0, 1, 2])).ws
@@ -145,9 +142,6 @@ def test_a_seed_gives_one_result(generator, own):
     for space in ("w", "w+"):
         assert torch.equal(found(0, space), found(0, space))
         assert not torch.equal(found(0, space), found(1, space))
-
-
-def test_the_generator_stays_as_it_is(generator, own):
     before = {key: value.clone() for key, value in generator.state_dict().items()}
     search = projector(generator, own, steps=3, noise_mode="optimise")
     start = search.start([0])

@@ -1,10 +1,17 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from duetgan.inference.samples import chosen_classes
-from duetgan.models.gan import draw, generate
+from duetgan.inference import samples as tables
+from duetgan.inference.samples import chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
+from duetgan.models.gan import draw, generate, to_uint8
 from duetgan.utils.errors import UserError
 from tests.inference.conftest import sampler_of, styled, without_w
+from tests.metrics.conftest import CLASSES
 
 
 def apart(a, b):
@@ -33,8 +40,6 @@ def test_a_sample_does_not_depend_on_what_else_is_drawn(generator):
     assert apart(images[:3], images[3:6]) > 10
     assert apart(images, sampler_of(generator, seed=1).images(range(9))) > 10
 
-
-def test_latents_are_what_images_are_made_of(generator):
     sampler = sampler_of(generator, seed=2)
     z, labels, noise = sampler.latents([3, 4])
     expected_z, expected_noise = draw(generator, [3, 4], 2)
@@ -44,15 +49,12 @@ def test_latents_are_what_images_are_made_of(generator):
     assert sampler_of(generator, noise_mode="none").latents([0])[2] == "none"
 
 
-@pytest.mark.parametrize("cutoff", [-1, 5])
-def test_a_cutoff_is_one_of_the_layers(generator, cutoff):
+def test_a_cutoff_is_one_of_the_layers_and_without_w_there_is_no_truncation(generator):
     assert generator.num_ws == 4
     sampler_of(generator, truncation_cutoff=4)
-    with pytest.raises(UserError, match=rf"--truncation-cutoff {cutoff}: give 0 to 4"):
-        sampler_of(generator, truncation_cutoff=cutoff)
-
-
-def test_without_w_there_is_no_truncation():
+    for cutoff in (-1, 5):
+        with pytest.raises(UserError, match=rf"--truncation-cutoff {cutoff}: give 0 to 4"):
+            sampler_of(generator, truncation_cutoff=cutoff)
     assert sampler_of(without_w()).images(range(4)).shape == (4, 1, 8, 8)
     for options in ({"truncation_psi": 0.5}, {"truncation_cutoff": 1}):
         with pytest.raises(UserError, match="works on w, which this generator does not have"):
@@ -74,3 +76,142 @@ def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
     for model, chosen in ((generator, []), (styled(classes=0), [0])):
         with pytest.raises(ValueError, match="conditional"):
             sampler_of(model, chosen=chosen)
+
+
+NOWHERE = Path("x.png")  # nothing is written where `table` catches it
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L"))
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """What would be drawn: {"rows", "row_heads", "column_heads"}."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(tables, "save_table", lambda rows, path, **named: seen.update(rows=rows, **named))
+    return seen
+
+
+@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
+@pytest.mark.parametrize("cutoff", [None, 2])
+def test_truncation_is_the_generators_own_in_every_row(generator, table, noise_mode, cutoff):
+    options = {"noise_mode": noise_mode, "truncation_cutoff": cutoff, "seed": 3}
+    psis = [0.0, 0.4, 1.0, -1.0]
+    assert draw_truncation(sampler_of(generator, batch_size=2, **options), CLASSES, NOWHERE, psis=psis, count=5) == 5
+    assert table["row_heads"] == ["psi 0", "psi 0.4", "psi 1", "psi -1"]
+    assert table["column_heads"] == ["dark", "grey", "light", "dark", "grey"]
+    for psi, row in zip(psis, table["rows"], strict=True):
+        expected = sampler_of(generator, truncation_psi=psi, **options).images(range(5))
+        assert apart(torch.stack(row), expected) <= 1
+    if cutoff is None and noise_mode != "random":
+        assert all(torch.equal(sample_image, table["rows"][0][0]) for sample_image in table["rows"][0])
+    assert apart(torch.stack(table["rows"][2]), torch.stack(table["rows"][1])) > 10
+
+
+def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
+    bars = []
+
+    def bar(batches, *words, **_):
+        bars.append(words)
+        return batches
+
+    monkeypatch.setattr(tables, "Bar", bar)
+    sampler = sampler_of(generator, chosen=[1, 2], seed=4, batch_size=2)
+    assert draw_grid(sampler, tmp_path / "all", count=3, names=CLASSES) == 3
+    assert bars == [("samples", 2)]  # J29: no word in 150 s
+    found = {path.name: path for path in (tmp_path / "all").iterdir()}
+    assert sorted(found) == ["seed4-index1-grey.png", "seed4-index2-light.png", "seed4-index4-grey.png"]
+    for name, image in zip(("index1-grey", "index2-light", "index4-grey"), sampler.images(range(3)), strict=True):
+        with Image.open(found[f"seed4-{name}.png"]) as file:
+            assert file.info == {"seed": "4", "index": name[5], "class": name[7:]}
+        assert np.array_equal(pixels(found[f"seed4-{name}.png"]), image[0].numpy())
+
+
+@pytest.mark.parametrize("noise_mode", ["random", "const"])
+def test_mix_takes_styles_and_noise_of_b_at_the_layers(generator, table, noise_mode):
+    """The oracle: each cell from its own styles and maps, one by one."""
+    layers = [1, 3]
+    sampler = sampler_of(generator, seed=1, noise_mode=noise_mode, truncation_psi=0.8, chosen=[2, 0], batch_size=2)
+    assert draw_mix(sampler, CLASSES, NOWHERE, layers=layers, count=3) == 3
+    assert table["row_heads"] == ["", "A light", "A dark", "A light"]
+    assert table["column_heads"] == ["", "B light", "B dark", "B light"]
+    keys = {"A": [(0, 2), (0, 0), (2, 2)], "B": [(1, 2), (1, 0), (3, 2)]}  # the how many-th of which class
+
+    def source(side, number):
+        position, label = keys[side][number]
+        z, maps = draw(generator, [position * 3 + label], 1)
+        w = generator.mapping(z, torch.tensor([label]))
+        w = generator.w_avg + 0.8 * (w - generator.w_avg)
+        return [w] * 4, [*maps, None]
+
+    def sample_image(styles, maps):
+        noise = maps[:3] if noise_mode == "random" else "const"
+        return to_uint8(generator.synthesis(torch.stack(styles, dim=1), noise))[0]
+
+    assert table["rows"][0][0] is None
+    for number in range(3):
+        assert apart(table["rows"][0][number + 1], sample_image(*source("B", number))) <= 1
+        assert apart(table["rows"][number + 1][0], sample_image(*source("A", number))) <= 1
+    for row in range(3):
+        for column in range(3):
+            (a, a_maps), (b, b_maps) = source("A", row), source("B", column)
+            styles = [b[i] if i in layers else a[i] for i in range(4)]
+            maps = [b_maps[i] if i in layers else a_maps[i] for i in range(4)]
+            assert apart(table["rows"][row + 1][column + 1], sample_image(styles, maps)) <= 1
+
+
+def test_all_layers_give_b_and_none_a_and_how_many_are_shown(generator, table):
+    draw_mix(sampler_of(generator), CLASSES, NOWHERE, layers=[0, 1, 2, 3], count=3)
+    head, *rows = table["rows"]
+    for row in rows:
+        assert apart(torch.stack(row[1:]), torch.stack(head[1:])) <= 1
+    draw_mix(sampler_of(generator), CLASSES, NOWHERE, layers=[], count=3)
+    for row in table["rows"][1:]:
+        assert all(apart(sample_image, row[0]) <= 1 for sample_image in row[1:])
+    sources = [*table["rows"][0][1:], *(row[0] for row in table["rows"][1:])]
+    assert len({sample_image.numpy().tobytes() for sample_image in sources}) == 6
+    assert draw_truncation(sampler_of(generator), CLASSES, NOWHERE, psis=[1.0]) == 8
+    many = styled(classes=20)
+    names = [str(label) for label in range(20)]
+    assert draw_truncation(sampler_of(many), names, NOWHERE, psis=[1.0]) == 16
+    assert draw_mix(sampler_of(many), names, NOWHERE, layers=[0]) == 8
+    draw_mix(sampler_of(styled(classes=0, channels=3)), [], NOWHERE, layers=[0], count=2)
+    assert table["row_heads"] == ["", "A 0", "A 2"]
+    assert table["column_heads"] == ["", "B 1", "B 3"]
+    with pytest.raises(UserError, match=r"truncation works on w.*grid, interpolate --space z"):
+        draw_truncation(sampler_of(without_w()), CLASSES, NOWHERE, psis=[1.0])
+    with pytest.raises(UserError, match="mix works on w"):
+        draw_mix(sampler_of(without_w()), CLASSES, NOWHERE, layers=[0])
+
+
+def test_layers_are_read_and_others_refused():
+    told = {"0-3": [0, 1, 2, 3], " 6, 0 - 1,1": [0, 1, 6], "7": [7]}
+    assert {text: parse_layers(text, 8) for text in told} == told
+    for text in ("8", "3-8", "3-1", "", "a", "1-", "-1", "1--2", "1,,2"):
+        with pytest.raises(UserError, match="--layers"):
+            parse_layers(text, 8)
+
+
+def test_grid_has_a_row_for_each_class(generator, tmp_path, monkeypatch):
+    assert draw_grid(sampler_of(generator, chosen=[1, 2]), tmp_path / "x.png", count=5) == 5
+    found = pixels(tmp_path / "x.png")
+    assert found.shape == (2 * 64, 3 * 64)
+    expected = sampler_of(generator, chosen=[1, 2]).images(range(5))
+    for number in range(5):
+        row, column = number % 2 * 64, number // 2 * 64
+        np.testing.assert_array_equal(found[row : row + 64 : 8, column : column + 64 : 8], expected[number, 0])
+    assert (found[64:, 128:] == 255).all()
+    assert draw_grid(sampler_of(generator), tmp_path / "x.png") == 24
+    assert draw_grid(sampler_of(generator), tmp_path / "x.png", count=2) == 2
+    assert pixels(tmp_path / "x.png").shape == (2 * 64, 64)
+    assert draw_grid(sampler_of(styled(classes=0)), tmp_path / "x.png") == 64
+    assert pixels(tmp_path / "x.png").shape == (8 * 64, 8 * 64)
+    monkeypatch.setattr("duetgan.inference.samples.available_bytes", lambda: 2**30)
+    told = (
+        "--n 100000000: memory holds a picture of about 29,127; --out FOLDER writes any number"  # J29: no word in 150 s
+    )
+    with pytest.raises(UserError, match=told):
+        draw_grid(sampler_of(generator), tmp_path / "y.png", count=100_000_000)
+    assert not (tmp_path / "y.png").exists()

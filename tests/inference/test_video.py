@@ -4,7 +4,7 @@ import weakref
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from duetgan.inference.interpolate import check_film, enlargement, film
 from duetgan.utils.errors import UserError
@@ -33,13 +33,9 @@ def write(path, frames, *, fps=30, scale=1):
 
 def gif_frames(path):
     """Frames uint8 [n, H, W, 3] and delays in ms."""
-    frames, delays = [], []
     with Image.open(path) as image:
-        for number in range(getattr(image, "n_frames", 0)):
-            image.seek(number)
-            frames.append(np.asarray(image.convert("RGB")))
-            delays.append(image.info["duration"])
-    return np.stack(frames), delays
+        parts = [(np.asarray(f.convert("RGB")), f.info["duration"]) for f in ImageSequence.Iterator(image)]
+    return np.stack([frame for frame, _ in parts]), [delay for _, delay in parts]
 
 
 def mp4_frames(path):
@@ -181,17 +177,9 @@ def test_names_and_speeds_are_checked(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "x.gif"]
 
 
-@pytest.mark.parametrize(
-    ("side", "asked", "scale"), [(8, None, 32), (32, None, 8), (100, None, 3), (256, None, 1), (1024, None, 1)]
-)
-def test_small_images_are_enlarged(side, asked, scale):
-    assert enlargement(side, asked) == scale
-
-
-def test_films_have_even_sides():
-    assert enlargement(25) == 12  # 11 times would do, but 275 is odd
-    assert enlargement(257) == 2
-    assert enlargement(25, 2) == 2
-    assert enlargement(32, 1) == 1
+def test_small_images_are_enlarged_and_films_have_even_sides():
+    sides = {8: 32, 32: 8, 100: 3, 256: 1, 1024: 1, 25: 12, 257: 2}  # of 25 px: 11 times would do, but 275 is odd
+    assert {side: enlargement(side) for side in sides} == sides
+    assert (enlargement(25, 2), enlargement(32, 1)) == (2, 1)
     with pytest.raises(UserError, match=r"--scale 3: 75 px is an odd size.*take 4"):
         enlargement(25, 3)

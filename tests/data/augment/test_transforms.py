@@ -181,16 +181,13 @@ def test_each_setting_does_its_part() -> None:
     assert torch.equal(both[~changed], flipped[~changed])
 
 
-def test_alternating_flips_alone_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader makes them."""
+def test_rows_outside_the_batch_are_a_mistake_and_alternating_flips_draw_nothing(monkeypatch):
+    with pytest.raises(ValueError, match="global batch of 8"):
+        draw_and_apply(images(), ALL, seed=0, step=0, start=2, global_batch=8)
+    # the loader makes them
     monkeypatch.setattr(transforms, "generator", None)
     config, batch = Augment(flip="alternating"), images()
     assert draw_and_apply(batch, config, seed=0, step=0, start=0, global_batch=len(batch)) is batch
-
-
-def test_rows_outside_the_batch_are_a_mistake() -> None:
-    with pytest.raises(ValueError, match="global batch of 8"):
-        draw_and_apply(images(), ALL, seed=0, step=0, start=2, global_batch=8)
 
 
 @pytest.mark.parametrize("wrong", [{"shift": -1}, {"shift": 2**63 - 1}, {"erase": 1.5}, {"erase": -0.1}])

@@ -78,6 +78,8 @@ def test_a_mixture_is_each_images_own() -> None:
         assert torch.equal(found[place], alone[0])
     identities = draws.kinds == KINDS.index("identity")
     assert torch.equal(found[identities], images[identities])
+    with pytest.raises(ValueError, match="uint8"):
+        trivial_augment(torch.zeros(1, 3, 4, 4), draw((0,), 1, slice(0, 1)))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -94,8 +96,3 @@ def test_ranks_draw_what_one_process_draws(world_size: int) -> None:
     for key in ({"seed": 2, "step": 5}, {"seed": 1, "step": 6}, {"seed": 1, "step": 5, "phase": "x"}):
         other = draw_and_apply(images, config, start=0, global_batch=12, **key)
         assert not torch.equal(other, whole)
-
-
-def test_images_must_be_bytes() -> None:
-    with pytest.raises(ValueError, match="uint8"):
-        trivial_augment(torch.zeros(1, 3, 4, 4), draw((0,), 1, slice(0, 1)))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.record import Layout, mean_and_std
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.records import add_image, pack_arrays
+from duetgan.data.records import add_image, pack_arrays, pixel_sums
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, sample_images
 
@@ -74,7 +74,7 @@ def test_content_hash_follows_content(tmp_path: Path) -> None:
     assert len(set(hashes)) == 4
 
 
-def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> None:
     with LMDBWriter(tmp_path / "x.lmdb", Layout(channels=3, resolutions=(8,)), classes=CLASSES) as writer:
         good = np.zeros((8, 8, 3), np.uint8)
         for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
@@ -86,9 +86,6 @@ def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
             writer.finish()
     with pytest.raises(ValueError, match="do not fit"):
         Layout(channels=3, resolutions=(8,), encoding="source")
-
-
-def test_left_writer_leaves_nothing(tmp_path: Path) -> None:
     with LMDBWriter(tmp_path / "new" / "deep" / "x.lmdb", GREY, classes=[]) as writer:
         add_image(writer, np.zeros((8, 8, 1), np.uint8))
         assert list((tmp_path / "new" / "deep").iterdir())
@@ -165,3 +162,24 @@ def test_replaced_file_is_noticed_and_read_to_its_end_where_it_is_open(packed: P
     opened.close()
     with pytest.raises(UserError, match="was replaced"):
         closed.read([0])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(1, 1), (7, 5), (1000, 1200)])
+def test_sums_are_exact(channels: int, size: tuple[int, int]) -> None:
+    for low in (0, 255):  # the largest sums there are
+        image = np.random.default_rng(0).integers(low, 256, (*size, channels), dtype=np.uint8)
+        sums = pixel_sums(image)
+        values = image.reshape(-1, channels).astype(np.int64)
+        np.testing.assert_array_equal(sums, [values.sum(0), (values**2).sum(0)])
+        assert sums.dtype == np.int64
+
+
+def test_mean_and_std_of_images_of_different_sizes() -> None:
+    draws = np.random.default_rng(0)
+    parts = [draws.integers(0, 256, (side, 2 * side, 3), dtype=np.uint8) for side in (2, 5, 9)]
+    sums = np.sum([pixel_sums(part) for part in parts], axis=0)
+    values = np.concatenate([part.reshape(-1, 3) for part in parts]) / 255
+    mean, std = mean_and_std(sums, len(values))
+    np.testing.assert_allclose(mean, values.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(std, values.std(0), rtol=1e-10)

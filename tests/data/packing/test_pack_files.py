@@ -5,7 +5,10 @@ import resource
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -21,29 +24,27 @@ from duetgan.utils.script import run_cli
 ROOT = Path(__file__).parents[3]
 
 
-def test_h4_overwrite_replaces_regular_files_only(photos, tmp_path, capsys):
+def test_h4_overwrite_replaces_regular_files_only(photos, tmp_path, refused):
     os.mkfifo(tmp_path / "pipe.lmdb")
     (tmp_path / "null.lmdb").symlink_to("/dev/null")
     for name, what in (("pipe.lmdb", "a named pipe"), ("null.lmdb", "a device")):
-        assert run_cli(pack, [str(photos), str(tmp_path / name), "--size", "8", "--overwrite"]) == 2
-        error = capsys.readouterr().err
+        error = refused(pack, photos, tmp_path / name, "--size", "8", "--overwrite")
         assert f"{name} is {what}, not a regular file: choose another name" in error
-        assert error.count("\n") == 1
     assert stat.S_ISFIFO((tmp_path / "pipe.lmdb").stat().st_mode)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     with pytest.raises(OSError, match="is a named pipe, not a regular file"):
         replace_file(tmp_path / "pipe.lmdb", b"")
 
 
-def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, capsys):
+def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused, capsys):
     """Also one that points to nothing yet, and other files than data sets."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "real.lmdb").write_bytes(b"stale")
     for name, target in (("a.lmdb", "real.lmdb"), ("b.lmdb", "new.lmdb")):
         (tmp_path / name).symlink_to(f"disk/{target}")
         if target == "real.lmdb":
-            assert run_cli(pack, [str(photos), str(tmp_path / name), "--size", "8"]) == 2
-            assert "exists: choose another name or add --overwrite" in capsys.readouterr().err
+            error = refused(pack, photos, tmp_path / name, "--size", "8")
+            assert "exists: choose another name or add --overwrite" in error
         assert run_cli(pack, [str(photos), str(tmp_path / name), "--size", "8", "--overwrite"]) == 0
         assert f"a link: {tmp_path}/disk/{target} was written" in capsys.readouterr().out
         assert (tmp_path / name).is_symlink()
@@ -65,13 +66,8 @@ def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
         "data.pack": [str(photos), str(tmp_path / "y.lmdb"), "--size", "8", "--workers", "0"],
         "data.inspect": [str(tmp_path / "x.lmdb"), "--out", str(tmp_path / "grid.png")],
     }[module]
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)),
-    )
+    command, limits = [sys.executable, "-m", module, *arguments], partial(resource.setrlimit, resource.RLIMIT_FSIZE)
+    done = subprocess.run(command, cwd=ROOT, stderr=-1, text=True, preexec_fn=partial(limits, (1024, 1024)))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1
@@ -79,21 +75,19 @@ def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_h19_dataset_json_that_is_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.symlink_to("nowhere"), r"cannot be read \(No such file or directory\); fix it"),
+        (os.mkfifo, "is a named pipe, not a regular file; fix it"),
+        (lambda path: path.write_text('{"labels": ' + "[" * 100_000), "is not"),
+    ],
+    ids=["link", "pipe", "deep"],
+)
+def test_h19_h23_dataset_json_that_is_none(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (tmp_path / "dataset.json").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"dataset\.json cannot be read \(No such file or directory\); fix it"):
-        open_source(str(tmp_path))
-    (tmp_path / "dataset.json").unlink()
-    os.mkfifo(tmp_path / "dataset.json")
-    with pytest.raises(UserError, match=r"dataset\.json is a named pipe, not a regular file; fix it"):
-        open_source(str(tmp_path))
-
-
-def test_h23_json_that_is_too_deep(tmp_path: Path) -> None:
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (tmp_path / "dataset.json").write_text('{"labels": ' + "[" * 100_000)
-    with pytest.raises(UserError, match=r"dataset\.json is not"):
+    make(tmp_path / "dataset.json")
+    with pytest.raises(UserError, match=rf"dataset\.json {message}"):
         open_source(str(tmp_path))
 
 
@@ -123,19 +117,17 @@ def test_h23_tree_that_is_too_deep(tmp_path: Path, depth: int) -> None:
 
 
 def test_h25_all_skipped_files_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for number in range(12):
-        (folder / f"bad{number:02d}.png").write_bytes(b"")
-    Image.new("RGB", (8, 8)).save(folder / "good.png")
-    command = [str(folder), str(tmp_path / "x.lmdb"), "--on-error", "skip", "--overwrite"]
+    (tmp_path / "in").mkdir()
+    bad = [tmp_path / "in" / f"bad{number:02d}.png" for number in range(12)]
+    for path in bad:
+        path.touch()
+    Image.new("RGB", (8, 8)).save(tmp_path / "in" / "good.png")
+    command = [str(tmp_path / "in"), str(tmp_path / "x.lmdb"), "--on-error", "skip", "--overwrite"]
     assert run_cli(pack, command) == 0
-    shown = capsys.readouterr().out
-    assert f"all of them: {tmp_path}/x.skipped.txt" in shown
-    lines = (tmp_path / "x.skipped.txt").read_text().splitlines()
-    assert lines == [f"{folder}/bad{number:02d}.png is an empty file" for number in range(12)]
-    for number in range(2, 12):
-        (folder / f"bad{number:02d}.png").unlink()
+    assert f"all of them: {tmp_path}/x.skipped.txt" in capsys.readouterr().out
+    assert (tmp_path / "x.skipped.txt").read_text() == "".join(f"{path} is an empty file\n" for path in bad)
+    for path in bad[2:]:
+        path.unlink()
     assert run_cli(pack, command) == 0
     assert "all of them" not in capsys.readouterr().out
     assert not (tmp_path / "x.skipped.txt").exists()

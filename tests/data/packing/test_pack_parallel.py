@@ -125,10 +125,9 @@ def test_what_is_read_in_order_is_read_by_one_thread() -> None:
 def test_images_in_memory(tmp_path: Path) -> None:
     images = RNG.integers(0, 256, (200, 8, 8, 3), dtype=np.uint8)
     source = ArraySource("arrays", images, np.arange(200) % 3, ["a", "b", "c"])
-    here = pack(source, tmp_path / "0.lmdb", size=16, workers=0, duplicates=False).meta
-    there = pack(source, tmp_path / "2.lmdb", size=16, workers=2, duplicates=False).meta
-    assert there == here
-    assert there.histogram == [67, 67, 66]
+    metas = [pack(source, tmp_path / f"{n}.lmdb", size=16, workers=n, duplicates=False).meta for n in (0, 2)]
+    assert metas[0] == metas[1]
+    assert metas[0].histogram == [67, 67, 66]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +155,7 @@ def test_full_disk_with_workers(tmp_path: Path) -> None:
     command = f"{sys.executable} -m data.pack {tmp_path / 'photos'} {tmp_path / 'x.lmdb'} --size 128 --workers 2"
     limit = f"ulimit -f 64; exec {command} --on-error skip"
     done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "x.lmdb: cannot write" in done.stderr
     assert sorted(item.name for item in tmp_path.iterdir()) == ["photos"]
 
@@ -177,9 +175,13 @@ sys.exit(run_cli(lambda argv: pack(Numbers(1000, before), "x.lmdb", size=8, chan
 
 
 def test_ctrl_c_is_quick_and_quiet(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    command: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SLOW], start_new_session=True, **command) as process:
+    how: dict[str, Any] = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "PYTHONPATH": os.getcwd()},
+        "stderr": -1,
+        "text": True,
+    }
+    with subprocess.Popen([sys.executable, "-c", SLOW], start_new_session=True, **how) as process:
         try:
             end = time.monotonic() + 20
             while not (tmp_path / "working").exists():
@@ -191,8 +193,7 @@ def test_ctrl_c_is_quick_and_quiet(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert time.monotonic() - started < 4
-    assert process.returncode == 130
-    assert errors == "stopped: interrupted from the keyboard\n"
+    assert (process.returncode, errors) == (130, "stopped: interrupted from the keyboard\n")
     assert [item.name for item in tmp_path.iterdir()] == ["working"]
 
 

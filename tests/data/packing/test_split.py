@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.data.test_duplicates import saved
 
 TENTH = Fraction(1, 10)
 SHARES = st.fractions(min_value=Fraction(1, 100), max_value=Fraction(1, 2))
+EVERYTHING: dict[str, Any] = {"val_share": "0.25", "overwrite": True}
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), SHARES)
@@ -169,14 +171,9 @@ def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
         sides = [set(training.names()), set(held_out.names())]
         for group in ({"00.png", "copy0.png", "jpeg0.jpg"}, {"01.png", "copy1.png", "jpeg1.jpg"}):
             assert any({f"cat/{name}" for name in group} <= side for side in sides)
-
-
-def test_no_look_alike_is_on_both_sides_of_a_crowd(tmp_path: Path) -> None:
-    """In a crowd stricter rules hold (data/near_duplicates.py); the parts' crowds are those of the whole."""
-    source, dest = open_source("sample", split="test"), tmp_path / "x.lmdb"
-    pack(source, dest, val_share=0.3, duplicates=False)
-    training, held_out = halves(dest)
-    report = find(training, held_out, similar=True)
+    # in a crowd stricter rules hold (data/near_duplicates.py); the parts' crowds are those of the whole
+    pack(open_source("sample", split="test"), tmp_path / "y.lmdb", val_share=0.3, duplicates=False)
+    report = find(*halves(tmp_path / "y.lmdb"), similar=True)
     assert report.candidates > 100
     assert report.near == []
 
@@ -184,28 +181,27 @@ def test_no_look_alike_is_on_both_sides_of_a_crowd(tmp_path: Path) -> None:
 def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
     source = open_source(str(pets))
     whole = pack(source, tmp_path / "whole.lmdb").meta
-    options = {"val_share": "0.25", "overwrite": True}
-    first = pack(source, tmp_path / "x.lmdb", workers=0, **options)  # type: ignore[arg-type]
+    first = pack(source, tmp_path / "x.lmdb", workers=0, **EVERYTHING)
     split = Split(part="train", share=0.25, seed=0, whole=whole.fingerprint, images=36)
     assert first.held_out is not None
     assert (first.meta.split, first.held_out.split) == (split, split.model_copy(update={"part": "val"}))
     assert whole.split is None
     names = halves(tmp_path / "x.lmdb")[1].names()
-    again = pack(source, tmp_path / "x.lmdb", workers=1, **options)  # type: ignore[arg-type]
+    again = pack(source, tmp_path / "x.lmdb", workers=1, **EVERYTHING)
     assert (again.meta, again.held_out) == (first.meta, first.held_out)
-    pack(source, tmp_path / "x.lmdb", size=48, encoding="jpeg", **options)  # type: ignore[arg-type]
+    pack(source, tmp_path / "x.lmdb", size=48, encoding="jpeg", **EVERYTHING)
     assert halves(tmp_path / "x.lmdb")[1].names() == names
-    pack(source, tmp_path / "x.lmdb", seed=1, **options)  # type: ignore[arg-type]
+    pack(source, tmp_path / "x.lmdb", seed=1, **EVERYTHING)
     assert halves(tmp_path / "x.lmdb")[1].names() != names
     # Another place and other names of the same files: the same images.
     for path in sorted(pets.rglob("*.*g")):
         path.rename(path.with_name(f"z{99 - len(path.name)}{path.name}"))
-    pack(open_source(str(pets)), tmp_path / "x.lmdb", **options)  # type: ignore[arg-type]
+    pack(open_source(str(pets)), tmp_path / "x.lmdb", **EVERYTHING)
     renamed = {Path(name).name[3:] for name in halves(tmp_path / "x.lmdb")[1].names()}
     assert renamed == {Path(name).name for name in names}
 
 
-def test_command_line(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
     (pets / "emu").mkdir()
     Image.new("RGB", (32, 32), "red").save(pets / "emu" / "only.png")
     command = [str(pets), str(tmp_path / "new" / "x.lmdb"), "--val-share", "0.1"]
@@ -216,50 +212,39 @@ def test_command_line(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ["cat", "21,", "3 held out"] in told
     assert ["emu", "1,", "0 held out"] in told
     assert any("none of 1 classes" in " ".join(line) and line[-1].endswith("emu") for line in told)
-    assert run_cli(main, command) == EXIT_USER
-    assert "x.lmdb exists: choose another name or add --overwrite" in capsys.readouterr().err
+    assert "x.lmdb exists: choose another name or add --overwrite" in refused(main, *command)
     (tmp_path / "new" / "x.lmdb").unlink()
-    assert run_cli(main, command) == EXIT_USER
-    assert "x-val.lmdb exists" in capsys.readouterr().err
+    assert "x-val.lmdb exists" in refused(main, *command)
     assert run_cli(main, [*command, "--overwrite", "--val-dest", str(tmp_path / "v.lmdb")]) == EXIT_OK
     assert len(LMDBReader(tmp_path / "v.lmdb")) == 4
-    assert run_cli(main, [*command, "--val-dest", command[1], "--overwrite"]) == EXIT_USER
-    assert "is the file of the training images" in capsys.readouterr().err
-    assert run_cli(main, [command[0], str(tmp_path / "y.lmdb"), "--val-dest", str(tmp_path / "z.lmdb")]) == EXIT_USER
-    assert "--val-dest is for --val-share" in capsys.readouterr().err
+    assert "is the file of the training images" in refused(main, *command, "--val-dest", command[1], "--overwrite")
+    assert "--val-dest is for --val-share" in refused(main, pets, tmp_path / "y.lmdb", "--val-dest", "z.lmdb")
 
 
-def refused(capsys: pytest.CaptureFixture[str], message: str, source: Path, *options: str) -> None:
-    """One line with `message`, and nothing is left behind."""
-    before = sorted(source.parent.rglob("*"))
-    assert run_cli(main, [str(source), str(source.parent / "new" / "x.lmdb"), *options]) == EXIT_USER
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert message in errors[0]
-    assert sorted(source.parent.rglob("*")) == before
-
-
-def test_refusals(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, "--val-share 0.6: give a share above 0 and up to 0.5", pets, "--val-share", "0.6")
-    refused(capsys, "or add --val-share 0.1", pets, "--split", "val")
-    alone_folder = tmp_path / "alone"
-    for name in ("cat", "dog"):
-        (alone_folder / name).mkdir(parents=True)
-        Image.new("RGB", (8, 8), "red" if name == "cat" else "blue").save(alone_folder / name / "a.png")
-    refused(capsys, "needs two images of a class, there is 2 images, each of", alone_folder, "--val-share", "0.5")
-    same = tmp_path / "same"
-    same.mkdir()
-    for number in range(5):
-        Image.fromarray(photo_like(1, side=32)[0].transpose(1, 2, 0)).save(same / f"{number}.png")
-    refused(capsys, "look alike (the largest group has 5 of 5), so none can be held out", same, "--val-share", "0.2")
-    splits = tmp_path / "splits"
-    for part in ("train", "test"):
-        (splits / part).mkdir(parents=True)
-        for number, pixels in enumerate(sample_images(4, seed=len(part))):
-            Image.fromarray(pixels.transpose(1, 2, 0)).save(splits / part / f"{number}.png")
-    message = "splits has splits of its own (test and train): drop --val-share to pack --split train, or drop --split"
-    refused(capsys, message, splits, "--val-share", "0.2", "--split", "train")
-    assert run_cli(main, [str(splits), str(tmp_path / "x.lmdb"), "--val-share", "0.25"]) == EXIT_OK
+def test_refusals(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    alike, noise = photo_like(1, side=32).repeat(5, axis=0), sample_images(8)
+    pictures = {"alone": {"cat/0": noise[0], "dog/0": noise[1]}, "same": {str(n): one for n, one in enumerate(alike)}}
+    pictures["splits"] = {f"{('train', 'test')[n // 4]}/{n}": one for n, one in enumerate(noise)}
+    for folder, files in pictures.items():
+        for name, pixels in files.items():
+            path = tmp_path / folder / f"{name}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.transpose(1, 2, 0)).save(path)
+    before = sorted(tmp_path.rglob("*"))
+    for folder, options, message in (
+        ("pets", "--val-share 0.6", "--val-share 0.6: give a share above 0 and up to 0.5"),
+        ("pets", "--split val", "or add --val-share 0.1"),
+        ("alone", "--val-share 0.5", "needs two images of a class, there is 2 images, each of"),
+        ("same", "--val-share 0.2", "look alike (the largest group has 5 of 5), so none can be held out"),
+        (
+            "splits",
+            "--val-share 0.2 --split train",
+            "splits has splits of its own (test and train): drop --val-share to pack --split train, or drop --split",
+        ),
+    ):
+        assert message in refused(main, tmp_path / folder, tmp_path / "new" / "x.lmdb", *options.split())
+        assert sorted(tmp_path.rglob("*")) == before
+    assert run_cli(main, [str(tmp_path / "splits"), str(tmp_path / "x.lmdb"), "--val-share", "0.25"]) == EXIT_OK
     assert "holds out a part of its training images" in capsys.readouterr().err
     assert [len(reader) for reader in halves(tmp_path / "x.lmdb")] == [3, 1]
 

@@ -70,14 +70,11 @@ def test_ranks_together_are_one_process(share: str, world: int) -> None:
         assert {rank.taken for rank in ranks} == {whole.taken}
 
 
-def test_places_are_drawn_anew_and_spread_over_the_batch() -> None:
+def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
     masks = np.stack([indices >= REAL for indices in batches(sampler_of("1/4"), 200)])
     assert len(np.unique(masks, axis=0)) > 100
     assert (masks.mean(0) > 0.12).all()
     assert (masks.mean(0) < 0.38).all()
-
-
-def test_keys_are_those_of_the_epochs() -> None:
     sampler, seen = sampler_of("1/2"), {"real": 0, "drawn": 0}
     for _ in range(10):
         indices, keys = sampler.next_batch()
@@ -152,7 +149,7 @@ def test_batches_hold_the_images_and_say_which_are_synthetic(packed: Path, secon
     loader.close()
 
 
-def test_the_real_images_are_what_the_data_set_is(packed: Path, second: Path) -> None:
+def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed: Path, second: Path) -> None:
     dataset = mixed(packed, second)
     assert (len(dataset), dataset.meta.count, len(dataset.labels())) == (REAL, REAL, REAL)
     images, labels = dataset.read([REAL, REAL + 4])  # no real one
@@ -160,6 +157,14 @@ def test_the_real_images_are_what_the_data_set_is(packed: Path, second: Path) ->
     np.testing.assert_array_equal(labels, [0, 1])
     with pytest.raises(IndexError):
         dataset.read([0, REAL + DRAWN])
+    crop = RandomCrop(area=(0.3, 0.6), aspect=(0.8, 1.25))
+    dataset = mixed(packed, second, crop=crop)
+    keys = SampleKeys(3, np.array([0, 0, 1]), np.zeros(3, np.int64))
+    images, _ = dataset.read([0, REAL, REAL], keys=keys)
+    assert not np.array_equal(images[1], images[2])
+    own = SampleKeys(3, np.array([0, 1]), np.zeros(2, np.int64), synthetic=True)
+    np.testing.assert_array_equal(images[1:], Dataset(second, crop=crop).read([0, 0], keys=own)[0])
+    np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -190,17 +195,6 @@ def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: 
     loader.load_state_dict(here | {key: then[key] for key in ("step", "batch")})
     counts = [int(batch.synthetic.sum()) for batch in (next(loader) for _ in range(10)) if batch.synthetic is not None]
     assert counts == [3] * 8 + [0] * 2
-
-
-def test_random_crops_of_both_kinds_are_keyed_by_their_epochs(packed: Path, second: Path) -> None:
-    crop = RandomCrop(area=(0.3, 0.6), aspect=(0.8, 1.25))
-    dataset = mixed(packed, second, crop=crop)
-    keys = SampleKeys(3, np.array([0, 0, 1]), np.zeros(3, np.int64))
-    images, _ = dataset.read([0, REAL, REAL], keys=keys)
-    assert not np.array_equal(images[1], images[2])
-    own = SampleKeys(3, np.array([0, 1]), np.zeros(2, np.int64), synthetic=True)
-    np.testing.assert_array_equal(images[1:], Dataset(second, crop=crop).read([0, 0], keys=own)[0])
-    np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
 
 
 def test_damage_of_the_second_file_is_named_or_replaced(packed: Path, second: Path) -> None:

@@ -55,7 +55,7 @@ def test_copies_draw_an_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
         sampler.order(1)[0] = 0
 
 
-def test_groups_matter() -> None:
+def test_groups_matter_and_rounding_errors_of_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = np.repeat([0, 1], 20)
     weights = balanced_weights(labels, ["a", "b"]) * np.tile([0.5, 1.5], 20)
     totals = {
@@ -64,6 +64,13 @@ def test_groups_matter() -> None:
     }
     assert totals["with"] == {20}
     assert len(totals["without"]) > 1
+    monkeypatch.setattr("duetgan.data.reading.weighted_sampling.FRACTION_BITS", 1)
+    labels = np.repeat([0, 1, 2], [3, 5, 7])
+    weights = balanced_weights(labels, ["a", "b", "c"])
+    np.testing.assert_allclose(np.bincount(labels, weights), 1)
+    sampler = weighted(weights, 0, labels)
+    for epoch in range(50):  # 5 draws of class b's 5 images
+        assert np.bincount(sampler.order(epoch), minlength=15)[3:8].tolist() == [1] * 5
 
 
 @pytest.mark.parametrize("weight", [5e-324, 0.1, 1.0, 1e308])
@@ -73,17 +80,6 @@ def test_equal_weights_are_no_weights(weight: float) -> None:
         np.testing.assert_array_equal(equal.order(epoch), plain.order(epoch))
     assert equal.state_dict() == plain.state_dict()
     assert plain.state_dict()["weights"] == ""
-
-
-def test_rounding_errors_of_weights_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # so coarse that the least excess would be seen
-    monkeypatch.setattr("duetgan.data.reading.weighted_sampling.FRACTION_BITS", 1)
-    labels = np.repeat([0, 1, 2], [3, 5, 7])
-    weights = balanced_weights(labels, ["a", "b", "c"])
-    np.testing.assert_allclose(np.bincount(labels, weights), 1)
-    sampler = weighted(weights, 0, labels)
-    for epoch in range(50):  # 5 draws of class b's 5 images
-        assert np.bincount(sampler.order(epoch), minlength=15)[3:8].tolist() == [1] * 5
 
 
 @pytest.mark.parametrize("groups", [None, np.array([0, 1, 0, 1, 1])])
@@ -120,17 +116,14 @@ def test_weighted_state_names_its_order() -> None:
     weighted(weights, groups=labels.astype(np.int32) + 5).load_state_dict(states[3])  # so are the groups' numbers
 
 
-def test_state_from_before_there_were_weights() -> None:
+def test_orders_of_other_versions_go_on() -> None:
     old = {"consumed": 6, "count": 4, "seed": 0, "shuffle": True}
     sampler = GlobalSampler(4, batch_size=2, seed=0)
     sampler.load_state_dict(old)
     assert sampler.consumed == 6
     with pytest.raises(UserError, match=r"data\.sampling changed"):
         weighted([1, 2, 3, 4]).load_state_dict(old)
-
-
-def test_weighted_order_is_pinned() -> None:
-    """Resuming a run with another version of the program must not change its order."""
+    # resuming a run with another version of the program must not change its order
     sampler = weighted([0.5, 2, 1, 3, 0, 1.25], 3, np.array([0, 0, 1, 1, 2, 2]))
     assert [sampler.order(epoch).tolist() for epoch in range(2)] == [[3, 5, 1, 2, 3, 1], [3, 5, 1, 3, 1, 2]]
     assert sampler.state_dict()["weights"] == "7339c420934bc3244a822af2343d882e"

@@ -72,7 +72,7 @@ def test_unlabelled_shards(tmp_path: Path) -> None:
     assert (dataset.classes, dataset.meta.histogram, dataset.labels().tolist()) == ([], [], [0] * 6)
 
 
-def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_shards_that_do_not_fit_and_patterns_without_files_are_named(tmp_path: Path) -> None:
     first = tmp_path / "first.lmdb"
     pack_arrays(first, sample_images(4), [0, 1, 2, 0], CLASSES)
     others = {
@@ -86,9 +86,6 @@ def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:
         pack_arrays(other, images, labels, classes, encoding=encoding)
         with pytest.raises(UserError, match=rf"other {name}\.lmdb does not belong to .*first\.lmdb: {name} "):
             Dataset([first, other])
-
-
-def test_patterns_and_lists_without_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train-\*\.lmdb: no file matches this pattern"):
         Dataset(tmp_path / "train-*.lmdb")
     with pytest.raises(UserError, match="name at least one"):

@@ -112,13 +112,22 @@ def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject
         assert (state["step"], state["batch"]) == divmod(total, per_step)
 
 
-def test_one_span_is_the_infinite_loader(grown: Path) -> None:
+def test_one_span_is_the_infinite_loader_and_spans_may_change(grown: Path) -> None:
     staged = make(grown, [(0, 32, 6)])
     plain = InfiniteLoader(Dataset(grown), GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=0)
     for _ in range(8):
         torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
     assert staged.state_dict() == plain.state_dict() | {"step": 8, "batch": 0}
     plain.load_state_dict(staged.state_dict())  # growth may be switched off: the order goes on
+    # the step says which stage it is, the order goes on
+    first = make(grown)
+    for _ in range(4):
+        next(first)
+    again = make(grown, [(0, 8, 8), (4, 32, 16)])
+    again.load_state_dict(first.state_dict())
+    order = np.concatenate([first.sampler.order(epoch) for epoch in range(3)])
+    records = order[3 * 8 + 12 :][:16]
+    same(next(again), records, sample_images(COUNT, side=SIDE)[records])
 
 
 def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Path) -> None:
@@ -134,19 +143,7 @@ def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Pa
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
 
 
-def test_spans_may_change_between_two_starts(grown: Path) -> None:
-    """The step says which stage it is, the order goes on."""
-    first = make(grown)
-    for _ in range(4):
-        next(first)
-    again = make(grown, [(0, 8, 8), (4, 32, 16)])
-    again.load_state_dict(first.state_dict())
-    order = np.concatenate([first.sampler.order(epoch) for epoch in range(3)])
-    records = order[3 * 8 + 12 :][:16]
-    same(next(again), records, sample_images(COUNT, side=SIDE)[records])
-
-
-def test_states_that_do_not_fit_are_refused(grown: Path) -> None:
+def test_states_and_spans_that_do_not_fit_are_refused(grown: Path) -> None:
     loader = make(grown)
     next(loader)
     state = loader.state_dict()
@@ -160,6 +157,12 @@ def test_states_that_do_not_fit_are_refused(grown: Path) -> None:
             loader.load_state_dict(other)
     assert loader.state_dict() == state
     next(loader)
+    message = r"the batches of 12 images of 16 px are not divisible by 8 processes; make .* multiples of 8"
+    with pytest.raises(UserError, match=message):
+        make(grown, world_size=8)
+    for stages in ([(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
+        with pytest.raises(ValueError, match="stages that begin at steps"):
+            make(grown, stages)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -259,7 +262,7 @@ def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
     assert len(at_resolution(two, 16)) == 2 * COUNT
 
 
-def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
+def test_levels_that_are_not_stored_are_scaled_as_the_plan_says(tmp_path: Path) -> None:
     whole = sample_images(COUNT, side=SIDE)
     pack_arrays(tmp_path / "p.lmdb", whole)
     records = next(expected(1))[0]
@@ -267,9 +270,6 @@ def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
     batch = next(make(tmp_path / "p.lmdb"))
     np.testing.assert_array_equal(batch.images.numpy(), means.transpose(0, 3, 1, 2))
     assert np.abs(batch.images.numpy().astype(int) - halved(whole[records], 8)).max() <= 1
-
-
-def test_the_plan_says_where_levels_come_from(tmp_path: Path) -> None:
     names = {"full": 8, "part": 32, "none": None}
     for name, smallest in names.items():
         pack_arrays(tmp_path / f"{name}.lmdb", sample_images(3, side=64), smallest=smallest)
@@ -284,12 +284,3 @@ def test_the_plan_says_where_levels_come_from(tmp_path: Path) -> None:
     assert stages_text(half, [8, 16]).startswith("8, 16 px scaled from 64 px")
     cropped = Dataset(tmp_path / "full.lmdb", resolution=16, crop=RandomCrop())
     assert stages_text(cropped, [8, 16]) == "8, 16 px scaled from random crops"
-
-
-def test_spans_are_checked(grown: Path) -> None:
-    message = r"the batches of 12 images of 16 px are not divisible by 8 processes; make .* multiples of 8"
-    with pytest.raises(UserError, match=message):
-        make(grown, world_size=8)
-    for stages in ([(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
-        with pytest.raises(ValueError, match="stages that begin at steps"):
-            make(grown, stages)

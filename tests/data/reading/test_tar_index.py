@@ -83,7 +83,7 @@ def test_the_images_are_those_of_the_packed_file(shards: Path, tmp_path: Path) -
         assert one.meta.count == 7
 
 
-def test_the_index_is_kept_as_long_as_it_fits(shards: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_kept_as_long_as_it_fits(shards, own_cache, monkeypatch, tmp_path):
     made: list[Path] = []
     original = shard_index._make
 
@@ -112,6 +112,10 @@ def test_the_index_is_kept_as_long_as_it_fits(shards: Path, own_cache: Path, mon
         assert changed.meta.content_hash != hash_before
         assert changed.meta.count == 17
     assert made == [index] * 4
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(shard_index.CACHE, str(tmp_path / "file"))
+    with pytest.raises(UserError, match="file/shards: Not a directory; it is kept there: set"):
+        Dataset(shards)
 
 
 def test_a_shard_that_changes_while_it_is_read(shards: Path) -> None:
@@ -207,13 +211,6 @@ def test_what_cannot_be_read_is_one_line(how, said, tmp_path, own_cache, capsys)
     assert said in error
     assert error.count("\n") == 1, error
     assert [*own_cache.glob("*.lmdb*"), *own_cache.glob(".*")] == []
-
-
-def test_no_place_for_the_index(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(shard_index.CACHE, str(tmp_path / "file"))
-    with pytest.raises(UserError, match="file/shards: Not a directory; it is kept there: set"):
-        Dataset(shards)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return write
 
 
-def test_available_memory(machine: Callable[..., None]) -> None:
+def test_available_memory_and_cores(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.available_bytes() > 1 << 20  # all of the machine's where the system does not say
     machine(meminfo="MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:   5000 kB\n")
     assert memory.available_bytes() == 5000 * 1024
@@ -105,9 +105,6 @@ def test_available_memory(machine: Callable[..., None]) -> None:
     assert memory.available_bytes() == 0
     machine(memory_max="99999999999\n")
     assert memory.available_bytes() == 5000 * 1024
-
-
-def test_cores(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.cores() == 8
     machine(cpu_max="max 100000\n")
     assert memory.cores() == 8

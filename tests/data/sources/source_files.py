@@ -39,7 +39,7 @@ def item_refused(source: Source, index: int, message: str) -> None:
 
 
 def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:
-    with lmdb.open(str(path), subdir=subdir, map_size=1 << 24) as environment, environment.begin(write=True) as txn:
+    with lmdb.open(str(path), subdir=subdir, map_size=1 << 26) as environment, environment.begin(write=True) as txn:
         for side in sides:
             for index in range(count):
                 txn.put(f"{side}-{str(index).zfill(5)}".encode(), f"{side} {index}".encode())
@@ -54,7 +54,7 @@ def manifest(folder: Path, text: str, encoding: str = "utf-8") -> str:
     return str(folder / "list.csv")
 
 
-def arrow_table(table: dict[str, Any], names: Sequence[str] = (), columns: Sequence[str] = ("label",)) -> Any:
+def arrow_table(table: dict[str, Any], names: Sequence[str], columns: Sequence[str] = ("label",)) -> Any:
     """Columns, of which some hold classes of these names, as Hugging Face's library writes them down."""
     made = pytest.importorskip("pyarrow").table(table)
     if names:
@@ -63,18 +63,19 @@ def arrow_table(table: dict[str, Any], names: Sequence[str] = (), columns: Seque
     return made
 
 
-def parquet(
-    path: Path,
-    table: dict[str, Any],
-    *,
-    names: Sequence[str] = (),
-    columns: Sequence[str] = ("label",),
-    rows: int = 2,
-    **options: Any,
-) -> Path:
+def parquet(path: Path, table: dict[str, Any], *, names=(), columns=("label",), rows: int = 2, **options: Any) -> Path:
     made = arrow_table(table, names, columns)
     path.parent.mkdir(exist_ok=True)
     pytest.importorskip("pyarrow.parquet").write_table(made, path, row_group_size=rows, **options)
+    return path
+
+
+def arrow(path: Path, table: dict[str, Any], *, names: Sequence[str] = (), rows: int = 2, **options: Any) -> Path:
+    """A file as the library writes it: a stream of batches, the features in the schema's metadata."""
+    made, ipc = arrow_table(table, names), pytest.importorskip("pyarrow").ipc
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with ipc.new_stream(str(path), made.schema, options=ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(made, max_chunksize=rows)
     return path
 
 

@@ -1,5 +1,6 @@
 """What is a split, a class, a label: the usual names, and a question where it is unclear (H2, H3)."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -16,15 +17,17 @@ from tests.data.sources.source_files import cells, manifest, parquet, refused
 from tests.data.sources.test_sources import zipped
 
 
-def test_names_of_splits() -> None:
-    names = ["train", "Train", "TRAINING", "training_set", "test-set", "Testing", "valset", "Validation"]
-    expected = ["train", "train", "training", "training", "test", "testing", "val", "validation"]
-    assert list(map(split_name, names)) == expected
-    assert [split_name(name) for name in ("trains", "set", "")] == ["", "", ""]
-    names = ["valid", "Test", "cat", "training"]
-    assert [first_of(split, names) for split in ("train", "test", "val")] == ["training", "Test", "valid"]
+def test_names_of_splits_and_what_looks_like_labels() -> None:
+    names = {"train": "train", "Train": "train", "TRAINING": "training", "training_set": "training", "test-set": "test"}
+    names |= {"Testing": "testing", "valset": "val", "Validation": "validation", "trains": "", "set": "", "": ""}
+    assert {name: split_name(name) for name in names} == names
+    found = [first_of(split, ["valid", "Test", "cat", "training"]) for split in ("train", "test", "val")]
+    assert found == ["training", "Test", "valid"]
     assert first_of("test", ["validation", "val"]) == "val"
     assert first_of("train", ["val", "cat"]) is None
+    assert looks_like_labels("x", {"id": Counter("abcdefgh"), "same": Counter("aaaaaaaa")}) == []
+    assert len(looks_like_labels("x", {"id": Counter("abcdefgh"), "kind": Counter("aabbccdd")})) == 1
+    assert looks_like_labels("x", {"kind": Counter("aabbccde")}) == []  # more than one of two is another
 
 
 def folder(place: Path, *names: str) -> Path:
@@ -49,12 +52,9 @@ def test_split_folders_under_other_names(tmp_path: Path, kind: str, train: str, 
         assert source.remarks == []
 
 
-def test_val_is_val_where_there_is_a_test_split_too(tmp_path: Path) -> None:
-    where = str(folder(tmp_path / "x", "train/cat/a.png", "test/cat/b.png", "val/cat/c.png"))
-    assert [open_source(where, split=split).stored_name(0)[:4] for split in ("test", "val")] == ["test", "val/"]
-
-
-def test_other_folders_beside_splits_are_left_out_and_told(tmp_path: Path) -> None:
+def test_val_is_val_and_other_folders_beside_splits_are_left_out_and_told(tmp_path: Path) -> None:
+    three = str(folder(tmp_path / "three", "train/cat/a.png", "test/cat/b.png", "val/cat/c.png"))
+    assert [open_source(three, split=split).stored_name(0)[:4] for split in ("test", "val")] == ["test", "val/"]
     where = folder(tmp_path / "x", "train/cat/a.png", "test/cat/b.png", "sample_submission/c.png")
     source = open_source(str(where))
     assert (source.classes, len(source)) == (["cat"], 1)
@@ -74,13 +74,9 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     refused(where, r"has no split folders: leave --split out .* or add --val-share 0\.1", split="test")
 
 
-@pytest.mark.parametrize(
-    "others", [("extra/cat/e.png", "extra/dog/f.png"), ("train/e.png", "test/f.png", "extra/g.png")]
-)
-def test_other_folders_that_may_be_classes_are_asked_for(tmp_path: Path, others: tuple[str, ...]) -> None:
-    flat = len(others) == 3
-    names = others if flat else ("train/cat/a.png", "test/cat/b.png", *others)
-    where = str(folder(tmp_path / "x", *names))
+@pytest.mark.parametrize("names", ["train/e test/f extra/g", "train/cat/a test/cat/b extra/cat/e extra/dog/f"])
+def test_other_folders_that_may_be_classes_are_asked_for(tmp_path: Path, names: str) -> None:
+    where = str(folder(tmp_path / "x", *(f"{name}.png" for name in names.split())))
     refused(where, r"test and train may be splits.* extra; pass --split test .*--classes-from top")
     assert len(open_source(where, split="train")) == 1
     assert open_source(where, classes_from="top").classes == ["extra", "test", "train"]
@@ -100,18 +96,16 @@ def test_class_folders_below_every_folder_are_asked_for(tmp_path: Path, kind: st
         assert (source.classes, source.labels().tolist()) == (classes, labels)
 
 
-def test_class_folders_below_a_split_are_asked_for_too(tmp_path: Path) -> None:
-    names = [
-        f"{split}/{kind}/{label}/a.png" for split in ("train", "test") for kind in "xy" for label in ("cat", "dog")
-    ]
+def test_class_folders_below_a_split_are_asked_for_too_but_not_one_in_each_class(tmp_path: Path) -> None:
+    names = ["/".join(parts) for parts in itertools.product(("train", "test"), "xy", ("cat", "dog"), ["a.png"])]
     refused(folder(tmp_path / "x", *names), r"below every folder \(train/x/cat, ")
     source = open_source(str(tmp_path / "x"), split="test", classes_from="parent")
     assert (source.classes, len(source), source.stored_name(0)) == (["cat", "dog"], 4, "test/x/cat/a.png")
-
-
-def test_one_folder_of_images_in_each_class_is_no_question(tmp_path: Path) -> None:
-    assert open_source(str(folder(tmp_path / "x", "cat/images/a.png", "dog/images/b.png"))).classes == ["cat", "dog"]
-    assert open_source(str(folder(tmp_path / "y", "cat/a.png", "dog/x/b.png", "dog/y/c.png"))).classes == ["cat", "dog"]
+    for place, *files in (
+        ("y", "cat/images/a.png", "dog/images/b.png"),
+        ("z", "cat/a.png", "dog/x/b.png", "dog/y/c.png"),
+    ):
+        assert open_source(str(folder(tmp_path / place, *files))).classes == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("column", ["class", "category", "target", "label_name", "Labels"])
@@ -119,14 +113,13 @@ def test_label_columns_under_other_names(tmp_path: Path, column: str) -> None:
     where = manifest(tmp_path, f"path,{column}\na.png,dog\nb.png,cat\ndeep/c.png,dog\n")
     source = open_source(where)
     assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
-    assert source.remarks == [
-        f"{where}: the labels are those of the column {column.lower()}; without: --label-column none"
-    ]
+    told = f"{where}: the labels are those of the column {column.lower()}; without: --label-column none"
+    assert source.remarks == [told]
     source = open_source(where, label_column="none")
     assert (source.classes, source.remarks) == ([], [])
 
 
-def test_several_label_columns_are_asked_for(tmp_path: Path) -> None:
+def test_several_label_columns_are_asked_for(tmp_path: Path, photos: Path) -> None:
     where = manifest(tmp_path, "path,target,class\na.png,0,dog\nb.png,1,cat\n")
     refused(where, r"class and target could be labels: pass --label-column class, .*path, target, c")
     assert open_source(where, label_column="class").classes == ["cat", "dog"]
@@ -134,15 +127,16 @@ def test_several_label_columns_are_asked_for(tmp_path: Path) -> None:
     refused(where, r"--label-column clas: no such column .did you mean 'class'", label_column="clas")
     where = manifest(tmp_path, "path,label,class\na.png,0,dog\nb.png,1,cat\n")
     assert (open_source(where).classes, open_source(where).remarks) == (["0", "1"], [])
+    refused(photos, r"--label-column does not apply to .*photos: leave it out", label_column="x")
+    refused("sample", "--classes-from does not apply to sample: leave it out", classes_from="top")
+    assert open_source("sample").splits == ("test", "train")
+    splits = open_source(manifest(tmp_path, "path,split\na.png,Training\nb.png,testing\n")).splits
+    assert splits == ("testing", "training")
 
 
 def test_a_column_that_looks_like_labels_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = "".join(
-        f"{name},{breed},{number}\n" for number, (name, breed) in enumerate([("a.png", "x"), ("b.png", "y")])
-    )
-    text = f"path,breed,size\n{rows}deep/c.png,x,7\n{{}}"
     save(tmp_path / "d.png")
-    where = manifest(tmp_path, text.format("d.png,y,9\n"))
+    where = manifest(tmp_path, "path,breed,size\na.png,x,0\nb.png,y,1\ndeep/c.png,x,7\nd.png,y,9\n")
     message = (
         f"warning: {where}: packed without labels, although the column breed has 2 values for 4 images; if they are"
         " labels, pass --label-column breed"
@@ -154,20 +148,13 @@ def test_a_column_that_looks_like_labels_is_a_warning(tmp_path: Path, capsys: py
     assert open_source(where, label_column="none").remarks == []
 
 
-def test_what_looks_like_labels() -> None:
-    assert looks_like_labels("x", {"id": Counter("abcdefgh"), "same": Counter("aaaaaaaa")}) == []
-    assert len(looks_like_labels("x", {"id": Counter("abcdefgh"), "kind": Counter("aabbccdd")})) == 1
-    assert looks_like_labels("x", {"kind": Counter("aabbccde")}) == []  # more than one of two is another
-
-
 def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path: Path) -> None:
     where = folder(tmp_path / "x", "train/a.png", "test/b.png")
     (where / "labels.csv").write_text("id,breed")
     for place in (where, zipped(where, tmp_path / "x.zip")):
         (remark,) = open_source(str(place)).remarks
-        assert remark.startswith(
-            f"warning: {place}: packed without labels, although labels.csv lies there; if it holds"
-        )
+        told = f"warning: {place}: packed without labels, although labels.csv lies there; if it holds"
+        assert remark.startswith(told)
     folder(where, "train/cat/a.png")
     (where / "train" / "a.png").unlink()
     assert open_source(str(where)).remarks == []
@@ -199,9 +186,8 @@ def test_classes_in_the_names_of_files(tmp_path: Path) -> None:
     names = ("cat.0.jpg", "cat.1.jpg", "guinea_pig_12.png", "guinea_pig_7.png", "dog (3).png", "dog-4.png")
     where = folder(tmp_path / "x", *names)
     (remark,) = open_source(str(where)).remarks
-    assert (
-        "all names begin with one of 3 words; for the classes cat, dog, guinea_pig pass --classes-from name" in remark
-    )
+    told = "all names begin with one of 3 words; for the classes cat, dog, guinea_pig pass --classes-from name"
+    assert told in remark
     source = open_source(str(where), classes_from="name")
     assert (source.classes, source.remarks) == (["cat", "dog", "guinea_pig"], [])
     labels = {source.stored_name(index): source.classes[label] for index, label in enumerate(source.labels())}
@@ -210,30 +196,10 @@ def test_classes_in_the_names_of_files(tmp_path: Path) -> None:
     refused(where, r"x: 77\.png has no class in its name", classes_from="name")
     split = folder(tmp_path / "y", "train/cat1.png", "train/dog1.png", "test/cat2.png")
     assert open_source(str(split), classes_from="name").labels().tolist() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("IMG_1.png", "IMG_2.png", "DSC_1.png", "DSC_2.png"),  # cameras
-        ("1.png", "2.png", "3.png", "4.png"),
-        ("a.png", "b.png", "c.png", "d.png"),
-        ("cat1.png", "cat2.png", "cat3.png", "cat4.png"),
-        ("cat1.png", "cat2.png", "dog1.png", "3.png"),
-    ],
-)
-def test_names_that_are_no_classes(tmp_path: Path, names: tuple[str, ...]) -> None:
-    assert open_source(str(folder(tmp_path / "x", *names))).remarks == []
-
-
-def test_options_of_other_sources_are_refused(photos: Path, tmp_path: Path) -> None:
-    refused(photos, r"--label-column does not apply to .*photos: leave it out", label_column="x")
-    refused("sample", "--classes-from does not apply to sample: leave it out", classes_from="top")
-    assert open_source("sample").splits == ("test", "train")
-    assert open_source(manifest(tmp_path, "path,split\na.png,Training\nb.png,testing\n")).splits == (
-        "testing",
-        "training",
-    )
+    cameras = "IMG_1 IMG_2 DSC_1 DSC_2"
+    for others in (cameras, "1 2 3 4", "a b c d", "cat1 cat2 cat3 cat4", "cat1 cat2 dog1 3"):  # names are no classes
+        plain = folder(tmp_path / others, *(f"{name}.png" for name in others.split()))
+        assert open_source(str(plain)).remarks == []
 
 
 def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
@@ -243,9 +209,8 @@ def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
         save(tmp_path / "x" / folder / f"{ord(folder[-1])}.png")
     source = open_source(str(tmp_path / "x"))
     assert (source.classes, sorted(source.labels())) == ([one, "tea"], [0, 0, 1])
-    assert source.remarks == [
-        f"{tmp_path}/x: written in two ways that look the same, and taken as one class each: {one}"
-    ]
+    told = f"{tmp_path}/x: written in two ways that look the same, and taken as one class each: {one}"
+    assert source.remarks == [told]
     for name in (f"{one}.1", f"{two}.2", "tea.3"):
         save(tmp_path / "y" / f"{name}.png")
     assert open_source(str(tmp_path / "y"), classes_from="name").classes == [one, "tea"]

@@ -31,13 +31,9 @@ def test_rosinality(tmp_path: Path, subdir: bool) -> None:
 
 
 def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
-    with lmdb.open(str(tmp_path / "x"), map_size=1 << 26) as environment, environment.begin(write=True) as txn:
-        for index in range(100_001):
-            txn.put(f"8-{str(index).zfill(5)}".encode(), str(index).encode())
-        txn.put(b"length", b"100001")
-    with open_source(str(tmp_path / "x")) as source:
-        assert source.item(100_000).content == b"100000"
-        assert source.item(99_999).content == b"99999"
+    with open_source(str(rosinality(tmp_path / "x", (8,), 100_001))) as source:
+        assert source.item(100_000).content == b"8 100000"
+        assert source.item(99_999).content == b"8 99999"
 
 
 def test_rosinality_damage(tmp_path: Path) -> None:
@@ -52,12 +48,9 @@ def test_rosinality_damage(tmp_path: Path) -> None:
     refused(path, "no record `length`")
     os.truncate(path, path.stat().st_size - 4096)
     refused(path, "x is truncated")
-
-
-def test_foreign_lmdb(tmp_path: Path) -> None:
-    with lmdb.open(str(tmp_path / "x")) as environment, environment.begin(write=True) as txn:
+    with lmdb.open(str(tmp_path / "foreign")) as environment, environment.begin(write=True) as txn:
         txn.put(b"__len__", b"3")
-    refused(tmp_path / "x", r"data\.mdb is an LMDB file of another program")
+    refused(tmp_path / "foreign", r"data\.mdb is an LMDB file of another program")
     (tmp_path / "y.lmdb").write_bytes(b"text" * 10)
     refused(tmp_path / "y.lmdb", r"y\.lmdb is not an LMDB file")
 

@@ -77,14 +77,11 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
         ("path,split\na.png,train\na.png,test\n", "line 3: a.png has split test, in line 2 train"),
         ("path,split\na.png,trian\n", "line 2: split 'trian' .did you mean 'train'"),
         ('path,label\n"a.png,x\n', "line 2 cannot be read"),
+        ("path,label\na.png,ü\n", "is not UTF-8"),
     ],
 )
 def test_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
-    refused(manifest(tmp_path, text), message)
-
-
-def test_csv_that_is_not_utf8(tmp_path: Path) -> None:
-    refused(manifest(tmp_path, "path,label\na.png,ü\n", "latin-1"), "is not UTF-8")
+    refused(manifest(tmp_path, text, "latin-1"), message)
 
 
 @pytest.mark.parametrize("column", ["path", "file", "filename", "image"])

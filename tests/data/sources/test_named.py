@@ -1,10 +1,11 @@
-"""Idx files, Fashion-MNIST and CIFAR-10: every format, every place they are looked for, and damaged files."""
+"""Idx files, Fashion-MNIST, its embedded sample and CIFAR-10: every format and place, and damaged files."""
 
 import gzip
 import json
 import pickle
+import zlib
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import named, open_source
-from duetgan.data.sources.named import cache_folder, find_idx, read_idx
+from duetgan.data.sources.named import DEBIAN, SAMPLE, cache_folder, find_idx, read_idx
 from duetgan.utils.errors import UserError
-from tests.data.sources.make_sample import idx_gz
+from tests.data.sources.make_sample import choose, idx_gz, main, sample_files
 from tests.data.sources.source_files import refused
 
 
@@ -49,58 +50,48 @@ def test_root_must_exist_and_fit(photos: Path, tmp_path: Path) -> None:
     refused("sample", "--root does not apply", root=tmp_path)
 
 
-class FakeDownload:
-    """Stands for torchvision's data set: writes four idx files, or fails as it does without a network."""
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders into which torchvision's data set was downloaded: what stands for it writes four idx files."""
+    roots: list[str] = []
 
-    error: Exception | None = None
-    roots: ClassVar[list[str]] = []
-
-    def __init__(self, root: str, *, download: bool) -> None:
+    def download(root: str, *, download: bool) -> None:
         assert download
-        FakeDownload.roots.append(root)
-        if self.error:
-            raise self.error
+        roots.append(root)
         for prefix in ("train", "t10k"):
             write_idx(Path(root) / "FashionMNIST" / "raw", prefix, IMAGES, LABELS, "")
 
-
-@pytest.fixture
-def download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeDownload]:
-    monkeypatch.setattr("torchvision.datasets.FashionMNIST", FakeDownload)
-    monkeypatch.setattr(FakeDownload, "roots", [])
+    monkeypatch.setattr("torchvision.datasets.FashionMNIST", download)
     monkeypatch.delenv("DUET_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return FakeDownload
+    return roots
 
 
-def test_fashion_mnist_is_looked_for_in_order(tmp_path, monkeypatch, download):
+def test_fashion_mnist_is_looked_for_in_order(tmp_path, monkeypatch, downloads):
     debian, root = tmp_path / "debian", tmp_path / "root"
     write_idx(debian, "train", IMAGES[:3], LABELS[:3])
     write_idx(root, "train", IMAGES[:6], LABELS[:6])
     monkeypatch.setattr(named, "DEBIAN", debian)
     assert len(open_source("fashion-mnist")) == 3
     assert len(open_source("fashion-mnist", root=root)) == 6  # what is given wins
-    assert not download.roots
+    assert not downloads
     monkeypatch.setattr(named, "DEBIAN", tmp_path / "not-installed")
     assert len(open_source("fashion_mnist")) == 12
     assert len(open_source("fashion-mnist")) == 12
-    assert download.roots == [str(tmp_path / "cache" / "duet")]  # once
+    assert downloads == [str(tmp_path / "cache" / "duet")]  # once
     assert cache_folder() == tmp_path / "cache" / "duet"
     (tmp_path / "tv").mkdir()
     assert open_source("fashion-mnist", root=tmp_path / "tv", split="test").classes[9] == "Ankle boot"
-    assert len(download.roots) == 2
+    assert len(downloads) == 2
 
 
-def test_failed_download_is_one_line(tmp_path, monkeypatch, download):
+def test_failed_download_is_one_line(tmp_path, monkeypatch, downloads):
     monkeypatch.setattr(named, "DEBIAN", tmp_path / "not-installed")
-    monkeypatch.setattr(download, "error", RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n"))
+    error = RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n")
+    for place in ("FashionMNIST", "cifar.download_and_extract_archive"):
+        monkeypatch.setattr(f"torchvision.datasets.{place}", lambda *_, **__: (_ for _ in ()).throw(error))
     refused("fashion-mnist", r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root")
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError("<no route>")
-
-    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
-    refused("cifar10", r"CIFAR-10 .*\(<no route>\): pass --root")
+    refused("cifar10", r"CIFAR-10 .*\(<no network>\): pass --root")
 
 
 COLOUR = np.random.default_rng(1).integers(0, 256, (15, 32, 32, 3), dtype=np.uint8)
@@ -125,11 +116,9 @@ def write_npm(folder: Path) -> None:
 
 def write_binary(folder: Path) -> None:
     for name, rows in parts("train") + parts("test"):
-        records = [
-            bytes([label]) + image.transpose(2, 0, 1).tobytes()
-            for image, label in zip(COLOUR[rows], CIFAR_LABELS[rows], strict=True)
-        ]
-        (folder / f"{name}.bin").write_bytes(b"".join(records))
+        pixels = COLOUR[rows].transpose(0, 3, 1, 2).reshape(-1, 3072)
+        records = np.concatenate([np.array(CIFAR_LABELS[rows], np.uint8)[:, None], pixels], axis=1)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
 
 
 def write_python(folder: Path) -> None:
@@ -142,24 +131,18 @@ def write_python(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "inner"),
-    [
-        (write_npm, ""),
-        (write_npm, "package"),
-        (write_binary, ""),
-        (write_binary, "cifar-10-batches-bin"),
-        (write_python, ""),
-        (write_python, "cifar-10-batches-py"),
-    ],
+    [(write_npm, "package"), (write_binary, "cifar-10-batches-bin"), (write_python, "cifar-10-batches-py")],
 )
 def test_cifar10_formats(tmp_path, monkeypatch, write, inner):
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    (tmp_path / inner).mkdir(exist_ok=True)
-    write(tmp_path / inner)
-    for split, rows in (("train", slice(0, 10)), ("test", slice(10, 15))):
-        source = open_source("cifar10", split=split, root=tmp_path)
-        assert (source.shape, source.channels, source.classes[3]) == ((32, 32), 3, "cat")
-        assert source.labels().tolist() == CIFAR_LABELS[rows]
-        np.testing.assert_array_equal(np.stack([source.item(i).content for i in range(len(source))]), COLOUR[rows])
+    for folder, root in ((tmp_path / "a" / inner, tmp_path / "a"), (tmp_path / "b", tmp_path / "b")):
+        folder.mkdir(parents=True)
+        write(folder)
+        for split, rows in (("train", slice(0, 10)), ("test", slice(10, 15))):
+            source = open_source("cifar10", split=split, root=root)
+            assert (source.shape, source.channels, source.classes[3]) == ((32, 32), 3, "cat")
+            assert source.labels().tolist() == CIFAR_LABELS[rows]
+            np.testing.assert_array_equal([source.item(i).content for i in range(len(source))], COLOUR[rows])
 
 
 def test_cifar10_damage(tmp_path: Path) -> None:
@@ -180,12 +163,8 @@ def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Monk
     write_python(tmp_path)
     evil = f"cos\nsystem\n(S'touch {tmp_path}/was-here'\ntR."
     (tmp_path / "test_batch").write_text(evil)
-    refused(
-        "cifar10",
-        r"CIFAR-10 was not found here and cannot be downloaded \([^\n]*corrupted",
-        split="test",
-        root=tmp_path,
-    )
+    message = r"CIFAR-10 was not found here and cannot be downloaded \([^\n]*corrupted"
+    refused("cifar10", message, split="test", root=tmp_path)
     assert not (tmp_path / "was-here").exists()
     pickle.loads(evil.encode())
     assert (tmp_path / "was-here").exists()
@@ -200,17 +179,15 @@ def test_idx_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
     write_idx(tmp_path, "train", IMAGES, LABELS[:5])
     refused(tmp_path, "do not match")
     refused(tmp_path, "lacks t10k", split="test")
-    path = tmp_path / "train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz cannot be read"):
-        read_idx(path)
-    plain = tmp_path / "plain"
-    plain.write_bytes(gzip.decompress(idx_gz(IMAGES))[:-1])
-    with pytest.raises(UserError, match="plain is truncated"):
-        read_idx(plain)
-    plain.write_bytes(b"hello")
-    with pytest.raises(UserError, match="plain is not an idx file"):
-        read_idx(plain)
+    whole = idx_gz(IMAGES)
+    for name, content, message in (
+        ("x.gz", whole[:500], r"x\.gz cannot be read"),
+        ("plain", gzip.decompress(whole)[:-1], "plain is truncated"),
+        ("plain", b"hello", "plain is not an idx file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_idx(tmp_path / name)
     refused("idx", "idx needs --root")
 
 
@@ -245,3 +222,44 @@ def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, 
     assert meta.resize_filter == ("none" if size == 28 else "zero-pad")
     np.testing.assert_allclose(meta.mean, [sample_images.mean() / 255], rtol=1e-9)
     np.testing.assert_allclose(meta.std, [sample_images.std() / 255], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 10_000), ("test", 2_000)])
+def test_class_balance(split: str, count: int) -> None:
+    source = open_source("sample", split=split)
+    assert (len(source), source.shape, source.channels) == (count, (28, 28), 1)
+    assert np.bincount(source.labels()).tolist() == [count // 10] * 10
+    assert len(source.classes) == 10
+    assert (np.diff(source.labels()) < 0).any()  # in the set's order, not sorted by class
+
+
+def test_size_and_licence() -> None:
+    assert sum(path.stat().st_size for path in SAMPLE.iterdir()) <= 6_000_000
+    licence = (SAMPLE / "LICENSE").read_text()
+    assert "Zalando SE" in licence
+    assert "Permission is hereby granted, free of charge" in licence
+    assert "fashion-mnist" in (SAMPLE / "README.md").read_text()
+
+
+@pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_files_are_what_the_script_makes() -> None:
+    files = sample_files(None)
+    assert len(files) == 4
+    for name, content in files.items():
+        committed = (SAMPLE / name).read_bytes()
+        assert gzip.decompress(content) == gzip.decompress(committed), name
+        if "ng" not in zlib.ZLIB_RUNTIME_VERSION:  # zlib-ng compresses to other bytes
+            assert content == committed, name
+
+
+def test_script_takes_the_first_of_each_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for prefix in ("train", "t10k"):
+        write_idx(tmp_path / "full", prefix, IMAGES, LABELS)
+    main(["--root", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
+    first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert len(first) == 4
+    assert "train-images-idx3-ubyte.gz" in capsys.readouterr().out
+    main(["--root", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
+    assert first == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    labels = np.array([2, 0, 2, 1, 0, 0, 2, 1, 1])
+    assert choose(labels, 2).tolist() == [0, 1, 2, 3, 4, 7]

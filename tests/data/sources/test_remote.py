@@ -7,7 +7,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import known_implementations, register_implementation
+from fsspec.registry import known_implementations
 
 from duetgan.data.sources import open_source, remote
 from duetgan.utils.bounded import FileLimit
@@ -30,9 +30,8 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store.makedirs("/pets/emu")
     with open_source("memory://pets/") as source:
         assert (source.name, source.classes, source.ignored) == ("memory://pets", ["cat", "dog"], ["dog/notes.txt"])
-        assert [str(problem) for problem in source.problems] == [
-            "memory://pets/emu is a class folder without images (it is empty)"
-        ]
+        (problem,) = source.problems
+        assert str(problem) == "memory://pets/emu is a class folder without images (it is empty)"
         assert contents(source) == [b"cat/a.png", b"dog/deep/b.png"]
         assert source.item_name(1) == "memory://pets/dog/deep/b.png"
         store.pipe("/pets/cat/a.png", b"shorter")
@@ -57,49 +56,30 @@ def test_local_url_and_stylegan_manifest(photos: Path, store: Any) -> None:
     refused("memory://x", r"memory://x: dataset\.json is not")
 
 
-class Flaky(MemoryFileSystem):
-    """Fails as often as `failures` says, with an exception that is no OSError."""
-
-    protocol = "flaky"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return MemoryFileSystem._strip_protocol(path.replace("flaky://", "memory://"))
-
-    failures, calls = 0, 0
-
-    def _fail(self) -> None:
-        type(self).calls += 1
-        if self.calls <= self.failures:
-            raise ArithmeticError("connection reset")
-
-    def cat_file(self, path: str, **options: Any) -> bytes:
-        self._fail()
-        return super().cat_file(path, **options)
-
-    def find(self, path: str, **options: Any) -> Any:
-        self._fail()
-        return super().find(path, **options)
-
-
 @pytest.mark.parametrize(("failures", "succeeds"), [(2, True), (3, False)])
 def test_url_is_tried_three_times(store: Any, monkeypatch: pytest.MonkeyPatch, failures: int, succeeds: bool) -> None:
-    register_implementation("flaky", Flaky, clobber=True)
     pauses: list[float] = []
     monkeypatch.setattr(remote, "PAUSES", (0.5, 2.0))
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     store.pipe("/x/a.png", b"a")
-    monkeypatch.setattr(Flaky, "failures", 0)
-    source = open_source("flaky://x")
-    monkeypatch.setattr(Flaky, "failures", failures)
-    monkeypatch.setattr(Flaky, "calls", 0)
+    source = open_source("memory://x")
+    for name in ("cat_file", "find"):
+        work = getattr(MemoryFileSystem, name)
+        faults = [ArithmeticError("connection reset")] * failures  # no OSError
+
+        def flaky(*args: Any, work: Any = work, faults: list[ArithmeticError] = faults, **options: Any) -> Any:
+            if faults:
+                raise faults.pop()
+            return work(*args, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, name, flaky)
     if succeeds:
         assert source.item(0).content == b"a"
+        assert len(open_source("memory://x")) == 1
     else:
         item_refused(source, 0, r"cannot be read \(connection reset, after 3 attempts\)")
-        monkeypatch.setattr(Flaky, "calls", 0)
-        refused("flaky://x", r"flaky://x cannot be listed \(connection reset, after 3 attempts\)")
-    assert pauses[:2] == [0.5, 2.0]
+        refused("memory://x", r"memory://x cannot be listed \(connection reset, after 3 attempts\)")
+    assert pauses == [0.5, 2.0, 0.5, 2.0]
 
 
 def test_urls_that_cannot_be_read(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:

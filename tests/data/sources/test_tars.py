@@ -13,7 +13,6 @@ import pytest
 from duetgan.data.pack import main, pack
 from duetgan.data.sources import open_source, tars
 from duetgan.utils import bounded
-from duetgan.utils.script import run_cli
 from tests.data.sources.source_files import content_of, contents, item_refused, refused
 
 
@@ -88,32 +87,20 @@ def test_labels_that_are_asked_for(tmp_path: Path) -> None:
     assert open_source(path).classes == ["0", "1"]
     assert open_source(path, label_column="class_name").classes == ["owl", "wren"]
     assert open_source(path, label_column="none").classes == []
-    refused(
-        path, r"no such column \(did you mean 'class_name'\?\); there are cls, class_name", label_column="classname"
-    )
+    message = r"no such column \(did you mean 'class_name'\?\); there are cls, class_name"
+    refused(path, message, label_column="classname")
     refused(path, "--classes-from does not apply", classes_from="top")
     refused(path, "has no splits: leave --split out", split="test")
-    refused(
-        tar(tmp_path / "y.tar", samples(0, 9)), "label 9; labels are names, or whole numbers from 0 below the 2 images"
-    )
+    message = "label 9; labels are names, or whole numbers from 0 below the 2 images"
+    refused(tar(tmp_path / "y.tar", samples(0, 9)), message)
 
 
 def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
-    members: dict[str, bytes | str] = samples(0, 1) | {
-        "2.cls": "1",
-        "3.jpg": content_of(3),
-        "3.PNG": content_of(4),
-        "3.cls": "0",
-        "dir/4.jpg": content_of(5),
-        "dir/4.seg.png": content_of(9),
-        "dir/4.cls": "1",
-        "5.jpg": content_of(6),
-        "__meta__": "1",
-        "plain": "x",
-        "6.jpg": content_of(7),
-        "6.json": "[" * 5000,
-        "6.cls": "0",
-    }
+    members: dict[str, bytes | str] = samples(0, 1) | {"2.cls": "1"}
+    members |= {"3.jpg": content_of(3), "3.PNG": content_of(4), "3.cls": "0"}
+    members |= {"dir/4.jpg": content_of(5), "dir/4.seg.png": content_of(9), "dir/4.cls": "1"}
+    members |= {"5.jpg": content_of(6), "__meta__": "1", "plain": "x"}
+    members |= {"6.jpg": content_of(7), "6.json": "[" * 5000, "6.cls": "0"}
     with open_source(str(tar(tmp_path / "x.tar", members))) as source:
         assert source.labels().tolist() == [0, 1, 1, 0]
         assert source.item(2).content == content_of(5)
@@ -128,9 +115,8 @@ def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
 
 
 def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
-    members = {
-        f"./set/{name}": content_of(n) for n, name in enumerate(("train/b/x.png", "train/a/x.png", "val/a/y.png"))
-    }
+    names = ("train/b/x.png", "train/a/x.png", "val/a/y.png")
+    members = {f"./set/{name}": content_of(number) for number, name in enumerate(names)}
     path = str(tar(tmp_path / "x.tar", members))
     with open_source(path) as source:
         assert (source.classes, source.labels().tolist(), source.splits) == (["a", "b"], [0, 1], ("train", "val"))
@@ -157,8 +143,8 @@ def test_links_and_special_members_are_not_followed(tmp_path: Path) -> None:
     with open_source(str(tmp_path / "x.tar"), label_column="none") as source:
         reasons = [str(problem).partition(" ")[2] for problem in source.problems]
         assert contents(source) == [content_of(0), content_of(8)]
-    assert reasons == [f"is {what}; put the file itself into the tar" for what in (
-        "a link", "a link", "not a regular file", "not a regular file")]  # fmt: skip
+    kinds = ["a link"] * 2 + ["not a regular file"] * 2
+    assert reasons == [f"is {what}; put the file itself into the tar" for what in kinds]
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -167,30 +153,25 @@ def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
+LONG_NAME = header("././@LongLink", 1 << 40, tarfile.GNUTYPE_LONGNAME)
 DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {  # of a tar, where a member of its middle begins
     "cut": lambda content, at: content[: at + 700],
     "between": lambda content, at: content[:at],  # two members: only the mark of the end is missing
-    "head": lambda content, at: (
-        content[: at + 100] + b"\xee" * 100 + content[at + 200 :]
-    ),  # tarfile ends without a word
+    "head": lambda content, at: content[: at + 100] + b"\xee" * 100 + content[at + 200 :],  # tarfile says nothing
     "joined": lambda content, at: content * 2,
     "negative": lambda content, at: content[:at] + header("000020.jpg", -(1 << 20)) + content[at + 512 :],
-    "long name": lambda content, at: (
-        content[:at] + header("././@LongLink", 1 << 40, tarfile.GNUTYPE_LONGNAME) + content[at + 512 :]
-    ),
+    "long name": lambda content, at: content[:at] + LONG_NAME + content[at + 512 :],
     "compressed": lambda content, at: b"\x1f\x8b\x08" + bytes(2000),
     "empty": lambda content, at: b"",
 }
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damage_is_one_line_and_loses_nothing_in_silence(tmp_path, how, capsys):
+def test_damage_is_one_line_and_loses_nothing_in_silence(tmp_path, how, refused):
     path = tar(tmp_path / "x.tar", samples(*[n % 2 for n in range(40)]))
     content = path.read_bytes()
     path.write_bytes(DAMAGE[how](content, content.index(b"000020.jpg")))
-    assert run_cli(main, [str(path), str(tmp_path / "x.lmdb"), "--workers", "0"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
+    error = refused(main, path, tmp_path / "x.lmdb", "--workers", "0")
     assert f"{path} is damaged or was cut off (" in error
     assert list(tmp_path.glob("*.lmdb*")) == []
     if how not in ("compressed", "empty"):

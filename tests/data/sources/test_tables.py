@@ -1,0 +1,321 @@
+"""Parquet files, and Arrow files as Hugging Face's `save_to_disk` writes them (H24), as sources."""
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from duetgan.data.errors import ImageError
+from duetgan.data.pack import main, pack
+from duetgan.data.sources import open_source, tables
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from tests.data.conftest import flip, save
+from tests.data.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
+
+pa = pytest.importorskip("pyarrow")
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PIECE_ROWS", 2)
+    table = {"image": cells(*range(9)), "label": [0, 1, 1] * 3}
+    path = parquet(tmp_path / "x.parquet", table, names=["b", "a"], rows=5)
+    with open_source(str(path)) as source:
+        assert (source.name, source.classes, len(source)) == ("x.parquet", ["b", "a"], 9)
+        for index in (0, 8, 3, 4, 5, 1, 0, 7, 6, 2):
+            assert source.item(index).content == content_of(index)
+            assert source.item(index).label == (0 if index % 3 == 0 else 1)
+        assert source.item_name(7) == f"{path}: row 7"
+    assert pack(source, tmp_path / "x.lmdb").meta.histogram == [3, 6]
+
+
+def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_path: Path) -> None:
+    table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["dog", "cat", "dog"], "n": [1, 2, 3]}
+    with open_source(str(parquet(tmp_path / "x.parquet", table))) as source:
+        assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
+        assert source.item(2).content == content_of(3)
+    assert open_source(str(parquet(tmp_path / "y.parquet", {"img": table["img"]}))).classes == []
+    numbers = {"img": table["img"], "target": [2, 0, 1]}
+    assert open_source(str(parquet(tmp_path / "z.parquet", numbers))).classes == ["0", "1", "2"]
+    table = {"image": cells(1, 2, 3, 4), "label": [3, 1, -1, 3]}
+    path = parquet(tmp_path / "x.parquet", table, names=["ant", "bee", "cat", "dog", "emu"])
+    with open_source(str(path)) as source:
+        assert (source.classes, source.labels().tolist()) == (["bee", "dog"], [1, 0, 1])
+        assert source.remarks == ["left out: ant, cat, emu: classes of x.parquet that no image belongs to"]
+        assert len(source.problems) == 1
+        meta = pack(source, tmp_path / "x.lmdb", on_error="skip").meta
+    assert (meta.classes, meta.histogram) == (["bee", "dog"], [1, 2])
+
+
+def test_parquet_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "pets"
+    for name, shades, labels in (
+        ("train-00001-of-00002", (4, 5), ["b", "c"]),
+        ("train-00000-of-00002", (1, 2, 3), ["c", "a", "c"]),
+        ("validation-00000-of-00001", (6,), ["a"]),
+    ):
+        parquet(folder / f"{name}.parquet", {"image": cells(*shades), "label": labels})
+    (folder / "README.md").write_text("about")
+    with open_source(str(folder)) as source:
+        assert (source.classes, source.ignored) == (["a", "b", "c"], ["README.md"])
+        assert source.labels().tolist() == [2, 0, 2, 1, 2]
+        assert contents(source) == [content_of(shade) for shade in (1, 2, 3, 4, 5)]
+        assert source.item_name(3).endswith("train-00001-of-00002.parquet: row 0")
+    assert open_source(str(folder), split="test").item(0).content == content_of(6)
+    only = folder / "validation-00000-of-00001.parquet"
+    assert len(open_source(str(only))) == len(open_source(str(only), split="test")) == 1
+    (folder / "train-00001-of-00002.parquet").unlink()
+    refused(folder, r"train-00001-of-00002\.parquet is missing")
+    parquet(folder / "more.parquet", {"image": cells(1)})
+    refused(folder, r"names a split, more\.parquet does not")
+    save(folder / "cat" / "a.png")
+    assert open_source(str(folder)).classes == ["cat"]  # a folder of images with Parquet files beside them
+
+
+def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None:
+    parquet(tmp_path / "x" / "train.parquet", {"image": cells(1)})
+    refused(tmp_path / "x", "has no test split, only train", split="test")
+    path = parquet(tmp_path / "y.parquet", {"image": cells(1)})
+    refused(path, "no splits in its files' names: leave --split out", split="test")
+    table = {"image": cells(1, 2), "label": [0, 2]}
+    refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "labels go up to 2, but there are only 2 classes")
+    parquet(tmp_path / "y" / "a.parquet", table, names=["a", "b", "c"])
+    parquet(tmp_path / "y" / "b.parquet", table, names=["a", "c", "b"])
+    refused(tmp_path / "y", "name their classes differently")
+    parquet(tmp_path / "y" / "b.parquet", {"image": cells(1), "label": ["a"]})
+    refused(tmp_path / "y", r"b\.parquet: the column label is string, in a\.parquet int64")
+    (tmp_path / "hub").mkdir()
+    parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", {"image": cells(1), "label": ["a"]})
+    (tmp_path / "hub" / "README.md").write_text("about")
+    refused(tmp_path / "hub", rf"its Parquet files lie below: give {tmp_path}/hub/data$")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"left": [b"1"], "right": [b"2"]}, r"left and right could be images.*left .binary., right .binary."),
+        ({"file": ["a.png"]}, r"no column holds bytes, perhaps only paths: give the folder.*columns are file .string"),
+        ({"image": [b"1"], "labels": [0], "target": [0]}, "labels and target could be labels"),
+        ({"image": [b"1"], "label": [0.5]}, "column label is double"),
+        ({"image": [b"1"], "label": [1]}, "labels go up to 1, but there are only 1 images"),
+        ({"image": [b"1"], "label": [-1]}, "no row has a label"),
+    ],
+)
+def test_wrong_parquet(tmp_path: Path, table: dict[str, Any], message: str) -> None:
+    refused(parquet(tmp_path / "x.parquet", table), message)
+
+
+@pytest.mark.parametrize("labels", [[0, None, 1, -1, 0], ["a", None, "b", "", "a"]])
+def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]) -> None:
+    rows = [*cells(1, 2, 3, 4), {"bytes": None, "path": "elsewhere.png"}]
+    source = open_source(str(parquet(tmp_path / "x.parquet", {"image": rows, "label": labels})))
+    assert [str(problem)[-22:] for problem in source.problems] == [f"et: row {row} has no label" for row in (1, 3)]
+    assert source.labels().tolist() == [0, 1, 0]
+    assert source.item(1).content == content_of(3)
+    item_refused(source, 2, "holds no bytes, perhaps only paths: give the folder of the images, or a CSV")
+    assert source.item_name(2).endswith("row 4")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Callable[..., Path]:
+    """Four images whose bytes stand in the file as they are; a bit of the third is flipped."""
+
+    def write(**options: Any) -> Path:
+        options |= {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+        path = parquet(tmp_path / "x.parquet", {"image": [content_of(shade) for shade in range(4)]}, **options)
+        flip(path, content_of(2), 40)
+        return path
+
+    return write
+
+
+def test_damaged_parquet(plain: Callable[..., Path]) -> None:
+    path = plain()
+    source = open_source(str(path))
+    assert source.item(1).content == content_of(1)
+    for index in (2, 3, 2):
+        item_refused(source, index, r"cannot be read.*CRC")
+    assert source.item(0).content == content_of(0)
+    content = path.read_bytes()
+    for damaged in (content[:-20], content[:50], b"", b"text" * 10):
+        path.write_bytes(damaged)
+        refused(path, r"x\.parquet cannot be read")
+
+
+def test_damage_between_pieces_of_a_row_group(plain: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PIECE_ROWS", 1)
+    source = open_source(str(plain(rows=4, write_batch_size=1, data_page_size=1)))  # a page for each row
+    for index in (0, 1, 2, 2, 3, 1, 2, 0):
+        if index < 2:
+            assert source.item(index).content == content_of(index)
+        else:
+            item_refused(source, index, "cannot be read")
+
+
+@pytest.mark.parametrize("rows", [1000, 10])
+def test_parquet_memory_is_flat(tmp_path: Path, rows: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 20_000), dtype=np.uint8)
+    # Small pages: a page is the least that can be read.
+    path = parquet(tmp_path / "x.parquet", {"image": [row.tobytes() for row in noise]}, rows=rows, write_batch_size=16)
+    source, before, most = open_source(str(path)), pa.total_allocated_bytes(), 0
+    for index in range(1000):
+        assert source.item(index).content == noise[index].tobytes()
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < 6 << 20  # the file holds 20 MB
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    for module in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    refused(tmp_path / "x.parquet", "Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow")
+
+
+def saved(folder: Path, *shards: dict[str, Any], names: Sequence[str] = ()) -> Path:
+    """A folder of `Dataset.save_to_disk`."""
+    files = [f"data-{n:05d}-of-{len(shards):05d}.arrow" for n in range(len(shards))]
+    for name, table in zip(files, shards, strict=True):
+        arrow(folder / name, table, names=names)
+    state = {"_data_files": [{"filename": name} for name in files], "_fingerprint": "0", "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    shards = [{"image": cells(*range(5)), "label": [0, 1, 1, 0, 0]}, {"image": cells(5, 6), "label": [1, 0]}]
+    folder = saved(tmp_path / "pets", *shards, names=["dog", "cat"])
+    with open_source(str(folder)) as source:
+        assert (source.name, source.classes, source.splits, source.ignored) == ("pets", ["dog", "cat"], (), [])
+        assert source.labels().tolist() == [0, 1, 1, 0, 0, 1, 0]
+        for index in (0, 6, 3, 5, 2, 0):
+            assert source.item(index).content == content_of(index)
+        assert source.item_name(5) == f"{folder}/data-00001-of-00002.arrow: row 0"
+        metas = [pack(source, tmp_path / f"{n}.lmdb", workers=n).meta for n in (0, 2)]
+    assert metas[0].content_hash == metas[1].content_hash
+    assert metas[0].histogram == [4, 3]
+    refused(folder, "pets has no splits: leave --split out", split="test")
+    os.remove(folder / "data-00001-of-00002.arrow")
+    refused(folder, r"data-00001-of-00002\.arrow is missing, which state\.json names")
+
+
+def test_a_dictionary_of_data_sets_says_which_split_is_packed(tmp_path, capsys):
+    root = tmp_path / "pets"
+    saved(root / "train", {"image": cells(1, 2), "label": ["b", "a"]})
+    saved(root / "test", {"image": cells(3), "label": ["a"]})
+    saved(root / "odd", {"image": cells(4), "label": ["a"]})
+    (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "odd"]}))
+    assert run_cli(main, [str(root), str(tmp_path / "x.lmdb"), "--workers", "0"]) == 0
+    assert f"{root}: its split train is packed; others: --split odd or test" in capsys.readouterr().err
+    assert run_cli(main, [str(root), str(tmp_path / "y.lmdb"), "--workers", "0", "--split", "test"]) == 0
+    assert "its split" not in capsys.readouterr().err
+    with open_source(str(root), split="val") as source:  # test stands for it, as everywhere
+        assert (source.name, contents(source)) == ("pets test", [content_of(3)])
+    shutil.rmtree(root / "test")
+    (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    refused(root, "has no test split, only train: pass another --split", split="test")
+
+
+def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
+    table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["cafe\u0301", "caf\u00e9", "b"]}
+    path = arrow(tmp_path / "x.arrow", table)
+    with open_source(str(path)) as source:
+        assert (source.classes, source.labels().tolist()) == (["b", "caf\u00e9"], [1, 1, 0])
+        assert "written in two ways" in source.remarks[1]
+        assert contents(source) == table["img"]
+    assert open_source(str(path), label_column="none").classes == []
+    made = pa.table(table)
+    with pa.OSFile(str(tmp_path / "y.arrow"), "wb") as file, pa.ipc.new_file(file, made.schema) as writer:
+        writer.write_table(made)
+    assert contents(open_source(str(tmp_path / "y.arrow"))) == table["img"]  # the kind with an index
+    (tmp_path / "cache").mkdir()
+    for split in ("train", "validation"):
+        shutil.copy(path, tmp_path / "cache" / f"{split}-00000-of-00001.arrow")
+    assert open_source(str(tmp_path / "cache")).splits == ("train", "validation")
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "names no files in _data_files"),
+        ([], "is no JSON object"),
+        ({"_data_files": [{"filename": "../secret.arrow"}]}, "names no files"),
+        ({"_data_files": [{"filename": 3}]}, "names no files"),
+        ({"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i"}]}, "flatten_indices"),
+    ],
+)
+def test_a_state_that_cannot_be_followed(tmp_path: Path, state: Any, told: str) -> None:
+    arrow(tmp_path / "secret.arrow", {"image": cells(1)})
+    arrow(tmp_path / "x" / "a.arrow", {"image": cells(1)})
+    (tmp_path / "x" / "state.json").write_text(json.dumps(state))
+    refused(tmp_path / "x", told)
+
+
+def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nulls = arrow(tmp_path / "nulls.arrow", {"image": pa.array([b"x"] * 9), "n": pa.nulls(9)})
+    content = nulls.read_bytes()
+    nulls.write_bytes(content.replace(struct.pack("<q", 2), struct.pack("<q", 1 << 40)))
+    refused(nulls, r"cannot be read|says that it holds")
+    monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
+    big = {"image": [np.random.default_rng(0).bytes(2 << 20), b"x"]}
+    with open_source(str(arrow(tmp_path / "big.arrow", big))) as source:
+        item_refused(source, 0, "more than the 1 MiB for an image file")
+        assert source.item(1).content == b"x"
+
+
+def test_compressed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read; one that unpacks to more than the memory of the process that reads is refused."""
+    table = {"image": cells(1, 2), "label": pa.array(["b", "a"]).dictionary_encode()}
+    path = arrow(tmp_path / "x.arrow", table, compression="zstd")
+    with open_source(str(path)) as source:
+        assert (contents(source), source.classes) == ([content_of(1), content_of(2)], ["a", "b"])
+        monkeypatch.setattr(tables, "_child", tables._Child())
+        monkeypatch.setattr(tables, "available_bytes", lambda: 300 << 20)
+        bomb = arrow(tmp_path / "bomb.arrow", {"image": [bytes(32 << 20)] * 6}, compression="zstd", rows=6)
+        assert bomb.stat().st_size < 100_000
+        refused(bomb, r"bomb\.arrow cannot be read \([^\n]+\); copy or get it")
+        assert contents(source) == [content_of(1), content_of(2)]  # and reading goes on
+
+
+def test_damage_never_ends_the_process(tmp_path: Path) -> None:
+    """Offsets that lead out of a batch are found before they are followed; 300 files in a process of their own."""
+    command = [sys.executable, "-m", "tests.data.sources.test_tables", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    assert sum(outcomes.values()) == 300
+    assert set(outcomes) <= {"read", "told"}
+    assert outcomes["told"] > 30
+
+
+def try_damage(folder: Path) -> dict[str, int]:
+    """How often a damaged file was read, or refused in one line."""
+    table = {"image": cells(*range(6)), "label": [0, 1, 2, 1, 2, 0]}
+    path = arrow(folder / "x.arrow", table, names=["a", "b", "c"])
+    content, draw, outcomes = path.read_bytes(), random.Random(0), Counter[str]()
+    for _ in range(300):
+        at = 4 * draw.randrange(len(content) // 4)
+        odd = draw.choice((b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff", b"\0\0\0\0", draw.randbytes(4)))
+        path.write_bytes(content[:at] + odd + content[at + 4 :])
+        try:
+            with open_source(str(path)) as source:
+                contents(source)
+            outcomes["read"] += 1
+        except (UserError, ImageError) as error:
+            outcomes["lines" if "\n" in str(error) else "told"] += 1
+    return outcomes
+
+
+if __name__ == "__main__":
+    print(json.dumps(try_damage(Path(sys.argv[1]))))
