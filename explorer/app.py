@@ -5,9 +5,11 @@ A browser names runs by their number and steps by their place: nothing that it s
 
 import hmac
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,28 +64,20 @@ class Asked:
     def __init__(self, request: Request, runs: Sequence[Shown]) -> None:
         self._request, self._args, self._runs = request, request.args, runs
 
-    def whole(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number from `low` to `high`."""
-        text = self._args.get(name, "" if default is None else str(default))
-        value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
-        if not low <= value <= high:
-            raise UserError(f"{name} {text[:40]!r}: give a whole number from {low} to {high}")
-        return value
-
-    def psi(self) -> float:
-        """The truncation."""
-        text = self._args.get("psi", "1")
+    def number(self, name: str, low: int, high: int, default: str = "", kind: type = int) -> Any:
+        """A number from `low` to `high`."""
+        text = self._args.get(name, default)
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            value = -1.0
-        if not 0 <= value <= 2:
-            raise UserError(f"psi {text[:40]!r}: give a number from 0 to 2")
+            value = math.nan
+        if not low <= value <= high:
+            raise UserError(f"{name} {text[:40]!r}: give a {'whole ' * (kind is int)}number from {low} to {high}")
         return value
 
     def run(self, task: str | None = None, name: str = "run") -> Shown:
         """A run by its number, of that task."""
-        shown = self._runs[self.whole(name, 0, len(self._runs) - 1)]
+        shown = self._runs[self.number(name, 0, len(self._runs) - 1)]
         if task not in (None, shown.task):
             raise UserError(f"{name}: {shown.name} is a {shown.task}'s, and a {task}'s is needed")
         return shown
@@ -91,7 +85,22 @@ class Asked:
     def source(self, shown: Shown, which: str = "") -> Source:
         """A sample: `seed`, `class` and `psi`, the first two with `which` behind."""
         label = self.label(f"class{which}", shown) if shown.classes else None
-        return Source(self.whole(f"seed{which}", 0, LARGEST_SEED), label, self.psi())
+        return Source(self.number(f"seed{which}", 0, LARGEST_SEED), label, self.number("psi", 0, 2, "1", float))
+
+    def sources(self, shown: Shown) -> list[Source]:
+        """A sample and those of the seeds after it, `count` in all."""
+        first, count = self.source(shown), self.number("count", 1, MOST_DRAWN, "1")
+        seed = min(first.seed, LARGEST_SEED - count + 1)
+        return [replace(first, seed=seed + place) for place in range(count)]
+
+    def pair(self, shown: Shown) -> tuple[Source, Source]:
+        """The samples A and B."""
+        return self.source(shown, "_a"), self.source(shown, "_b")
+
+    def target(self, _: Shown) -> tuple[Shown, str]:
+        """A classifier's run `by`, and one of its classes."""
+        by = self.run("classifier", "by")
+        return by, by.classes[self.label("target", by)]
 
     def label(self, name: str, shown: Shown) -> int:
         """The number of a class of the run."""
@@ -106,7 +115,7 @@ class Asked:
         text = self._args.get("layers", "")[:400]
         return parse_layers(text, getattr(shown.model, "num_ws", 0)) if text else []
 
-    def image(self) -> bytes:
+    def image(self, _: Shown) -> bytes:
         """The bytes that were sent, of an image within the limit."""
         if not self._request.content_length:
             raise UserError("no image was sent; choose a file")
@@ -123,21 +132,20 @@ class App:
         self, runs: Sequence[Shown], worker: Worker, *, token: str | None = None, data: str | None = None
     ) -> None:
         self.runs, self.worker, self.token = runs, worker, token
-        self._editors, self._witnesses = generator.Editors(), classifier.Witnesses(data)
         self._static = {path: (bounded.read_file(file, bounded.CONFIG), kind) for path, (file, kind) in STATIC.items()}
         self._asks: dict[str, Callable[[Asked], Answer]] = {
             "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": bounded.UPLOAD.limit},
-            "/api/draw": self._draw,
-            "/api/mix": self._mix,
-            "/api/walk": self._walk,
-            "/api/edit": self._edit,
+            "/api/draw": self._of("gan", generator.draw, Asked.sources),
+            "/api/mix": self._of("gan", generator.mix, Asked.pair, Asked.layers),
+            "/api/walk": self._of("gan", generator.walk, Asked.pair),
+            "/api/edit": self._of("gan", generator.edit, Asked.source, Asked.target),
             "/api/history": self._history,
             "/api/compare": self._compare,
         }
         self._takes: dict[str, Callable[[Asked], Answer]] = {  # an image, by POST
-            "/api/name": self._of_image("classifier", classifier.name),
-            "/api/spoke": self._of_image("classifier", self._witnesses.spoke_for),
-            "/api/nearest": self._of_image("gan", partial(generator.nearest, tick=worker.tick)),
+            "/api/name": self._of("classifier", classifier.name, Asked.image),
+            "/api/spoke": self._of("classifier", partial(classifier.spoke_for, data=data), Asked.image),
+            "/api/nearest": self._of("gan", partial(generator.nearest, tick=worker.tick), Asked.image),
         }
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -194,33 +202,15 @@ class App:
 
     # --- what is asked; all that needs a model runs in its thread
 
-    def _draw(self, asked: Asked) -> Answer:
-        shown = asked.run("gan")
-        first, count = asked.source(shown), asked.whole("count", 1, MOST_DRAWN, 1)
-        seeds = [min(first.seed, LARGEST_SEED - count + 1) + place for place in range(count)]
-        sources = [Source(seed, first.label, first.psi) for seed in seeds]
-        images = self.worker.run(lambda: generator.draw(shown, sources))
-        return {"images": [{"seed": seed, "address": image} for seed, image in zip(seeds, images, strict=True)]}
+    def _of(
+        self, task: str, answer: Callable[..., Answer], *questions: Callable[[Asked, Shown], object]
+    ) -> Callable[[Asked], Answer]:
+        """An answer of a run of a task and of what else is asked."""
 
-    def _mix(self, asked: Asked) -> Answer:
-        shown = asked.run("gan")
-        a, b, layers = asked.source(shown, "_a"), asked.source(shown, "_b"), asked.layers(shown)
-        return self.worker.run(lambda: generator.mix(shown, a, b, layers))
-
-    def _walk(self, asked: Asked) -> Answer:
-        shown = asked.run("gan")
-        a, b = asked.source(shown, "_a"), asked.source(shown, "_b")
-        return {"frames": self.worker.run(lambda: generator.walk(shown, a, b))}
-
-    def _edit(self, asked: Asked) -> Answer:
-        shown, by = asked.run("gan"), asked.run("classifier", "by")
-        source, target = asked.source(shown), by.classes[asked.label("target", by)]
-        return self.worker.run(lambda: self._editors.edit(shown, by, source, target))
-
-    def _of_image(self, task: str, answer: Callable[[Shown, bytes], Answer]) -> Callable[[Asked], Answer]:
         def ask(asked: Asked) -> Answer:
-            shown, content = asked.run(task), asked.image()
-            return self.worker.run(lambda: answer(shown, content))
+            shown = asked.run(task)
+            given = [question(asked, shown) for question in questions]
+            return self.worker.run(lambda: answer(shown, *given))
 
         return ask
 
@@ -228,12 +218,12 @@ class App:
         samples = asked.run().files().samples
         if not samples:
             raise UserError("this run has kept no samples")
-        path = samples[asked.whole("place", 0, len(samples) - 1)]
+        path = samples[asked.number("place", 0, len(samples) - 1)]
         return {**picture(path, f"step {number(int(path.stem.removeprefix('step-')))}")}
 
     def _compare(self, asked: Asked) -> Answer:
         a, b = asked.run(name="a"), asked.run(name="b")
-        return self.worker.run(lambda: compare_page((a.name, b.name), (a.files(), b.files())))
+        return self.worker.run(lambda: compare_page(a, b))
 
 
 def _line(text: str, status: int) -> Response:

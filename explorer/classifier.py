@@ -1,12 +1,13 @@
 """What a classifier is asked for: an image's classes, the evidence, and the training images that spoke for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from duetgan.data.reading.dataset import dataset_for_model
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.explorer.generator import address
 from duetgan.explorer.runs import Shown
 from duetgan.inference.influence import check_data, checkpoint_files, images_of, snapshot
@@ -26,7 +27,7 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
 
     Raises ImageError for what is no image.
     """
-    classifier, image = shown.classifier, image_of(content, shown.checkpoint)
+    classifier, image = shown.model, image_of(content, shown.checkpoint)
     row = judge_images(classifier, image[None])[0]
     order = row.sort(descending=True, stable=True).indices[:CLASSES].tolist()
     layer = default_layer(classifier)
@@ -40,46 +41,37 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
     }
 
 
-class Witnesses:
-    """Searches for training images. What it has computed of the last run that was asked for is kept."""
+def spoke_for(shown: Shown, content: bytes, data: str | None = None) -> dict[str, Any]:
+    """The training images that spoke most for the class that the image is given, by TracInCP over the run's
+    checkpoints. `data`: these images in place of those that the config names.
 
-    def __init__(self, data: str | None = None) -> None:
-        """Args: `data` the training images in place of those that the config names."""
-        self._data = data
-        self._of: object = None
-        self._parts: list[Part] = []
+    Raises ImageError for what is no image, UserError where the training images are not there or have other classes.
+    """
+    image = image_of(content, shown.checkpoint)
+    label = int(judge_images(shown.model, image[None])[0].argmax())
+    files, path = tuple(checkpoint_files(str(shown.path))), data or training_images(shown)
+    with dataset_for_model(path, shown.checkpoint) as reader:
+        check_data(reader, shown.checkpoint, path)
+        few = len(reader) * len(files) <= MOST_KEPT
+        parts = _kept(shown, files, path) if few else _parts(shown, files, reader)
+        scores = influence(parts, len(reader), image, label)
+        rows = most(scores, SPOKE)
+        found = [
+            {"record": row, "class": reader.classes[reader.labels()[row]], "score": float(scores[row])}
+            | {"address": address(picture)}
+            for row, picture in zip(rows, images_of(reader, rows), strict=True)
+        ]
+    return {"class": shown.classes[label], "found": found}
 
-    def spoke_for(self, shown: Shown, content: bytes) -> dict[str, Any]:
-        """The training images that spoke most for the class that the image is given, by TracInCP over the run's
-        checkpoints.
 
-        Raises ImageError for what is no image, UserError where the training images are not there or have other classes.
-        """
-        classifier, image = shown.classifier, image_of(content, shown.checkpoint)
-        label = int(judge_images(classifier, image[None])[0].argmax())
-        files = checkpoint_files(str(shown.path))
-        path = self._data or training_images(shown)
-        with dataset_for_model(path, shown.checkpoint) as reader:
-            check_data(reader, shown.checkpoint, path)
-            snapshots = [snapshot(file, device_of(classifier)) for file in files]
-            parts: Iterable[Part] = self._parts
-            if len(reader) * len(files) > MOST_KEPT:
-                parts = passes(snapshots, reader)
-            elif self._of != (files, path):
-                parts = self._parts = list(passes(snapshots, reader))
-                self._of = (files, path)
-            scores = influence(parts, len(reader), image, label)
-            rows = most(scores, SPOKE)
-            found = [
-                {
-                    "record": row,
-                    "class": reader.classes[reader.labels()[row]],
-                    "score": float(scores[row]),
-                    "address": address(picture),
-                }
-                for row, picture in zip(rows, images_of(reader, rows), strict=True)
-            ]
-        return {"class": shown.classes[label], "found": found}
+def _parts(shown: Shown, files: Sequence[Path], reader: Dataset) -> Iterator[Part]:
+    return passes([snapshot(file, device_of(shown.model)) for file in files], reader)
+
+
+@lru_cache(1)  # of the last run that was asked for
+def _kept(shown: Shown, files: Sequence[Path], path: str) -> list[Part]:
+    with dataset_for_model(path, shown.checkpoint) as reader:
+        return list(_parts(shown, files, reader))
 
 
 def training_images(shown: Shown) -> str:

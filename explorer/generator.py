@@ -4,6 +4,7 @@ import base64
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Source:
         """Its number 0 is this sample."""
         chosen = () if self.label is None else (self.label,)
         how: dict[str, Any] = {"truncation_psi": self.psi, "batch_size": AT_ONCE}
-        return Sampler(generator=shown.generator, chosen=chosen, seed=self.seed, **how)
+        return Sampler(generator=shown.model, chosen=chosen, seed=self.seed, **how)
 
 
 def address(image: Tensor) -> str:
@@ -49,15 +50,16 @@ def address(image: Tensor) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def draw(shown: Shown, sources: Sequence[Source]) -> list[str]:
-    """The samples' addresses."""
-    return [address(source.sampler(shown).images([0])[0]) for source in sources]
+def draw(shown: Shown, sources: Sequence[Source]) -> dict[str, Any]:
+    """The `images`: each sample's seed and address."""
+    samples = [(source.seed, source.sampler(shown).images([0])[0]) for source in sources]
+    return {"images": [{"seed": seed, "address": address(image)} for seed, image in samples]}
 
 
-def mix(shown: Shown, a: Source, b: Source, layers: Sequence[int]) -> dict[str, str]:
+def mix(shown: Shown, pair: tuple[Source, Source], layers: Sequence[int]) -> dict[str, Any]:
     """The addresses of `a`, `b`, and `mixed`: A with B's styles and noise at `layers`."""
-    generator = with_styles(shown.generator, "style mixing")
-    of_a, of_b = (truncated_styles(source.sampler(shown), generator, [0], source.psi) for source in (a, b))
+    generator = with_styles(shown.model, "style mixing")
+    of_a, of_b = (truncated_styles(source.sampler(shown), generator, [0], source.psi) for source in pair)
     images = [synthesize(generator, 1, *how)[0] for how in (of_a, of_b, mixed(of_a, of_b, 0, layers))]
     return dict(zip(("a", "b", "mixed"), map(address, images), strict=True))
 
@@ -76,11 +78,12 @@ class _Pair(Sampler):
         return z, torch.cat(labels) if labels else None, own[2]  # a walk keeps the noise of its start
 
 
-def walk(shown: Shown, a: Source, b: Source) -> list[str]:
-    """The addresses of FRAMES + 1 images from A to B: straight in w, or along a great circle in z if there is no w."""
-    pair = _Pair(**vars(a.sampler(shown)), other=b.sampler(shown))
-    frames = itertools.islice(Journey(pair, FilmConfig(keyframes=2, frames=FRAMES)), FRAMES + 1)
-    return [address(torch.from_numpy(frame.transpose(2, 0, 1))) for frame in frames]
+def walk(shown: Shown, pair: tuple[Source, Source]) -> dict[str, Any]:
+    """The `frames`, FRAMES + 1 addresses from A to B: straight in w, or along a great circle in z if there is no w."""
+    a, b = (source.sampler(shown) for source in pair)
+    journey = Journey(_Pair(**vars(a), other=b), FilmConfig(keyframes=2, frames=FRAMES))
+    frames = [torch.from_numpy(frame.transpose(2, 0, 1)) for frame in itertools.islice(journey, FRAMES + 1)]
+    return {"frames": list(map(address, frames))}
 
 
 def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[st
     Raises ImageError for what is no image, UserError for a generator without w.
     """
     target = image_of(content, shown.checkpoint)[None]
-    sampler = Sampler(generator=shown.generator, chosen=range(shown.generator.classes), noise_mode="const")
+    sampler = Sampler(generator=shown.model, chosen=range(shown.model.classes), noise_mode="const")
     result = find(sampler, target, SEARCH, tick=tick)
     words = {"w": "one style for all layers", "w+": "a style for each layer"}
     found = [
@@ -100,37 +103,32 @@ def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[st
     return {"target": address(target[0]), "class": label, "found": found}
 
 
-class Editors:
-    """An editor for each generator and classifier that were asked for; the directions that it has found are kept."""
+def edit(shown: Shown, source: Source, towards: tuple[Shown, str]) -> dict[str, Any]:
+    """The sample at each of STEPS `towards` a class of a classifier's: `source` and `target`, the classes, `space`, and
+    `frames` with `step`, `address` and the probabilities `from` and `to` of the two classes.
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, str], Editor] = {}
+    The first time takes seconds. Raises UserError where there is no way.
+    """
+    classifier, target = towards
+    editor = editor_of(shown, classifier)
+    start = editor.start(source.sampler(shown), [0])
+    named = int(editor.probabilities(editor.images(start))[0].argmax()) if source.label is None else source.label
+    first, last = pair_of(editor.names, editor.names[named], target)
+    direction = editor.direction(first, last)
+    images = editor.images(start.take([0] * len(STEPS)), direction, STEPS)
+    shares = editor.probabilities(images)[:, [first, last]].tolist()
+    frames = [
+        {"step": step, "address": address(image), "from": share[0], "to": share[1]}
+        for step, image, share in zip(STEPS.tolist(), images, shares, strict=True)
+    ]
+    return {"source": editor.names[first], "target": target, "space": editor.space, "frames": frames}
 
-    def edit(self, shown: Shown, classifier: Shown, source: Source, target: str) -> dict[str, Any]:
-        """The sample at each of STEPS towards the class `target`: `source` and `target`, the classes, `space`, and
-        `frames` with `step`, `address` and the probabilities `from` and `to` of the two classes.
 
-        The first time takes seconds. Raises UserError for an unknown class, and where there is no way.
-        """
-        editor = self._editor(shown, classifier)
-        start = editor.start(source.sampler(shown), [0])
-        named = int(editor.probabilities(editor.images(start))[0].argmax()) if source.label is None else source.label
-        first, last = pair_of(editor.names, editor.names[named], target)
-        direction = editor.direction(first, last)
-        images = editor.images(start.take([0] * len(STEPS)), direction, STEPS)
-        shares = editor.probabilities(images)[:, [first, last]].tolist()
-        frames = [
-            {"step": step, "address": address(image), "from": share[0], "to": share[1]}
-            for step, image, share in zip(STEPS.tolist(), images, shares, strict=True)
-        ]
-        return {"source": editor.names[first], "target": target, "space": editor.space, "frames": frames}
-
-    def _editor(self, shown: Shown, classifier: Shown) -> Editor:
-        pair = shown.name, classifier.name
-        if pair not in self._made:
-            generator, names = shown.generator, classifier.checkpoint["classes"]
-            if generator.classes:
-                require_same_classes("the generator", shown.classes, f"the classifier {classifier.name}", names)
-            sampler = Sampler(generator=generator, chosen=range(generator.classes), batch_size=AT_ONCE)
-            self._made[pair] = Editor(sampler, classifier.classifier, names)
-        return self._made[pair]
+@cache
+def editor_of(shown: Shown, classifier: Shown) -> Editor:
+    """An editor of a generator by a classifier; it keeps the directions that it has found."""
+    names = classifier.checkpoint["classes"]
+    if shown.classes:
+        require_same_classes("the generator", shown.classes, f"the classifier {classifier.name}", names)
+    sampler = Sampler(generator=shown.model, chosen=range(shown.model.classes), batch_size=AT_ONCE)
+    return Editor(sampler, classifier.model, names)

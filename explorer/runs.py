@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from duetgan.models.classifier import Classifier
-from duetgan.models.gan import ImageGenerator
 from duetgan.models.ready_made import read
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.reporting import figures
@@ -21,29 +19,19 @@ from duetgan.utils.errors import UserError
 QUICKSTART = Path("runs/quickstart")  # what is shown where nothing is named
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Shown:
     """One model and the run folder that it came from."""
 
     name: str
     path: Path  # as it was named: a run folder or a checkpoint
     checkpoint: dict[str, Any]  # without its state
-    model: ImageGenerator | Classifier
+    model: Any  # ImageGenerator or Classifier, by its task
 
     @property
     def task(self) -> str:
         """gan or classifier."""
         return self.checkpoint["task"]
-
-    @property
-    def generator(self) -> ImageGenerator:
-        """The model of a GAN's run."""
-        return cast(ImageGenerator, self.model)
-
-    @property
-    def classifier(self) -> Classifier:
-        """The model of a classifier's run."""
-        return cast(Classifier, self.model)
 
     @property
     def classes(self) -> list[str]:
@@ -56,14 +44,13 @@ class Shown:
 
     def facts(self) -> dict[str, Any]:
         """What the page is told."""
-        styles = isinstance(self.model, Classifier) or not self.model.has_styles
         return {
             "name": self.name,
             "task": self.task,
             "step": self.checkpoint["step"],
             "classes": self.classes,
             "resolution": self.model.resolution,
-            "layers": 0 if styles else getattr(self.model, "num_ws", 0),
+            "layers": self.model.num_ws if getattr(self.model, "has_styles", False) else 0,
             "steps": [int(path.stem.removeprefix("step-")) for path in self.files().samples],
         }
 
@@ -108,16 +95,18 @@ def _open(path: Path, name: str, which: str, device: torch.device) -> Shown:
     return Shown(name=name, path=path, checkpoint=checkpoint, model=model)
 
 
-def compare_page(names: tuple[str, str], runs: tuple[Run, Run]) -> str:
+def compare_page(a: Shown, b: Shown) -> str:
     """The HTML of two runs side by side, whatever they are, to be put into the page: their figures in a table, their
     curves in the same charts. Whether a difference is more than chance `python -m reporting.compare` says, of runs that
     were evaluated alike.
     """
+    names, runs = (a.name, b.name), (a.files(), b.files())
     pairs = dict(zip(names, runs, strict=True))
     notes = [f"{name}: {note}" for name, run in pairs.items() for note in run.notes]
     results = [_results(run) for run in runs]
     progress = [{what: value for value, what in figures.progress(run)} for run in runs]  # how far and how fast
-    rows = [(what, a.get(what, "-"), b.get(what, "-")) for a, b in (results, progress) for what in a | b]
+    both = (results, progress)
+    rows = [(what, left.get(what, "-"), right.get(what, "-")) for left, right in both for what in left | right]
     return render("side_by_side.html.j2", names=names, rows=rows, charts_of_both=shared_charts(pairs), notes=notes)
 
 

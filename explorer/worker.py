@@ -34,8 +34,7 @@ class Worker:
             raise Unavailable("the explorer is ending") from None
         future.add_done_callback(lambda _: self._places.release())
         while not future.done():
-            if self._ending.is_set():
-                raise Unavailable("the explorer is ending")
+            self.tick()
             wait([future], timeout=LOOK)
         try:
             return future.result()

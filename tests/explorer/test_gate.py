@@ -137,6 +137,6 @@ def test_the_end_frees_those_who_wait_and_stops_a_search():
 
 
 def test_a_fault_of_ours_is_one_line_and_a_traceback_in_the_terminal(client, monkeypatch, capsys):
-    monkeypatch.setattr(generator, "draw", lambda *_: 1 / 0)
+    monkeypatch.setattr(generator, "address", lambda *_: 1 / 0)
     assert "fault of the explorer" in one_line(client.get("/api/draw", query_string=sample()), 500)
     assert "ZeroDivisionError" in capsys.readouterr().err
