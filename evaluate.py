@@ -29,7 +29,6 @@ NOT_FOR = {  # what is evaluated: options that it does not take and their defaul
 
 
 def parser() -> Parser:
-    """The options of this script."""
     options = Parser(prog="evaluate.py", description=__doc__)
     add = options.add_argument
     add_model_options(options, required=False)

@@ -23,7 +23,6 @@ THREADS = 16  # more than the models' queue holds, so that the page itself is al
 
 
 def parser() -> Parser:
-    """The options of this script."""
     options = Parser(prog="explore.py", description=__doc__)
     add_import_option(options)
     add = options.add_argument
@@ -39,7 +38,6 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Load the models and serve until Ctrl-C."""
     options = parser().parse_args(argv)
     if options.data is not None and not Path(options.data).exists():
         raise UserError(f"--data {options.data}: no such file{near_file(Path(options.data))}")

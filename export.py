@@ -20,7 +20,6 @@ FORMAT_HELP = (
 
 
 def parser() -> Parser:
-    """The options of this script."""
     options = Parser(prog="export.py", description=__doc__)
     add_import_option(options)
     add = options.add_argument

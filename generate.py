@@ -84,7 +84,6 @@ def parser() -> Parser:
 
 
 def add_film_options(add: Callable[..., Any]) -> None:
-    """Options of `interpolate`."""
     add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
     through = "samples to go through (default: 8, or one a class up to 16)"
     add("--n", type=number(int, 2), dest="keyframes", metavar="N", help=through)
@@ -94,7 +93,6 @@ def add_film_options(add: Callable[..., Any]) -> None:
 
 
 def add_projection_options(add: Callable[..., Any]) -> None:
-    """Options of `project`."""
     add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
     add("--space", choices=tuple(SPACES), default="both", help="one w for all layers, or one each")
@@ -110,7 +108,6 @@ def add_projection_options(add: Callable[..., Any]) -> None:
 
 
 def add_edit_options(add: Callable[..., Any]) -> None:
-    """Options of `edit`."""
     add("--classifier", required=True, metavar="RUN_OR_FILE", help="whose answer is moved")
     add("--from", required=True, dest="source", metavar="CLASS", help="the class that images are of")
     add("--to", required=True, dest="target", metavar="CLASS", help="the class that they become")
@@ -155,7 +152,6 @@ def draw_table(options: Namespace) -> str:
 
 
 def interpolate(options: Namespace) -> str:
-    """A film."""
     config = chosen(options, FilmConfig)
     check_film(options.out, fps=options.fps)
     sampler, *_ = open_sampler(options)
@@ -166,7 +162,6 @@ def interpolate(options: Namespace) -> str:
 
 
 def project(options: Namespace) -> str:
-    """An image's place in w and w+."""
     check_suffix(options.out, ".png")
     if options.save is not None:
         check_suffix(options.save, ".safetensors", "latents are kept in a .safetensors file", option="--save")
@@ -212,7 +207,6 @@ def edit(options: Namespace) -> str:
 
 
 def write_dataset(options: Namespace) -> str:
-    """A packed file of samples."""
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     check_target(options.out, options.overwrite)
     sampler, checkpoint, path = open_sampler(options)
@@ -255,7 +249,6 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
 
 
 def main(argv: list[str]) -> int:
-    """Run the subcommand."""
     options = parser().parse_args(argv)
     print(options.run(options))
     from duetgan.reporting.report import refresh

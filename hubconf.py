@@ -64,8 +64,6 @@ _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None 
 
 
 def _generator(name: str) -> _Any:
-    """The entry point of an architecture of models/registry.py."""
-
     def entry(
         checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _Any
     ) -> _Any:

@@ -27,7 +27,6 @@ SHOWN = 3  # classes of an image in the table
 
 
 def parser() -> Parser:
-    """The options of this script."""
     options = Parser(prog="predict.py", description=__doc__)
     add = options.add_argument
     kinds = "image files, folders, patterns ('a/**/*.jpg'), zip, tar, CSV, Parquet or LMDB files, .txt lists"
@@ -99,7 +98,6 @@ def main(argv: list[str]) -> int:
 
 
 def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> "Iterator[Sink]":
-    """Where the answers go."""
     from duetgan.inference import outputs
 
     if options.json:
@@ -161,7 +159,6 @@ def counterfactual_options(
 
 
 def line(result: dict[str, Any]) -> str:
-    """A result as text."""
     if "error" in result:
         return printable(f"{result['file']}: {result['error']}")
     text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())

@@ -16,7 +16,6 @@ WEEK = 7 * 24 * 60  # minutes
 
 
 def main(argv: list[str]) -> int:
-    """Parse the options and run the steps."""
     parser = Parser(prog="quickstart.py", description=__doc__)
     add = parser.add_argument
     add("source", nargs="?", default=SAMPLE, metavar="FOLDER", help="images: folder, zip, CSV (default: the sample)")

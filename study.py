@@ -11,17 +11,15 @@ from typing import Any
 
 from duetgan.studies import SUBJECTS, load_subject
 from duetgan.utils.config.build import build, to_tree
-from duetgan.utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
+from duetgan.utils.config.cli import Parser, UnknownKey, entry, number, positive
 from duetgan.utils.config.recipes import CONFIGS, recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.errors import UserError
 from duetgan.utils.script import exit_cli
 
 WEEK = 7 * 24 * 60  # minutes
 
 
 def parser() -> Parser:
-    """The options."""
     options = Parser(prog="study.py", description=__doc__, epilog="Any key of the recipe: --section.key value.")
     add = options.add_argument
     add("subject", metavar="SUBJECT", help="; ".join(f"{name}: {what}" for name, what in SUBJECTS.items()))
@@ -38,9 +36,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Make what is missing of a study, and print what it found."""
     options, overrides = parser().parse_known(argv)
-    if options.subject not in SUBJECTS:
-        near = did_you_mean(options.subject, list(SUBJECTS))
-        raise UserError(f"no study {options.subject!r}{near}; there are {', '.join(SUBJECTS)}")
+    entry(SUBJECTS, options.subject, "study")
     file = Path(recipe_file(options.config)) if options.config else CONFIGS / f"study_{options.subject}.yaml"
     overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]
     out = options.out or str(Path("runs") / (file.stem + "_quick" * options.quick))

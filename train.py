@@ -94,7 +94,6 @@ def main(argv: list[str]) -> int:
 
 
 def tell(options: Namespace) -> int:
-    """Print what --list or --keys asks for."""
     if options.list:
         print(listing(recipes()))
     else:
@@ -105,7 +104,6 @@ def tell(options: Namespace) -> int:
 
 
 def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) -> int:
-    """Train in this process."""
     from duetgan.training.engine.run import train  # imports torch, which must not happen before --gpus is applied
 
     try:

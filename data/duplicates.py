@@ -221,7 +221,6 @@ def save_sheet(report: Report, reader: LMDBReader, other: LMDBReader, path: Path
 
 
 def main(argv: list[str]) -> None:
-    """The command line."""
     parser = Parser(
         prog="python -m data.duplicates",
         description="Report duplicates within a packed file, or images that two packed files share.",

@@ -110,7 +110,6 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
 
 
 def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list[bytes]]) -> str:
-    """What does not fit the metadata, if anything."""
     if any((part != labels[0]).any() for part in labels):
         return "the labels differ between the resolutions"
     known = labels[0][(labels[0] >= 0) & (labels[0] < len(meta.classes))]
@@ -188,7 +187,6 @@ def report(damage: Damage, reader: LMDBReader) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """The command line."""
     parser = Parser(prog="python -m data.inspect", description="Show what a packed file holds.")
     parser.add_argument("path", type=Path, metavar="X.lmdb")
     parser.add_argument("--verify", action="store_true", help="check every record; exit code 2 if one is damaged")

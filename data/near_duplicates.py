@@ -39,8 +39,6 @@ Read = Callable[[int], np.ndarray]  # a record -> its image, uint8 [H, W, C]
 
 
 class Candidates(NamedTuple):
-    """Pairs that may be near duplicates."""
-
     pairs: np.ndarray  # int64 [m, 2], ascending
     crowd: np.ndarray  # int64 [m]: how many candidates that image of the pair has that has more of them
     left_out: int  # candidates beyond the limit, those that differ most

@@ -247,7 +247,6 @@ def _workers(text: str) -> int | None:
 
 
 def make_parser() -> Parser:
-    """The options."""
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
@@ -282,7 +281,6 @@ def make_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """The command line."""
     options = vars(make_parser().parse_args(argv))
     dest, split, val_share = options["dest"], options["split"], options["val_share"]
     check_target(dest, options["overwrite"])

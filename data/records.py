@@ -153,7 +153,6 @@ class Plan:
 
     @property
     def resize_filter(self) -> str:
-        """Its name in the metadata."""
         return RESIZE_FILTERS[self.mode] + ("+2x2-mean" if len(self.layout.resolutions) > 1 else "")
 
 

@@ -17,8 +17,6 @@ OPEN = 256  # files kept open at once
 
 
 class Member(NamedTuple):
-    """A regular file in a tar."""
-
     name: str
     shard: int
     start: int  # of its bytes in the tar

@@ -28,7 +28,6 @@ COMMANDS = {  # name -> script or module, and what it does
 
 
 def usage() -> str:
-    """The text of `duet --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(["usage: duet COMMAND [ARGS]", "", *lines, "", "Every command has --help."])

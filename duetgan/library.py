@@ -257,7 +257,6 @@ def load_generator(checkpoint: str | Path, *, which: Which = "last", device: str
 
 
 def _each(images: "Image | Iterable[Image]") -> Iterator[Image]:
-    """The images one by one."""
     if isinstance(images, str | os.PathLike | PIL.Image.Image):
         yield images
     elif isinstance(images, np.ndarray | Tensor):

@@ -31,7 +31,6 @@ MEASURES = ("self-influence", "probability")
 
 
 def parser() -> Parser:
-    """The options of this script."""
     options = Parser(prog="python -m inference.influence", description=__doc__)
     add_import_option(options)
     add = options.add_argument
@@ -189,7 +188,6 @@ def images_of(reader: "Dataset", rows: list[int]) -> "list[Tensor]":
 
 
 def _table(document: dict[str, Any]) -> str:
-    """The document for people."""
     if "mislabelled" in document:
         lines = [f"confident learning would change {document['issues']} labels; the first by {document['measure']}:"]
         for item in document["mislabelled"]:

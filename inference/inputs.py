@@ -25,7 +25,6 @@ class Input(NamedTuple):
 
 
 def file_input(path: str | Path) -> Input:
-    """An image file."""
     return Input(str(path), partial(read_file, Path(path)))
 
 

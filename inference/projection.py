@@ -49,7 +49,6 @@ class Projection:
 
     @property
     def distances(self) -> list[str]:
-        """How near it came, in words."""
         features = [] if self.perceptual is None else [f"features {self.perceptual:.3f}"]
         return [*features, f"rmse {self.rmse:.3f}"]
 

@@ -29,7 +29,6 @@ THRESHOLD = 0.95  # that of FixMatch (2001.07685)
 
 
 def parser() -> Parser:
-    """The options of this script."""
     options = Parser(prog="python -m inference.pseudo_labels", description=__doc__)
     add = options.add_argument
     add_model_options(options)
@@ -43,7 +42,6 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Label, write, print."""
     options = parser().parse_args(argv)
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     path = resolve_for_people(options.checkpoint, options.which)
@@ -149,7 +147,6 @@ def write_labelled(
 
 
 def lines(summary: dict[str, Any], out: Path) -> list[str]:
-    """For a person."""
     kept, images, least = summary["kept"], summary["images"], summary["threshold"]
     text = [f"{kept:,} of {images:,} images ({kept / images:.1%}) are labelled from {least:g} on"]
     text += [f"  {name}: {count:,}" for name, count in summary["by_class"].items()]

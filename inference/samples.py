@@ -52,7 +52,6 @@ class Sampler:
 
     @property
     def device(self) -> torch.device:
-        """Where the generator computes."""
         return device_of(self.generator)
 
     def labels(self, numbers: Sequence[int]) -> Tensor | None:

@@ -85,7 +85,6 @@ def save_strips(strips: Sequence[Strip], path: Path) -> None:
 
 
 def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction) -> str:
-    """What strips show, in a line."""
     arrived = [strip for strip in strips if strip.arrived]
     text = f"{names[direction.source]} to {names[direction.target]}: {len(arrived)} of {len(strips)} images arrive"
     if not arrived:

@@ -111,7 +111,6 @@ def corrupted_hits(classifier: Classifier, reader: Dataset, *, seed: int, limit:
 
 
 def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
-    """Figures and images of a classifier."""
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)

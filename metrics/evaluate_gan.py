@@ -226,7 +226,6 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
 
 
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
-    """Figures and images of a generator."""
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
         generator = generator_from(checkpoint, device)

@@ -40,7 +40,6 @@ class Figure:
     digits: int = 4  # in tables
 
     def measure(self, record: Any) -> Measured:
-        """The figure of a record."""
         for name, note in self.needs.items():
             value = getattr(record, name)
             if value is None or (isinstance(value, Sequence) and not value):

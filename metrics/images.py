@@ -156,7 +156,6 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
 
 
 def _figure(width: float, height: float) -> Any:
-    """Of inches."""
     from matplotlib.figure import Figure  # here: who trains does not wait for it
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -63,7 +63,6 @@ class ModelConfig(Config):
 
     @property
     def backbone(self) -> Backbone:
-        """What is known of the network."""
         return backbone_of(self.name) if self.discriminator is None else gans.discriminator_backbone(self.discriminator)
 
 

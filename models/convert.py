@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def parser() -> Parser:
-    """The options of this script."""
     options = Parser(prog="python -m models.convert", description=__doc__)
     text = "NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or what export.py wrote"
     options.add_argument("file", type=Path, metavar="FILE", help=text)
@@ -27,7 +26,6 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Convert, write the checkpoint, tell what it is."""
     options = parser().parse_args(argv)
     folder = options.out / "checkpoints"
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):

@@ -106,7 +106,6 @@ class Spectral(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """One step of the power method."""
         matrix = self.weight.flatten(1)
         self.v.copy_(F.normalize(self.u @ matrix, dim=0))
         self.u.copy_(F.normalize(matrix @ self.v, dim=0))

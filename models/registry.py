@@ -11,8 +11,7 @@ from duetgan.models.backbones import timm, torchvision
 from duetgan.models.backbones.airbench import AIRBENCH
 from duetgan.models.backbones.base import Backbone
 from duetgan.utils.config.build import build
-from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.errors import UserError
+from duetgan.utils.config.cli import entry
 
 
 @dataclass(frozen=True)
@@ -49,19 +48,11 @@ BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 def architecture_of(name: str) -> Architecture:
     """The entry of that name; UserError, with the near one, for a name that is not in the registry."""
-    if name not in ARCHITECTURES:
-        known = list(ARCHITECTURES)
-        raise UserError(f"architecture {name!r} is unknown{did_you_mean(name, known)}; there are {', '.join(known)}")
-    return ARCHITECTURES[name]
+    return entry(ARCHITECTURES, name, "architecture")
 
 
 def backbone_of(name: str) -> Backbone:
     """The description of the network of that name; UserError, with the near one, for an unknown name."""
     if name.startswith(timm.PREFIX):
         return timm.timm_backbone(name)
-    if name not in BACKBONES:
-        known = [*BACKBONES, "discriminator"]
-        raise UserError(
-            f"model {name!r} is unknown{did_you_mean(name, known)}; choose one of {', '.join(known)} or timm:NAME"
-        )
-    return BACKBONES[name]
+    return entry(BACKBONES, name, "model", ", discriminator, or timm:NAME")

@@ -128,7 +128,6 @@ class ThisMachine(Machine):
         return self._known[key]
 
     def _noise(self, side: int, channels: int, classes: int) -> Path:
-        """A packed file of noise."""
         from duetgan.data.records import pack_arrays
 
         file = self.folder / f"{side}-{channels}-{classes}.lmdb"
@@ -199,7 +198,6 @@ def make_plan(source: str, minutes: float, weights: str | None, quick: bool) -> 
 
 
 def main(argv: list[str]) -> None:
-    """The command line; quickstart.py calls it."""
     parser = Parser(prog="python -m planning.measure", description="Look at images, measure this machine, make a plan.")
     parser.add_argument("source")
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")

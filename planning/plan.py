@@ -51,8 +51,6 @@ SIZES = (
 
 
 class Speed(NamedTuple):
-    """How fast a recipe trains here."""
-
     precision: str
     images_per_second: float
 
@@ -86,7 +84,6 @@ class Survey(Stored):
     seconds: float  # reading and decoding one image
 
     def text(self) -> str:
-        """For a person, in one line."""
         kind = f"{self.classes} classes of {self.smallest_class:,} to {self.largest_class:,}"
         if self.classes < 2:
             kind = "one class" if self.classes else "no labels"
@@ -97,8 +94,6 @@ class Survey(Stored):
 
 
 class Training(Stored):
-    """A training of the plan."""
-
     config: str
     overrides: list[str]
     steps: int
@@ -131,12 +126,10 @@ class Plan(Stored):
 
     @property
     def total(self) -> float:
-        """Expected seconds of all parts."""
         return sum(self.seconds.values())
 
     @property
     def trainings(self) -> dict[str, Training]:
-        """By their task, in their order."""
         return ({"classifier": self.classifier} if self.classifier else {}) | {"gan": self.gan}
 
 
@@ -247,7 +240,6 @@ class _Choice:
     def _training(
         self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
     ) -> Training:
-        """A training that sees so many images."""
         gan, batch, rate = config == GAN, BATCH[config], speed.images_per_second
         least = STEPS["gan" if gan else "classifier"]
         steps = least if self.quick else max(least, int(images / batch))

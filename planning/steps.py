@@ -31,8 +31,6 @@ SURE = (*SHARES, *(f"{name}_interval" for name in ("recognised", "diversity_rati
 
 
 class Step(NamedTuple):
-    """One of Duet's commands."""
-
     name: str
     command: list[str]  # Python's arguments
     done: bool  # by an earlier start
@@ -111,7 +109,6 @@ class Quickstart:
             yield Step(name, pack, done)
 
     def training(self, task: str) -> list[str]:
-        """The command that trains a task or resumes it."""
         training = self.plan.trainings[task]
         command = ["train.py", "--config", training.config, "--run-dir", shown(self.folder / task)]
         command += ["--data.path", shown(self.train), "--data.val-path", shown(self.test), *training.overrides]
@@ -148,7 +145,6 @@ class Quickstart:
         return code
 
     def finish(self) -> None:
-        """Write summary.json and report.html and say where they are."""
         from duetgan.reporting.report import write_quickstart_report
         from duetgan.utils.versions import environment
 
@@ -169,7 +165,6 @@ class Quickstart:
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    """Both models' figures, a line each."""
     classifier, gan, lines = summary["classifier"], summary["gan"], []
     if classifier:
         sure = " ({:.3f} to {:.3f})".format(*classifier["interval"]) if classifier["interval"] else ""
@@ -250,7 +245,6 @@ def unfit(run: Path, test: Path) -> str:
 
 
 def finished(run: Path) -> bool:
-    """Whether a run's training came to its end."""
     status = run / "status.json"
     return status.is_file() and json.loads(status.read_text()).get("state") == "finished"
 

@@ -31,7 +31,6 @@ def plain(value: object) -> str:
 
 
 def change(value: float) -> str:
-    """A short figure with its sign."""
     return ("-" if value < 0 else "+") + number(abs(value))
 
 
@@ -46,12 +45,10 @@ REMARKS = {row.key: row.title for row in FIGURES} | {
 
 
 def writer(row: Row) -> Show:
-    """How a figure of the table is written."""
     return percent if row.unit == "share" else plain
 
 
 def headline(run: Run) -> list[Figure]:
-    """What a person asks first."""
     figures = results(run, [row for row in TILES if row.place == "headline"])
     for row in _dicts(run.evaluation.get("distances"))[:1]:
         words = [f"real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
@@ -91,7 +88,6 @@ def _interval(interval: object, show: Show) -> list[str]:
 
 
 def memorisation(run: Run) -> list[Figure]:
-    """What the search for copies found."""
     copies = _dict(run.evaluation.get("memorisation"))
     if not copies:
         return []
@@ -132,7 +128,6 @@ def _dict(value: object) -> dict[str, Any]:
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:
-    """The mappings of a list."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 

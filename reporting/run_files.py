@@ -85,7 +85,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's own."""
         return self.folder.resolve().name
 
     @property

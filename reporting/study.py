@@ -68,12 +68,10 @@ def signed(value: float, *, share: bool) -> str:
 
 
 def span(interval: Sequence[float] | None, *, share: bool) -> str:
-    """An interval in writing."""
     return "-" if interval is None else " to ".join(signed(end, share=share) for end in interval)
 
 
 def chance(p: float | None) -> str:
-    """A p-value in writing."""
     if p is None:
         return "-"
     return "<0.0001" if p < 1e-4 else f"{p:.2g}"

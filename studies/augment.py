@@ -65,7 +65,6 @@ class AugmentConfig(StudyConfig):
 
 
 def synthetic_name(ratio: float, selected: bool) -> str:
-    """An arm's name."""
     return f"samples {ratio:g}" + (", selected" if selected else "")
 
 

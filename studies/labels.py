@@ -53,7 +53,6 @@ class LabelsConfig(StudyConfig):
 
 
 def arm_name(per_class: int, way: str = "") -> str:
-    """An arm's name; no way: the labels alone."""
     return f"{per_class} labels" + (f", {way}" if way else "")
 
 
@@ -129,7 +128,6 @@ class Labels(Subject):
         return self._train(images, more, folder, seed)
 
     def _train(self, images: Path, more: Settings, folder: Path, seed: int) -> Result:
-        """Train on the images and judge."""
         if not images.is_file():
             raise UserError(f"{images}: is missing; remove this study's folder, and start it again")
         self.train(folder, self.config.classifier, {"data.path": str(images), **more}, seed)

@@ -85,8 +85,6 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What a subject makes of the results so far."""
-
     comparisons: Sequence[Comparison] = ()
     choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen on held-out images: arm
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()  # heading, header, rows
@@ -96,8 +94,6 @@ class Conclusion:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
-
     figures: dict[str, float | None] = field(default_factory=dict)
     hits: dict[str, np.ndarray] = field(default_factory=dict)  # of each set of images: bool [n], in the file's order
 
@@ -119,11 +115,9 @@ class Results:
         return np.stack([result.hits[split] for result in self.by_arm[arm]])
 
     def figures(self, arm: str, name: str) -> list[float | None]:
-        """One figure by seed."""
         return [result.figures.get(name) for result in self.by_arm[arm]]
 
     def mean_figure(self, arm: str, name: str) -> float | None:
-        """Its mean over the seeds that have it."""
         values = [value for value in self.figures(arm, name) if value is not None]
         return float(np.mean(values)) if values else None
 
@@ -186,7 +180,6 @@ class Subject(ABC):
     # --- places and outcomes
 
     def place(self, job: str) -> Path:
-        """A job's folder."""
         return self.folder / "jobs" / slug(job)
 
     def part(self, name: str) -> Path:
@@ -204,7 +197,6 @@ class Subject(ABC):
         return outcome
 
     def run_of(self, job: str) -> str:
-        """The run of a training that is done."""
         return self.outcome(job).get("run") or str(self.place(job) / "run")
 
     def classes(self) -> list[str]:
@@ -223,7 +215,6 @@ class Subject(ABC):
     # --- jobs and arms
 
     def parts_job(self) -> Job:
-        """The study's images: training, held-out, held-back and test ones."""
         data = self.config.data
         what = "the images: training, held-out, held-back and test ones"
         return Job(PARTS, what, partial(make_parts, data), data.model_dump())
@@ -271,7 +262,6 @@ class Subject(ABC):
         return Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
 
     def train(self, folder: Path, recipe: Recipe, overrides: Settings, seed: int, max_steps: int | None = None) -> None:
-        """Train a run of a recipe."""
         quiet: dict[str, Any] = {**QUIET, "data.val_path": None}
         if recipe is self.config.gan:
             quiet["log.samples_every"] = 10**9  # at the end alone
@@ -279,12 +269,10 @@ class Subject(ABC):
         train_run(folder, str(recipe.file), overrides, seed=seed, device=self.device, max_steps=max_steps)
 
     def judge(self, folder: Path) -> Result:
-        """What a classifier's run says of the sets."""
         return judge_classifier(folder, {name: self.part(name) for name in self.sets}, device=self.device)
 
 
 def slug(name: str) -> str:
-    """A name as a file's."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 

@@ -80,7 +80,6 @@ def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """A comparison in a line."""
     scale, unit = (100, " points") if row["figure"] is None else (1, "")
     ends = [change(scale * end) for end in row["interval"] or []]
     sure = f", 95 % interval {' to '.join(ends)}" if ends else ""

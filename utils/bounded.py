@@ -35,7 +35,6 @@ class FileLimit:
 
     @property
     def limit(self) -> int:
-        """In bytes."""
         text = os.environ.get(self.variable, "")
         mib = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else self.mib
         return mib << 20 if mib else 1 << 63
@@ -65,8 +64,6 @@ class Refused(OSError):
 
 
 class Readable(Protocol):
-    """What bytes can be read from."""
-
     def read(self, size: int, /) -> bytes:
         """Up to `size` bytes, b"" at the end."""
 

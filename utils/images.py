@@ -159,7 +159,6 @@ def _paths() -> dict[str, str]:
 
 @cache
 def _letters(name: str) -> frozenset[int]:
-    """The characters that a font has."""
     from matplotlib.ft2font import FT2Font
 
     return frozenset(FT2Font(_paths()[name]).get_charmap())

@@ -57,12 +57,10 @@ def leave_threads() -> None:
 
 
 def threads_left() -> bool:
-    """Whether `leave_threads` was called."""
     return _threads_left
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code."""
     if _threads_left:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

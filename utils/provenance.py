@@ -14,8 +14,6 @@ Provenance = dict[str, Any]
 
 
 class Generated(Stored):
-    """Where samples come from."""
-
     generator: str  # fingerprint of its weights (metrics.features.extractors.fingerprint)
     step: Count  # of its checkpoint
     seed: Whole  # of the draws

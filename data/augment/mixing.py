@@ -30,7 +30,6 @@ class MixingAugment(Augment):
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed."""
         return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 

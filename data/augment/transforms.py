@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from annotated_types import Interval
 
+from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config, Probability
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import Key, generator
@@ -35,9 +36,8 @@ class Augment(Config):
     own: list[str] = []  # names that imported code has added (docs/extending.md), in this order, at the end
 
     def check(self) -> None:
-        if unknown := [name for name in self.own if name not in AUGMENTATIONS]:
-            there = f"there are {', '.join(AUGMENTATIONS)}" if AUGMENTATIONS else "--import FILE adds some"
-            raise UserError(f"own: augmentation {unknown[0]!r} is unknown; {there}")
+        for name in self.own:
+            entry(AUGMENTATIONS, name, "own: augmentation")
 
 
 def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:

@@ -99,7 +99,6 @@ class Meta(Stored):
     shards: Annotated[list[Shard], MinLen(1)] | None = None
 
     def to_json(self) -> bytes:
-        """The metadata record."""
         return json.dumps(self.model_dump(exclude_none=True), sort_keys=True).encode()
 
     @classmethod

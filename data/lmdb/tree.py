@@ -78,6 +78,5 @@ def _check_pages(pages: np.ndarray, numbers: np.ndarray, branch: bool, size: int
 
 
 def _refuse(wrong: np.ndarray, numbers: np.ndarray) -> None:
-    """Raise ValueError for the first page that is wrong."""
     if wrong.any():
         raise ValueError(f"page {int(numbers[wrong.argmax()]):,} of its tree is damaged")

@@ -54,7 +54,6 @@ class _Level:
         self.start()
 
     def start(self) -> None:
-        """A new block."""
         self.entries: list[bytes] = []
         self.pixels: list[bytes] = []
         self.payloads = hashlib.sha256()
@@ -158,7 +157,6 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             self._flush_signatures()
 
     def _flush_block(self, level: _Level) -> None:
-        """Put a block's pixels and its index."""
         if not level.entries:
             return
         block = (self.count - 1) // level.block

@@ -28,8 +28,6 @@ class Written:
 
 @dataclass(kw_only=True)
 class Summary:
-    """What was packed."""
-
     meta: Meta  # of a split the training file's
     held_out: Meta | None  # with a split
     held_out_path: Path | None
@@ -59,7 +57,6 @@ def list_skipped(problems: Sequence[Problem], dest: Path) -> str:
 
 
 def summary_lines(summary: Summary, dest: Path) -> list[str]:
-    """The table at the end."""
     meta, held_out, written = summary.meta, summary.held_out, summary.written
     count = meta.count + (held_out.count if held_out else 0)
     smaller, largest = meta.resolutions[:-1], meta.resolutions[-1]

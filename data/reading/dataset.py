@@ -145,12 +145,10 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-        """A batch at once."""
         images, labels = self.read(indices)
         return list(zip(images, labels.tolist(), strict=True))
 
     def _shard(self, index: int) -> LMDBReader:
-        """The file that holds a record."""
         return self.shards[int(np.searchsorted(self._ends, index, side="right"))]
 
     def _fill(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:

@@ -39,7 +39,6 @@ class Batch:
         return Batch(images, labels, *synthetic)
 
     def parts(self) -> list[torch.Tensor]:
-        """Its tensors."""
         return [self.images, self.labels, *([] if self.synthetic is None else [self.synthetic])]
 
 
@@ -253,7 +252,6 @@ class _Worker:
         return batch
 
     def stop(self) -> None:
-        """End the thread and wait for it."""
         self._stopped.set()
         with contextlib.suppress(queue.Empty):  # room for the batch it may be about to put, its last
             while True:

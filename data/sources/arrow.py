@@ -20,7 +20,6 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder is one of `save_to_disk`."""
     return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 

@@ -82,7 +82,6 @@ class Source(AbstractContextManager["Source"]):
         return self._labels
 
     def check_classes(self) -> None:
-        """Raise UserError for a class without images."""
         counts = np.bincount(self.labels(), minlength=len(self.classes))
         if self.classes and not counts.all():
             raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some")
@@ -100,8 +99,6 @@ class Source(AbstractContextManager["Source"]):
 
 
 class ArraySource(Source):
-    """Images in memory."""
-
     def __init__(
         self,
         name: str,

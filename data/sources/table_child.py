@@ -24,8 +24,6 @@ Batches = Iterator[tuple[int, Any]]  # the number of the first row, record batch
 
 
 class ParquetTable:
-    """A Parquet file."""
-
     def __init__(self, path: str) -> None:
         self._file = parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True)
         self.schema, self.rows = self._file.schema_arrow, self._file.metadata.num_rows

@@ -59,7 +59,6 @@ class Row:
 
 
 def outputs(run: Runner, batches: Sequence[Inputs]) -> Tensor:
-    """All batches' outputs, float32 [n, ...]."""
     with torch.inference_mode():
         return torch.cat([run(batch) for batch in batches])
 
@@ -156,7 +155,6 @@ def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Row], *, batch: int) -> str:
-    """The rows as text."""
     lines = [["", "MiB", "largest difference", "accuracy", "change", "batch 1", "", f"batch {batch}", ""]]
     for row in rows:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.4f}"
@@ -246,7 +244,6 @@ def export(job: ExportConfig, checkpoint: dict[str, Any]) -> tuple[list[Row], Su
 
 
 def failed(job: ExportConfig, wrong: str) -> CheckFailed:
-    """The error that a failed check ends with."""
     kept = "; the one that was there is as it was" if job.out.exists() else ""
     remedy = ", or calibrate with more or other images (--calibration)" if job.format == "int8" else ""
     return CheckFailed(f"{job.out}: not written, {wrong}{kept}; choose another --format{remedy}")

@@ -41,7 +41,6 @@ RESIZED = {
 
 
 def write_folder(subject: Subject, path: Path) -> None:
-    """Make the folder."""
     path.mkdir()
     write_weights(path / "model.safetensors", subject.checkpoint)
     (path / "model.safetensors").chmod(0o644)  # safetensors lets nobody else read it

@@ -29,8 +29,6 @@ from duetgan.utils.runlog.run_log import say
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One kind of file."""
-
     write: Callable[[Subject, Path], None]
     open: Callable[[Subject, Path], Runner]
     limit: float | None  # largest difference that is allowed, as a share of the outputs' largest magnitude above 1
@@ -88,7 +86,6 @@ def write_torch_export(subject: Subject, path: Path) -> None:
 
 
 def open_torch_export(_subject: Subject, path: Path) -> Runner:
-    """The program as a module."""
     with _quiet(), open(path, "rb") as file:
         return as_runner(torch.export.load(file).module())
 

@@ -54,7 +54,6 @@ def write_weights(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a .safetensors file. Raises OSError."""
     try:
         save_file(tensors, str(path), {"format": "pt"} | metadata)
     except SafetensorError as error:  # it hides the system's error in its text

@@ -51,12 +51,10 @@ class Answers:
 
     @cached_property
     def confidence(self) -> Tensor:
-        """The predicted class's probability, float64 [n]."""
         return self.probabilities.amax(1)
 
     @cached_property
     def hits(self) -> Tensor:
-        """Whether the prediction is right, bool [n]."""
         return self.predicted == self.labels
 
     @cached_property

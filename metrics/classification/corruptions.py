@@ -24,8 +24,6 @@ Corrupt = Callable[[np.ndarray, float, int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Corruption:
-    """A way to spoil an image."""
-
     amounts: Sequence[float]  # at SIDE px, weakest first
     unit: str  # what an amount is
     power: float  # an amount grows with (side / SIDE) to this power

@@ -14,8 +14,6 @@ ROUNDS = 100  # of a bisection
 
 @dataclass(frozen=True)
 class Difference:
-    """The second figure less the first."""
-
     value: float
     interval: list[float] | None  # of 95 %; None where nothing tells how far chance reaches
     p: float | None  # that a difference as large comes about by chance alone

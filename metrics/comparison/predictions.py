@@ -34,8 +34,6 @@ COLUMNS = {
 
 
 class About(Stored):
-    """What was evaluated."""
-
     schema_: Annotated[Literal[1], Field(alias="schema")]
     task: str
     data: str  # content hash of the test file

@@ -36,7 +36,6 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device of a module's first parameter or buffer."""
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")

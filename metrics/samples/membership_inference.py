@@ -36,8 +36,6 @@ NOT_SHOWN = [
 
 @dataclass(frozen=True)
 class Attack:
-    """What one score tells."""
-
     auc: float  # P(a member scores higher than a held-out image), equal ones count half; 0.5 is chance
     interval: list[float]  # at 95 %
     p_value: float  # of so high an AUC, or so many members at the top, by chance
@@ -161,7 +159,6 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def audit_table(document: dict[str, Any]) -> str:
-    """The audit for people."""
     rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
     for name, result in document["attacks"].items():
         rows.append([name, *_auc(result), f"{result['p_value']:.2g}", *_auc(document["controls"][name])])

@@ -123,7 +123,6 @@ def sizes(resolution: Any) -> list[int]:
 
 
 def number(value: Any, name: str) -> int:
-    """A whole number from 0 up."""
     if type(value) is not int or not 0 <= value <= 1 << 20:
         raise Refused(f"{name} is {value!r}, not a whole number in range")
     return value

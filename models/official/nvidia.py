@@ -45,7 +45,6 @@ class Arguments:
         self.given, self.what = dict(given), what
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The argument, or its default."""
         return self.given.pop(name, default)
 
     def number(self, name: str, default: int) -> int:
@@ -53,7 +52,6 @@ class Arguments:
         return number(self.take(name, default), name)
 
     def inner(self, name: str) -> "Arguments":
-        """The arguments of a part."""
         return Arguments(self.given.pop(name, {}) or {}, f"{self.what}.{name}")
 
     def only(self, **allowed: Any) -> None:

@@ -77,7 +77,7 @@ def test_code_that_cannot_be_imported_is_refused(
     [
         (["--import", "no_such_module"], "--import no_such_module: ModuleNotFoundError"),
         (["--optimizer.schedule", "cosin"], "schedule 'cosin' is unknown (did you mean 'cosine'?)"),
-        (["--augment.own", "[x]"], "augment: own: augmentation 'x' is unknown; --import FILE adds some"),
+        (["--augment.own", "[x]"], "augment: own: augmentation 'x' is unknown; there are none, --import"),
     ],
 )
 def test_a_name_that_nothing_has_is_refused(command: Command, recipe: list[str], more: list[str], told: str) -> None:

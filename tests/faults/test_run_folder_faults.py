@@ -173,7 +173,7 @@ def test_fault_31_tabs_and_typing_errors(command: Command, gan_recipe: list[str]
     recipe.write_text(GAN.replace("r1_interval", "r1_intervall"))
     command(*gan_recipe).refusal("'loss.r1_intervall'", "did you mean 'loss.r1_interval'")
     recipe.write_text(whole.replace("task: gan", "task: gna"))
-    command(*gan_recipe).refusal("unknown task 'gna'", "did you mean 'gan'")
+    command(*gan_recipe).refusal("task 'gna' is unknown", "did you mean 'gan'")
     recipe.write_text(whole)
     command(*gan_recipe, "--generator.zdim", "8").refusal("'generator.zdim'", "did you mean 'generator.z_dim'")
     command("train.py", "--config", tmp_path / "recpie.yaml").refusal("did you mean", "recipe.yaml")

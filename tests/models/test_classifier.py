@@ -48,7 +48,7 @@ def test_new_first_convolutions_follow_he():
 
 def test_what_no_network_can_be_built_from():
     with pytest.raises(
-        UserError, match=r"'resnet99' is unknown \(did you mean 'resnet\w+'\?\); choose one of resnet18"
+        UserError, match=r"'resnet99' is unknown \(did you mean 'resnet\w+'\?\); there are resnet18"
     ):
         ModelConfig(name="resnet99")
     with pytest.raises(UserError, match=r"two classes or more, the data has 1"):

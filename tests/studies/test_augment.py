@@ -138,7 +138,7 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["augmnt"], "no study 'augmnt' (did you mean 'augment'?)"),
+        (["augmnt"], "study 'augmnt' is unknown (did you mean 'augment'?)"),
         (["augment", "--minutes", "0"], "--minutes: '0' is not a finite number from 0.01 to 10,080"),
         (["augment", "--ratio", "[1]"], "unknown key 'ratio' (did you mean 'ratios'?)"),
         (["augment", "--data.source", "null"], "data: give either source"),

@@ -55,7 +55,6 @@ class Resizing:
 
     @property
     def on(self) -> bool:
-        """Whether there is more than one size."""
         return len(self.spans) > 1
 
     def at(self, step: int) -> bool:

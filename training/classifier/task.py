@@ -255,7 +255,6 @@ class ClassifierTask(Task):
         return Prepared(images, targets, mixed)
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
-        """Some rows as the network takes them."""
         images = to_float(prepared.images[rows], channels_last=self.config.channels_last)
         if prepared.mixed is not None:
             others, mixing = prepared.mixed

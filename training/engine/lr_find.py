@@ -45,7 +45,6 @@ class Sweep:
             raise UserError(f"{given}: the first rate must be positive and below the last")
 
     def rate(self, step: int) -> float:
-        """The rate of update number `step` (from 0)."""
         return self.first * (self.last / self.first) ** (step / (self.steps - 1))
 
 

@@ -11,7 +11,7 @@ from duetgan.training.gan.config import config_of
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
-from duetgan.utils.config.cli import Parser, did_you_mean
+from duetgan.utils.config.cli import Parser, entry
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError
 
@@ -47,14 +47,13 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
     """
     tree, overrides = _with_imports(tree, overrides)
     name = tree.get("task")
-    if not isinstance(name, str) or name not in TASKS:
-        hint = did_you_mean(str(name), list(TASKS)) if name else ""
-        problem = "has no key 'task'" if name is None else f"unknown task {name!r}{hint}"
-        raise UserError(f"{source}: {problem}; tasks are {', '.join(TASKS)}")
+    if name is None:
+        raise UserError(f"{source}: has no key 'task'; tasks are {', '.join(TASKS)}")
+    task = entry(TASKS, str(name), f"{source}: task")
     parser = Parser("train.py")
     parser.add_argument("--architecture")
     architecture = parser.parse_known(overrides)[0].architecture or tree.get("architecture")
-    config = TASKS[name].config(*([str(architecture)] if architecture else []))
+    config = task.config(*([str(architecture)] if architecture else []))
     lengths: list[float] = []
 
     def draft(epochs: float) -> int:

@@ -53,7 +53,6 @@ class Fit:
     unused: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """What is not taken, for a person."""
         parts = {"does not fit": [f"{name} {sizes(*pair)}" for name, pair in self.misfits.items()]}
         for label, names in (("stays new", self.new), ("left out", self.unused)):
             # counted by members of a list, or layers

@@ -15,7 +15,7 @@ from torch import Tensor
 from duetgan.training.gan import ada_operations as ops
 from duetgan.training.gan.ada_operations import Draws, GroupDraws
 from duetgan.training.optim.config import cosine
-from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator
@@ -39,9 +39,7 @@ class AdaConfig(Config):
 
     def check(self) -> None:
         for name in self.operations:
-            if name not in ops.DRAWS:
-                near = did_you_mean(name, list(ops.DRAWS))
-                raise UserError(f"operations: no group {name!r}{near}; there are {', '.join(ops.DRAWS)}")
+            entry(ops.DRAWS, name, "operations: group")
         if self.mode == "fixed" and self.p == 0:
             raise UserError("mode fixed with p 0 changes no image; set ada.p, or ada.mode off")
         if self.mode == "scheduled" and self.p == self.p_final == 0:

@@ -31,8 +31,6 @@ HALF_BAND_TAPS = (16 / 32, 9 / 32, 0.0, -1 / 32)
 
 @dataclass
 class GroupDraws:
-    """One group's draws for B images."""
-
     chance: Tensor  # [B, operations] uniform in [0, 1): an operation happens where it is below p
     uniform: Tensor  # [B, u] uniform in [0, 1)
     normal: Tensor  # [B, v] N(0, 1)

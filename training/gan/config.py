@@ -17,7 +17,7 @@ from duetgan.training.gan.diagnostics import WatchConfig
 from duetgan.training.gan.losses import OBJECTIVES, Objective
 from duetgan.training.gan.stages import ProgressiveConfig, Stages
 from duetgan.training.optim.updater import OptimizerConfig
-from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import (
     Config,
     NonNegativeFloat,
@@ -68,10 +68,7 @@ class GanLossConfig(Config):
     @property
     def functions(self) -> Objective:
         """The objective's entry in the table; UserError, with the near one, for a name that is not there."""
-        if self.objective not in OBJECTIVES:
-            near = did_you_mean(self.objective, list(OBJECTIVES))
-            raise UserError(f"objective {self.objective!r} is unknown{near}; there are {', '.join(OBJECTIVES)}")
-        return OBJECTIVES[self.objective]
+        return entry(OBJECTIVES, self.objective, "objective")
 
     def path_length_due(self, step: int) -> bool:
         return self.path_length_weight > 0 and step % self.path_length_interval == 0

@@ -105,7 +105,6 @@ class StepShare(NamedTuple):
     metrics: dict[str, Tensor]  # what the step reports: 0-d, adding up over the ranks
 
     def micro_batches(self) -> list[slice]:
-        """The rows of each forward pass."""
         stop = self.first + self.size
         return [slice(start, start + self.micro) for start in range(self.first, stop, self.micro)]
 

@@ -109,7 +109,6 @@ class Watch:
         return lines
 
     def _remember(self, row: dict[str, float]) -> None:
-        """Fold a log row into the moving means."""
         passed, self.images = row["images"] - self.images, row["images"]
         if passed <= 0:
             return

@@ -81,7 +81,6 @@ class Stages:
             step, image = step + length, image + length * size
 
     def _number(self, step: int) -> int:
-        """Of a step's stage, from 0."""
         return bisect_right(self.all, step, key=lambda stage: stage.first_step) - 1
 
     def at(self, step: int) -> Stage:

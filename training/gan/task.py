@@ -135,7 +135,6 @@ class GanTask(Task):
         return self.stages.images_at(step)
 
     def describe(self) -> dict[str, str]:
-        """The stages of growth, a row each."""
         return {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
 
     def lineage(self) -> Lineage:

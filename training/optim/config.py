@@ -9,7 +9,7 @@ from annotated_types import Interval
 from pydantic import BeforeValidator
 
 from duetgan.training.base.config import Epochs, Updates, in_updates
-from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import (
     Config,
     Decay,
@@ -65,10 +65,7 @@ class OptimizerConfig(Config):
     cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1; Muon's) at ends and peak: [0.95, 0.85]
 
     def check(self) -> None:
-        known = ["constant", *DECAYS, "step", "one-cycle"]
-        if self.schedule not in known:
-            near = did_you_mean(self.schedule, known)
-            raise UserError(f"schedule {self.schedule!r} is unknown{near}; there are {', '.join(known)}")
+        entry(dict.fromkeys(("constant", *DECAYS, "step", "one-cycle")), self.schedule, "schedule")
         clipping = [key for key in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, key) is not None]
         if len(clipping) > 1:
             given = " and ".join(clipping)

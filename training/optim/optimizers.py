@@ -67,7 +67,6 @@ class Masked(torch.optim.Optimizer):
                 self.update(group, parameters)
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Update a group's parameters that have gradients."""
         raise NotImplementedError
 
 

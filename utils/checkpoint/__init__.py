@@ -106,7 +106,6 @@ def find_step(name: str) -> int | None:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint."""
     step = find_step(path.name)
     if step is None:
         raise ValueError(f"{path.name} is not a checkpoint's name")
@@ -118,7 +117,6 @@ class CorruptCheckpoint(UserError):
 
 
 def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
     with bounded.open_file(path, bounded.WEIGHTS) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -7,12 +7,13 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from duetgan import __version__
 from duetgan.utils.config import plugins
 from duetgan.utils.errors import UserError
 
+T = TypeVar("T")
 MOST = 2.0**63  # no number of an option is larger
 
 
@@ -39,6 +40,15 @@ def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
     labels = known if isinstance(known, Mapping) else dict(zip(known, known, strict=True))
     near = difflib.get_close_matches(name, labels, n=1, cutoff=0.6)
     return f" (did you mean {labels[near[0]]!r}?)" if near else ""
+
+
+def entry(registry: Mapping[str, T], name: str, what: str, also: str = "") -> T:
+    """What a registry has under a name. Raises UserError, with the near one."""
+    if name not in registry:
+        near = did_you_mean(name, list(registry))
+        there = ", ".join(registry) or "none, --import FILE adds some"
+        raise UserError(f"{what} {name!r} is unknown{near}; there are {there}{also}")
+    return registry[name]
 
 
 IN_STEPS = """a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of \

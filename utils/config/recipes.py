@@ -49,7 +49,6 @@ def recipes(folder: Path = CONFIGS) -> list[Recipe]:
 
 
 def listing(found: Sequence[Recipe]) -> str:
-    """The text of `train.py --list`."""
     width = max(len(recipe.name) for recipe in found)
     lines: list[str] = []
     for task, title in TITLES.items():

@@ -55,7 +55,6 @@ class GradientExchange:
             self._send()
 
     def _send(self) -> None:
-        """Send the next bucket."""
         gradients = []
         for parameter in self.buckets[self._next]:
             if parameter.grad is None and self.missing == "zeros":

@@ -41,7 +41,6 @@ class Bar(tqdm):
             threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
 
     def update(self, n: float | None = 1) -> bool | None:
-        """So many more are done."""
         self.done += int(n or 0)
         return super().update(n)
 
@@ -57,7 +56,6 @@ class Bar(tqdm):
             self.close()
 
     def close(self) -> None:
-        """Leave the bar as it is; no more lines."""
         self._closed.set()
         super().close()
 

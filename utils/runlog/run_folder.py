@@ -55,7 +55,6 @@ class RunFolder:
             self._before = float(json.loads((self.path / "status.json").read_text())["seconds"])
 
     def close(self) -> None:
-        """Give the lock back."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -31,7 +31,6 @@ def say(message: str) -> None:
 
 
 def say_main(message: str) -> None:
-    """`say` on rank 0 only."""
     if collectives.is_main():
         say(message)
 
@@ -60,7 +59,6 @@ class Events:
             self._refuse(error)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of `step`."""
         for name, value in values.items():
             self.add("scalar", name, value, step)
 
@@ -77,7 +75,6 @@ class Events:
             self._refuse(error)
 
     def close(self) -> None:
-        """Flush everything to the disk."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -143,7 +140,6 @@ class RunLog:
         self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
 
     def advance(self) -> None:
-        """One step is done."""
         if self._bar is not None:
             self._bar.update()
 
@@ -222,7 +218,6 @@ class RunLog:
             module.training = training
 
     def close(self) -> None:
-        """Flush everything to the disk."""
         if self._events is not None:
             self._events.close()
             self._tensorboard = not self._events.refused

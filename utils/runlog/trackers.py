@@ -40,7 +40,6 @@ class Session:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Send or write what is left."""
         self._run.finish()
 
 
@@ -98,7 +97,6 @@ TRACKERS: dict[str, Open] = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _ML
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a config, by dotted key."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -346,7 +346,7 @@ def test_what_a_resumed_run_takes_over():
         ({"kimg": 0.0}, r"^kimg 0.0"),
         ({"kimg": math.inf}, r"^kimg inf"),
         ({"interval": 0}, r"^interval 0"),
-        ({"operations": {"color": 1.0}}, "no group 'color' \\(did you mean 'colour'\\?\\)"),
+        ({"operations": {"color": 1.0}}, "group 'color' is unknown \\(did you mean 'colour'\\?\\)"),
         ({"operations": {"colour": 1.5}}, r"^operations.colour 1.5"),
         ({"operations": {"colour": -0.5}}, r"^operations.colour -0.5"),
         ({"mode": "fixed"}, "fixed with p 0"),
