@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from pathlib import Path
 
 import numpy as np
@@ -29,17 +31,27 @@ from tests.test_project import ROOT, project_files
 OURS = ("data", "explorer", "inference", "metrics", "models", "planning", "reporting", "studies", "training", "utils")
 
 
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+INSTALL = ["install", "--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A folder in which the package is installed, from a copy: an installation leaves files beside its source."""
-    copy, site = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("site")
+def copy(tmp_path_factory):
+    """The checkout as links: an installation leaves files beside its source."""
+    copy = tmp_path_factory.mktemp("copy")
     for path in project_files():
         name = path.relative_to(ROOT)
         if name.parts[0] not in ("tests", "docs", "benchmarks"):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).symlink_to(path)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-build-isolation", "--no-deps"]
-    command = [*pip, "--no-index", "--quiet", "--target", str(site), str(copy)]
+    return copy
+
+
+@pytest.fixture(scope="module")
+def site(copy, tmp_path_factory):
+    """A folder in which the package is installed."""
+    site = tmp_path_factory.mktemp("site")
+    command = [*PIP, *INSTALL, "--target", str(site), str(copy)]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return site
@@ -76,6 +88,19 @@ def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
     places = parts + [Path("scripts") / name for name in scripts]
     assert [place for place in places if not (site / "duetgan" / place).is_file()] == []
     assert (site / "duetgan" / "py.typed").is_file()
+
+
+def test_an_editable_installation_is_the_checkout(copy, mine, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=False)
+    interpreter = str(tmp_path / "venv/bin/python")
+    (packages,) = (tmp_path / "venv/lib").glob("*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    subprocess.run([*PIP, "--python", interpreter, *INSTALL, "-e", str(copy)], check=True)
+    code = "import duetgan; from duetgan.data import Dataset; print(duetgan.HOME)"
+    done = subprocess.run([interpreter, "-c", code], cwd=mine, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{ROOT}\n", done.stderr  # where the links lead
+    command = [tmp_path / "venv/bin/duet", "train", "--list"]
+    assert "gan_64_cpu" in subprocess.run(command, cwd=mine, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
