@@ -85,19 +85,11 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
     """A record's image uint8 [H, W, C] and its label, 0 if unlabelled. Raises IndexError, DamageError."""
     if not 0 <= index < len(reader):
         raise IndexError(f"record {index} of {len(reader)}")
+    label = int(reader.labels()[index])
     if reader.meta.encoding == "raw":
-        return reader.raw_image(index), int(reader.labels()[index])
-    handle = reader.handle()
-    with handle.environment.begin(buffers=True) as transaction:
-        entry, payload = reader.encoded_record(transaction, index)
-        label = int(entry["label"])
-        if not 0 <= label < max(1, len(reader.classes)):
-            raise reader.label_damage([index], label)
-        try:
-            size = (int(entry["height"]), int(entry["width"]))
-            return decode(payload, int(entry["codec"]), reader.meta.channels, size), label
-        except ImageError as error:
-            raise reader.damage(index, str(error)) from None
+        return reader.raw_image(index), label
+    with reader.encoded(index) as (entry, payload, size):
+        return decode(payload, entry["codec"], reader.meta.channels, size), label
 
 
 def decode_crop(

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import lmdb
 import numpy as np
 
 from duetgan.data.decode import decode, stored_image
@@ -139,28 +138,19 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
             else:
                 for record, expected in zip(reader.block_range(block), entries, strict=True):
                     try:
-                        digest.update(_checked_payload(reader, transaction, record, expected))
+                        with reader.encoded(record) as (entry, payload, size):
+                            if entry != expected:
+                                raise ImageError("it differs from its index")
+                            height, width = decode(payload, entry["codec"], reader.meta.channels, size).shape[:2]
+                            if (height, width) != size:
+                                raise ImageError(f"it is {width}x{height} px when decoded")
+                            digest.update(payload)
                     except DamageError as error:
                         damaged[record] = error.reason
             digest.update(entries.tobytes())
         except DamageError as error:
             damaged |= dict.fromkeys(error.records, error.reason)
     return labels, digest.digest(), damaged
-
-
-def _checked_payload(reader: LMDBReader, transaction: lmdb.Transaction, record: int, expected: np.void) -> memoryview:
-    """An encoded image's file. Raises DamageError if it differs from its entry in the index, or cannot be decoded."""
-    entry, payload = reader.encoded_record(transaction, record)
-    if entry != expected:
-        raise reader.damage(record, "it differs from its index")
-    size = (int(entry["height"]), int(entry["width"]))
-    try:
-        height, width = decode(payload, int(entry["codec"]), reader.meta.channels, size).shape[:2]
-    except ImageError as error:
-        raise reader.damage(record, str(error)) from None
-    if (height, width) != size:
-        raise reader.damage(record, f"it is {width}x{height} px when decoded")
-    return payload
 
 
 def report(damage: Damage, reader: LMDBReader) -> None:

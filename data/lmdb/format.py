@@ -41,6 +41,13 @@ SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 # In place of an image's bytes, where a file is an index of tar files: the tar's number in `shards`, the first byte.
 LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
 
+# Keys: of a block (of images, or of SIGNATURES images) or an image, and where there are two numbers of a resolution.
+PIXELS_KEY = b"pixels/%08d/%05d"  # a raw block of images: uint8 [n, C, H, W]
+IMAGE_KEY = b"picture/%010d/%05d"  # an encoded image: its entry, then the file's bytes
+INDEX_KEY = b"index/%08d/%05d"  # a block's index: INDEX_HEAD, then an ENTRY per image
+SIGNATURE_KEY = b"hash/%08d"  # the CRC-32 (u32) of the rest, an array of SIGNATURE
+NAME_KEY = b"name/%08d"  # the CRC-32 (u32) of the rest, a JSON list of strings
+
 Side = Annotated[int, Interval(ge=0, le=MOST_SIDE)]  # px
 
 
@@ -150,13 +157,6 @@ def check_sides(sides: Sequence[int], encoding: str) -> None:
         raise ValueError(f"resolutions {list(sides)[:20]} do not fit encoding {encoding!r}")
 
 
-def block_length(channels: int, resolution: int, encoding: str) -> int:
-    """Images per block: for raw images as many as fit into BLOCK_BYTES, else BLOCK_IMAGES per index record."""
-    if encoding != "raw":
-        return BLOCK_IMAGES
-    return max(1, min(BLOCK_IMAGES, BLOCK_BYTES // (channels * resolution * resolution)))
-
-
 def content_hash(
     classes: list[str],
     channels: int,
@@ -172,31 +172,6 @@ def content_hash(
     for digest in itertools.chain.from_iterable(digests.values()):
         content.update(digest)
     return content.hexdigest()
-
-
-def pixels_key(block: int, resolution: int) -> bytes:
-    """Key of a raw block of images: uint8 [n, C, H, W]."""
-    return b"pixels/%08d/%05d" % (block, resolution)
-
-
-def image_key(index: int, resolution: int) -> bytes:
-    """Key of an encoded image: its entry, then the file's bytes."""
-    return b"picture/%010d/%05d" % (index, resolution)
-
-
-def index_key(block: int, resolution: int) -> bytes:
-    """Key of a block's index: INDEX_HEAD, then an ENTRY per image."""
-    return b"index/%08d/%05d" % (block, resolution)
-
-
-def signature_key(record: int) -> bytes:
-    """Key of SIGNATURES signatures: their CRC-32 (u32), then the array of SIGNATURE."""
-    return b"hash/%08d" % record
-
-
-def name_key(record: int) -> bytes:
-    """Key of SIGNATURES names: the CRC-32 (u32) of the rest, a JSON list of strings."""
-    return b"name/%08d" % record
 
 
 def make_entry(payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES) -> np.ndarray:

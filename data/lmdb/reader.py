@@ -4,8 +4,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import lmdb
@@ -15,17 +15,17 @@ from duetgan.data.errors import MOST_PIXELS, DamageError, ImageError
 from duetgan.data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
 from duetgan.data.lmdb.format import (
     ENTRY,
+    IMAGE_KEY,
     INDEX_HEAD,
+    INDEX_KEY,
     LINK,
+    NAME_KEY,
+    PIXELS_KEY,
     SIGNATURE,
+    SIGNATURE_KEY,
     SIGNATURES,
     Shard,
     entry_checksum,
-    image_key,
-    index_key,
-    name_key,
-    pixels_key,
-    signature_key,
 )
 from duetgan.data.tar_files import Member, TarFiles
 from duetgan.utils.errors import UserError
@@ -76,7 +76,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             labels = np.concatenate(parts)
             unknown = np.flatnonzero((labels < 0) | (labels >= max(1, len(self.classes))))
             if len(unknown):
-                raise self.label_damage(unknown.tolist(), int(labels[unknown[0]]))
+                what = f"label {labels[unknown[0]]} has no class, the file has {len(self.classes)} classes"
+                raise self.damage(unknown.tolist(), what)
             labels.setflags(write=False)
             self._labels = labels
         return self._labels
@@ -84,7 +85,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def signatures(self) -> np.ndarray:
         """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
         parts = []
-        for records, value in self._beside(signature_key, "signatures"):
+        for records, value in self._beside(SIGNATURE_KEY, "signatures"):
             if len(value) != len(records) * SIGNATURE.itemsize:
                 raise self.damage(records, "its signatures are missing or have another length")
             parts.append(np.frombuffer(value, SIGNATURE))
@@ -93,7 +94,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def names(self) -> list[str]:
         """The images' names in the source that was packed, "" where it had none. Raises DamageError."""
         names: list[str] = []
-        for records, value in self._beside(name_key, "names"):
+        for records, value in self._beside(NAME_KEY, "names"):
             try:
                 stored = json.loads(value) if value else [""] * len(records)
                 if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
@@ -105,12 +106,12 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             names += stored
         return names
 
-    def _beside(self, key: Callable[[int], bytes], what: str) -> Iterator[tuple[range, bytes]]:
+    def _beside(self, key: bytes, what: str) -> Iterator[tuple[range, bytes]]:
         """The records that hold something of SIGNATURES images each, without their checksums; b"" if there is none."""
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):
                 records = range(start, min(len(self), start + SIGNATURES))
-                value = bytes(self._get(transaction, key(start // SIGNATURES), records))
+                value = bytes(self._get(transaction, key % (start // SIGNATURES), records))
                 if value and zlib.crc32(value[4:]) != int.from_bytes(value[:4], "little"):
                     raise self.damage(records, f"the checksum of its {what} does not match")
                 yield records, value[4:]
@@ -129,7 +130,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         the file cannot hold.
         """
         records = self.block_range(block)
-        value = self._get(transaction, index_key(block, self.resolution), records)
+        value = self._get(transaction, INDEX_KEY % (block, self.resolution), records)
         if len(value) != INDEX_HEAD.itemsize + len(records) * ENTRY.itemsize:
             raise self.damage(records, "its index is missing or has another length")
         head = np.frombuffer(value, INDEX_HEAD, 1)[0]
@@ -149,14 +150,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """The images of a raw block as a view into the file: uint8 [n, C, H, W]; valid within the transaction."""
         records = self.block_range(block)
         shape = (len(records), self.meta.channels, self.resolution, self.resolution)
-        value = self._get(transaction, pixels_key(block, self.resolution), records)
+        value = self._get(transaction, PIXELS_KEY % (block, self.resolution), records)
         if len(value) != math.prod(shape):
             raise self.damage(records, "its block is missing or has another length")
         return np.frombuffer(value, np.uint8).reshape(shape)
 
     def encoded_record(self, transaction: lmdb.Transaction, index: int) -> tuple[np.void, memoryview]:
         """The entry and the checked payload of an encoded image; the payload is valid within the transaction."""
-        value = self._get(transaction, image_key(index, self.resolution), range(index, index + 1))
+        value = self._get(transaction, IMAGE_KEY % (index, self.resolution), range(index, index + 1))
         if len(value) < ENTRY.itemsize:
             raise self.damage(index, "it is missing")
         entry, payload = np.frombuffer(value, ENTRY, 1)[0], value[ENTRY.itemsize :]
@@ -166,6 +167,19 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if len(payload) != entry["size"] or entry_checksum(entry, payload) != entry["checksum"]:
             raise self.damage(index, "its checksum does not match")
         return entry, payload
+
+    @contextmanager
+    def encoded(self, index: int) -> Iterator[tuple[np.void, memoryview, tuple[int, int]]]:
+        """The entry, the payload and the height and width of an encoded image, valid in the block; an ImageError that
+        is raised there becomes a DamageError.
+        """
+        handle = self.handle()  # kept: its views end with it, and another thread may close the data set
+        with handle.environment.begin(buffers=True) as transaction:
+            entry, payload = self.encoded_record(transaction, index)
+            try:
+                yield entry, payload, (int(entry["height"]), int(entry["width"]))
+            except ImageError as error:
+                raise self.damage(index, str(error)) from None
 
     def _of_tar(self, shards: list[Shard], index: int, size: int, link: memoryview) -> memoryview:
         """An image's bytes from its place in a tar. Raises DamageError, and UserError for a tar that was changed."""
@@ -191,10 +205,6 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         for record, entry, image in zip(self.block_range(block), entries, images, strict=True):
             if entry_checksum(entry, image.tobytes()) != entry["checksum"]:
                 yield record
-
-    def label_damage(self, records: Sequence[int], label: int) -> DamageError:
-        """The error for records without a class; `label` is the first one's."""
-        return self.damage(records, f"label {label} has no class, the file has {len(self.classes)} classes")
 
     def damage(self, record: int | Sequence[int], reason: str) -> DamageError:
         """The error for a damaged record or block."""

@@ -14,24 +14,25 @@ import numpy as np
 
 from duetgan.data.lmdb.environment import partial_path
 from duetgan.data.lmdb.format import (
+    BLOCK_BYTES,
+    BLOCK_IMAGES,
     COMPLETE_KEY,
     FORMAT,
     FORMAT_KEY,
+    IMAGE_KEY,
     INDEX_HEAD,
+    INDEX_KEY,
     LINK,
     META_KEY,
+    NAME_KEY,
+    PIXELS_KEY,
+    SIGNATURE_KEY,
     SIGNATURES,
     VERSION,
     Meta,
     Shard,
     Split,
-    block_length,
     content_hash,
-    image_key,
-    index_key,
-    name_key,
-    pixels_key,
-    signature_key,
 )
 from duetgan.data.lmdb.record import Layout, Record, mean_and_std
 from duetgan.utils import bounded
@@ -49,7 +50,9 @@ class _Level:
     """The block that is being filled at one resolution."""
 
     def __init__(self, side: int, layout: Layout) -> None:
-        self.side, self.block = side, block_length(layout.channels, side, layout.encoding)
+        self.side, self.block = side, BLOCK_IMAGES
+        if layout.encoding == "raw":
+            self.block = max(1, min(BLOCK_IMAGES, BLOCK_BYTES // (layout.channels * side**2)))
         self.digests: list[bytes] = []  # of its blocks so far
         self.start()
 
@@ -138,7 +141,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
                 level.pixels.append(payload)
             else:
                 stored = payload if place is None else np.array(place, LINK).tobytes()
-                self._put(image_key(self.count, level.side), level.entries[-1] + stored)
+                self._put(IMAGE_KEY % (self.count, level.side), level.entries[-1] + stored)
         if not record.digest:
             self._fingerprint = None
         elif self._fingerprint is not None:
@@ -162,21 +165,20 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         block = (self.count - 1) // level.block
         entries, pixels = b"".join(level.entries), b"".join(level.pixels)
         if pixels:
-            self._put(pixels_key(block, level.side), pixels)
+            self._put(PIXELS_KEY % (block, level.side), pixels)
         head = np.array([(zlib.crc32(entries), zlib.crc32(pixels))], INDEX_HEAD)
-        self._put(index_key(block, level.side), head.tobytes() + entries)
+        self._put(INDEX_KEY % (block, level.side), head.tobytes() + entries)
         level.payloads.update(entries)
         level.digests.append(level.payloads.digest())
         level.start()
 
     def _flush_signatures(self) -> None:
         if self._signatures:
-            record = (self.count - 1) // SIGNATURES
-            signatures = np.concatenate(self._signatures).tobytes()
-            self._put(signature_key(record), zlib.crc32(signatures).to_bytes(4, "little") + signatures)
+            values = {SIGNATURE_KEY: np.concatenate(self._signatures).tobytes()}
             if any(self._names):
-                names = json.dumps(self._names).encode()
-                self._put(name_key(record), zlib.crc32(names).to_bytes(4, "little") + names)
+                values[NAME_KEY] = json.dumps(self._names).encode()
+            for key, value in values.items():
+                self._put(key % ((self.count - 1) // SIGNATURES), zlib.crc32(value).to_bytes(4, "little") + value)
             self._signatures, self._names = [], []
 
     def _put(self, key: bytes, value: bytes) -> None:

@@ -144,7 +144,8 @@ def _payload(level: LMDBReader, index: int) -> bytes:
     """The payload of an image at a resolution. Raises DamageError."""
     if level.meta.encoding == "raw":
         return level.raw_image(index).transpose(2, 0, 1).tobytes()
-    return bytes(level.encoded_record(level.handle().transaction, index)[1])
+    with level.encoded(index) as (_, payload, _):
+        return bytes(payload)
 
 
 def publish_both(writers: Sequence[LMDBWriter]) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from duetgan.data.decode import RandomCrop, centre_box, crop_into, decode_crop, stored_image
-from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.errors import DamageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.several_files import combined_meta, open_files
@@ -175,9 +175,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):
             self._threads = (os.getpid(), self.workers, ThreadPoolExecutor(self.workers, "decode"))
         jobs = [self._threads[2].submit(self._decode_piece, chosen, images, keys, piece) for piece in pieces]
-        errors = [error for job in jobs if (error := job.exception()) is not None]  # waits for all of them
-        if errors:
-            raise errors[0]
+        wait(jobs)  # for all of them, before an error is raised
+        for job in jobs:
+            job.result()
 
     def _decode_piece(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
         for place in piece:
@@ -191,14 +191,8 @@ class Dataset(AbstractContextManager["Dataset"]):
                 pixels = shard.raw_image(record)
                 crop_into(pixels, box(*pixels.shape[:2]), out)
                 continue
-            handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
-            with handle.environment.begin(buffers=True) as transaction:
-                entry, payload = shard.encoded_record(transaction, record)
-                height, width, codec = (int(entry[name]) for name in ("height", "width", "codec"))
-                try:
-                    decode_crop(payload, codec, box(height, width), (height, width), out)
-                except ImageError as error:
-                    raise shard.damage(record, str(error)) from None
+            with shard.encoded(record) as (entry, payload, size):
+                decode_crop(payload, entry["codec"], box(*size), size, out)
 
     # --- damaged records
 

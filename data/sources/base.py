@@ -74,8 +74,12 @@ class Source(AbstractContextManager["Source"]):
         return len(self.labels())
 
     @abstractmethod
+    def content(self, index: int) -> bytes | np.ndarray:
+        """What Item has of an image. Raises data.errors.ImageError if it cannot be had."""
+
     def item(self, index: int) -> Item:
-        """One image. Raises data.errors.ImageError if its bytes cannot be had."""
+        """One image. Raises as `content`."""
+        return Item(self.item_name(index), int(self.labels()[index]), self.content(index))
 
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
@@ -109,5 +113,5 @@ class ArraySource(Source):
         super().__init__(name, list(classes), images.shape[1:3], images.shape[3])
         self.images, self._labels = images, labels.astype(np.int64)
 
-    def item(self, index: int) -> Item:
-        return Item(self.item_name(index), int(self._labels[index]), self.images[index])
+    def content(self, index: int) -> np.ndarray:
+        return np.asarray(self.images[index])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources.base import Item, Source, SourceOptions
+from duetgan.data.sources.base import Source, SourceOptions
 from duetgan.data.sources.listing import Listing, arrange, kind_of
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
@@ -31,8 +31,8 @@ class ListedSource(Source):
         super().__init__(printable(name), [printable(name) for name in listing.classes], **more)
         self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
 
-    def item(self, index: int) -> Item:
-        return Item(self.item_name(index), int(self._labels[index]), self.read(self.names[index]))
+    def content(self, index: int) -> bytes:
+        return self.read(self.names[index])
 
     def item_name(self, index: int) -> str:
         return self.names[index]

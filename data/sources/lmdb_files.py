@@ -16,7 +16,7 @@ from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.sources.base import Item, Source, SourceOptions
+from duetgan.data.sources.base import Source, SourceOptions
 from duetgan.data.sources.splits import refuse_split
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
@@ -56,12 +56,11 @@ class PackedSource(Source):
         super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
         self.passport = reader.meta.passport
 
-    def item(self, index: int) -> Item:
+    def content(self, index: int) -> np.ndarray:
         try:
-            pixels, label = stored_image(self.reader, index)
+            return stored_image(self.reader, index)[0]
         except DamageError as error:
             raise ImageError(f"is damaged: {error.reason}") from None
-        return Item(self.item_name(index), label, pixels)
 
     def item_name(self, index: int) -> str:
         return f"{self.path}: record {index}"
@@ -119,16 +118,16 @@ class RosinalitySource(Source):
         self._labels = np.zeros(int(length), np.int64)
         self.resolution = size if size in sides else sides[-1]
 
-    def item(self, index: int) -> Item:
+    def content(self, index: int) -> bytes:
         try:
             handle = self._handle or acquire(self.path)
             with handle.environment.begin() as transaction:
-                content = transaction.get(self._key(index).encode())
+                content: bytes | None = transaction.get(self._key(index).encode())
         except lmdb.Error as error:
             raise ImageError(f"cannot be read ({error})") from None
         if content is None:
             raise ImageError("is missing")
-        return Item(self.item_name(index), 0, content)
+        return content
 
     def item_name(self, index: int) -> str:
         return f"{self.path}: record {self._key(index)}"

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources.base import Item, Problem, Source, SourceOptions
+from duetgan.data.sources.base import Problem, Source, SourceOptions
 from duetgan.data.sources.labels import choose_label, looks_like_labels, text_classes
 from duetgan.data.sources.splits import choose_shards, sharded
 from duetgan.utils import bounded
@@ -216,7 +216,7 @@ class TableSource(Source):
 
     # --- images
 
-    def item(self, index: int) -> Item:
+    def content(self, index: int) -> bytes:
         shard, row = self._place(int(self._rows[index]))
         number, first, images = self._piece
         if number != shard or not first <= row < first + len(images):
@@ -232,7 +232,8 @@ class TableSource(Source):
             raise ImageError(refused)
         if not value.is_valid:
             raise ImageError(f"holds no bytes{INSTEAD}")
-        return Item(self.item_name(index), int(self._labels[index]), value.as_py())
+        content: bytes = value.as_py()
+        return content
 
     def item_name(self, index: int) -> str:
         return self._row_name(int(self._rows[index]))

@@ -18,7 +18,7 @@ import numpy as np
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources.base import Item, Problem, Source, SourceOptions
+from duetgan.data.sources.base import Problem, Source, SourceOptions
 from duetgan.data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
 from duetgan.data.sources.listing import arrange, kind_of
 from duetgan.data.sources.splits import choose_shards, refuse_split
@@ -183,8 +183,8 @@ class TarSource(Source):
 
     # --- images
 
-    def item(self, index: int) -> Item:
-        return Item(self.item_name(index), int(self._labels[index]), self._files.read(self._images[index]))
+    def content(self, index: int) -> bytes:
+        return self._files.read(self._images[index])
 
     def item_name(self, index: int) -> str:
         return self._place_name(self._images[index])

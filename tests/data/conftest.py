@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
 
@@ -72,7 +71,7 @@ def change(path: Path, key: bytes, value: bytes | None) -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four images in a block of what is packed."""
-    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+    monkeypatch.setattr("duetgan.data.lmdb.writer.BLOCK_IMAGES", 4)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from duetgan.data.decode import stored_image
 from duetgan.data.errors import DamageError
-from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY, index_key
+from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, INDEX_KEY, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import make_plan, pack_arrays
@@ -135,7 +135,7 @@ def test_an_entry_that_cannot_be_is_named(packed: Path, field: str, odd: int, re
         head = head.copy()
     entries[field][7] = odd
     head["checksum"] = zlib.crc32(entries.tobytes())
-    change(packed, index_key(0, 8), head.tobytes() + entries.tobytes())
+    change(packed, INDEX_KEY % (0, 8), head.tobytes() + entries.tobytes())
     with pytest.raises(DamageError, match=rf"record 7 is damaged: .*{reason}"):
         Dataset(packed).read([3])
 

@@ -22,7 +22,7 @@ from duetgan.data.lmdb.record import Layout, Record
 from duetgan.data.pack import main, pack
 from duetgan.data.records import Plan, converted, thread_count
 from duetgan.data.sources import open_source
-from duetgan.data.sources.base import ArraySource, Item, Source
+from duetgan.data.sources.base import ArraySource, Source
 from duetgan.utils.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -70,9 +70,9 @@ class Numbers(Source):
         self._labels = np.zeros(count, np.int64)
         self.before, self.in_order = before, in_order  # type: ignore[misc]
 
-    def item(self, index: int) -> Item:
+    def content(self, index: int) -> np.ndarray:
         self.before(index)
-        return Item(f"number {index}", 0, np.full((8, 8, 1), index % 256, np.uint8))
+        return np.full((8, 8, 1), index % 256, np.uint8)
 
 
 PLAN = Plan(layout=Layout(channels=1, resolutions=(8,)), mode="exact")
