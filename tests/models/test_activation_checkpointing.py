@@ -1,15 +1,13 @@
 """`checkpoint: true` keeps fewer activations and changes no number, in first and second derivatives."""
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models import test_discriminator, test_generator
-from tests.models.test_layers import draw
+from tests.models.helpers import draw, gradients, kept_bytes, same
 
 CONTEXTS = [None, torch.bfloat16, torch.float16]
 SIZES = {"channel_base": 128, "channel_max": 8, "fp16_resolutions": 2}
@@ -30,18 +28,12 @@ def build_discriminator(checkpoint, architecture="residual", progressive=False):
     return test_discriminator.build(32, 3, 3, progressive=progressive, **more).float()
 
 
-def gradients(network):
-    return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
-
-
-def same(both, least):
+def same_bits(both, least):
     """Both runs' outputs and gradients are equal to the bit, and there are at least `least` gradients."""
-    (first, first_gradients), (second, second_gradients) = both
+    (first, found), (second, expected) = both
     assert first.equal(second)
-    assert first_gradients.keys() == second_gradients.keys()
-    assert len(first_gradients) >= least
-    for name, gradient in first_gradients.items():
-        assert gradient.equal(second_gradients[name]), name
+    assert len(found) >= least
+    same(found, expected)
 
 
 def run_generator(checkpoint, dtype, *, path_length, stage):
@@ -64,8 +56,7 @@ def run_generator(checkpoint, dtype, *, path_length, stage):
 @pytest.mark.parametrize("path_length", [False, True])
 @pytest.mark.parametrize("stage", [{}, {"resolution": 16, "alpha": torch.tensor(0.3)}])
 def test_a_generator_is_the_same_to_the_bit(dtype, path_length, stage):
-    both = [run_generator(checkpoint, dtype, path_length=path_length, stage=stage) for checkpoint in (False, True)]
-    same(both, 25)
+    same_bits([run_generator(again, dtype, path_length=path_length, stage=stage) for again in (False, True)], 25)
 
 
 def run_discriminator(checkpoint, dtype, *, architecture, penalty, alpha):
@@ -86,7 +77,7 @@ def run_discriminator(checkpoint, dtype, *, architecture, penalty, alpha):
 @pytest.mark.parametrize(("penalty", "alpha"), [(False, None), (True, None), (True, torch.tensor(0.3))])
 def test_a_discriminator_is_the_same_to_the_bit(dtype, architecture, penalty, alpha):
     options = {"architecture": architecture, "penalty": penalty, "alpha": alpha}
-    same([run_discriminator(checkpoint, dtype, **options) for checkpoint in (False, True)], 17)
+    same_bits([run_discriminator(checkpoint, dtype, **options) for checkpoint in (False, True)], 17)
 
 
 def test_a_frozen_discriminator_hands_the_gradient_on():
@@ -100,24 +91,9 @@ def test_a_frozen_discriminator_hands_the_gradient_on():
     assert found[0].ne(0).any()
 
 
-def kept_bytes(function):
-    """Bytes of what the graph of `function()` keeps, parameters included."""
-    storages: dict[int, torch.Tensor] = {}  # alive until they are counted, so that no address comes twice
-
-    def pack(x):
-        storages[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with saved_tensors_hooks(pack, lambda x: x):
-        output = function()
-    assert output.requires_grad
-    return sum(x.untyped_storage().nbytes() for x in storages.values())
-
-
 def test_fewer_bytes_are_kept():
     for build, shape in ((build_generator, [4]), (build_discriminator, [3, 32, 32])):
-        x = draw(4, *shape).float()
-        kept = [kept_bytes(partial(build(checkpoint), x, LABELS)) for checkpoint in (False, True)]
+        kept = [kept_bytes(build(checkpoint), draw(4, *shape).float(), LABELS) for checkpoint in (False, True)]
         assert kept[1] < 0.5 * kept[0]
 
 

@@ -23,7 +23,7 @@ from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
 from duetgan.utils.config.build import build as from_keys
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
-from tests.models.test_layers import draw
+from tests.models.helpers import draw
 
 OURS = ["resnet18", "convnext_tiny", "efficientnet_b0"]
 TIMM = ["timm:test_resnet", "timm:test_convnext", "timm:test_efficientnet"]
@@ -213,7 +213,8 @@ def test_torchvisions_names_mean_torchvisions_files(name, monkeypatch, tmp_path)
     monkeypatch.setattr("duetgan.models.weights._download", lambda url, what: f"{tmp_path}/{Path(url).name}")
     found = find_weights("IMAGENET1K_V1", name)
     assert found.name == Path(torchvision.models.get_model_weights(name).IMAGENET1K_V1.url).name
-    with pytest.raises(UserError, match=rf"'IMAGENET1K' ?: no such file .*{name} has IMAGENET1K_V1"):
+    told = rf"'IMAGENET1K': no such file \(did you mean 'IMAGENET1K_V1'\?\); {name} has IMAGENET1K_V1"
+    with pytest.raises(UserError, match=told):
         find_weights("IMAGENET1K", name)
 
 

@@ -1,5 +1,4 @@
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from duetgan.models.batchnorm import CPUSyncBatchNorm2d, statistics_kept
 from duetgan.models.classifier import Classifier, ModelConfig, normalisation, scaled
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
-from tests.models.test_layers import draw
-
-WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"
+from tests.models.helpers import draw, gradients, kept_bytes, same
 
 
 def build(channels=3, classes=4, resolution=32, **config):
@@ -93,18 +90,6 @@ def test_relus_overwrite_their_input_or_not_and_give_the_same(inplace):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_stages_and_blocks():
-    model = build(head="hidden")
-    assert model.stages == ["stem", "layer1", "layer2", "layer3", "layer4", "head"]
-    assert model.block_of.keys() == dict(model.named_parameters()).keys()
-    assert model.block_of["network.layer3.1.bn2.weight"] == "layer3.1"
-    assert [model.stage_of(f"network.{name}") for name in ("bn1.bias", "layer3.1.bn2.weight", "fc.0.bias")] == [
-        "stem",
-        "layer3",
-        "head",
-    ]
-
-
 @pytest.mark.parametrize("weights", [None, "file.pth"])
 @pytest.mark.parametrize("normalise", ["auto", "symmetric", "imagenet"])
 def test_images_are_normalised_as_asked(weights, normalise):
@@ -178,13 +163,12 @@ def trained_once(checkpointing, *, frozen=()):
 def test_checkpointing_changes_no_gradient_and_no_statistic(frozen):
     plain, checkpointed = trained_once(False, frozen=frozen), trained_once(True, frozen=frozen)
     assert plain.network.layer4[1].bn2.num_batches_tracked == 2
-    for (name, a), b in zip(plain.state_dict().items(), checkpointed.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-    for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None) == name.startswith(tuple(frozen) or ("none",)), name
-        assert a.grad is None or torch.equal(a.grad, b.grad), name
-    norms = [m for m in checkpointed.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert {norm.momentum for norm in norms} == {0.1}
+    same(plain.state_dict(), checkpointed.state_dict())
+    found = gradients(plain)
+    same(found, gradients(checkpointed))
+    still = tuple(f"{name}." for name in frozen)
+    assert found.keys() == {name for name, _ in plain.named_parameters() if not name.startswith(still)}
+    assert {norm.momentum for norm in checkpointed.modules() if isinstance(norm, nn.BatchNorm2d)} == {0.1}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -203,19 +187,9 @@ def test_a_compiled_checkpointed_network_has_the_same_gradients_and_statistics()
 
 
 def test_checkpointing_keeps_less():
-    kept = {}
-    for checkpointing in (False, True):
-        model = build(activation_checkpointing=checkpointing).train()
-        sizes: list[int] = []
-
-        def note(tensor, sizes=sizes):
-            sizes.append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model(draw(4, 3, 32, 32).float())
-        kept[checkpointing] = sum(sizes)
-    assert kept[True] < 0.2 * kept[False]
+    x = draw(4, 3, 32, 32).float()
+    kept = [kept_bytes(build(activation_checkpointing=checkpointing).train(), x) for checkpointing in (False, True)]
+    assert kept[1] < 0.2 * kept[0]
 
 
 def test_checkpointing_is_for_training_only(monkeypatch):

@@ -16,6 +16,7 @@ from duetgan.models.dcgan import (
 from duetgan.training.gan.losses import squared_gradient_norm
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.models.helpers import same
 
 SHAPE = {"resolution": 16, "channels": 1}
 
@@ -27,13 +28,17 @@ def networks(classes=3, width=4):
     return generator.double(), discriminator.double()
 
 
-def spectral_norms(network):
-    layers = filter(is_spectral, network.modules())
-    return [float(torch.linalg.matrix_norm(one.weight.detach().flatten(1), 2)) for one in layers]
+def layers_of(network):
+    return [module for module in network.modules() if isinstance(module, Spectral)]
 
 
-def is_spectral(module):
-    return isinstance(module, Spectral)
+def largest(layer):
+    """A layer's largest singular value."""
+    return float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2))
+
+
+def estimate(layer):
+    return float(layer.u @ layer.weight.detach().flatten(1) @ layer.v)
 
 
 @pytest.mark.parametrize("size", [None, 3])
@@ -44,10 +49,9 @@ def test_the_weight_is_divided_by_its_largest_singular_value(size):
             layer.weight.copy_(torch.randn(layer.weight.shape))
     for _ in range(300):
         layer.follow()
-    sigma = torch.linalg.svdvals(layer.weight.detach().flatten(1))[0]
-    assert float(layer.u @ layer.weight.detach().flatten(1) @ layer.v) == pytest.approx(float(sigma), rel=1e-9)
+    assert estimate(layer) == pytest.approx(largest(layer), rel=1e-9)
     x = torch.randn(2, 5, *([6, 6] if size else []), dtype=torch.float64)
-    weight = layer.weight.detach() / sigma
+    weight = layer.weight.detach() / largest(layer)
     plain = torch.nn.functional.conv2d(x, weight, padding=1) if size else x @ weight.t()
     torch.testing.assert_close(layer(x).detach(), plain)
     layer(x).square().sum().backward()  # the norm is not a constant to the gradient: scaling W changes nothing
@@ -57,22 +61,20 @@ def test_the_weight_is_divided_by_its_largest_singular_value(size):
 
 def test_every_layer_starts_at_norm_one_and_follows_updates_not_passes():
     discriminator = networks()[1]
-    assert spectral_norms(discriminator) == pytest.approx([1.0] * 7, abs=1e-5)
+    layers = layers_of(discriminator)
+    assert [largest(layer) for layer in layers] == pytest.approx([1.0] * 7, abs=1e-5)
     images, labels = torch.randn(2, 1, 16, 16, dtype=torch.float64), torch.tensor([0, 2])
     before = {name: value.clone() for name, value in discriminator.state_dict().items()}
-    first = discriminator(images, labels)
-    assert discriminator(images, labels).equal(first)
-    assert all(value.equal(before[name]) for name, value in discriminator.state_dict().items())
+    assert discriminator(images, labels).equal(discriminator(images, labels))
+    same(discriminator.state_dict(), before)
     with torch.no_grad():
         for parameter in discriminator.parameters():
             parameter.mul_(3).add_(torch.randn_like(parameter), alpha=0.05)
     discriminator.after_update()
-    assert not any(
-        value.equal(before[name]) for name, value in discriminator.state_dict().items() if name.endswith((".u", ".v"))
-    )
-    for layer in filter(is_spectral, discriminator.modules()):
-        estimate = float((layer.u @ layer.weight.flatten(1) @ layer.v).detach())
-        assert estimate == pytest.approx(float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2)), rel=0.15)
+    moved = {name for name, value in discriminator.state_dict().items() if not value.equal(before[name])}
+    assert {name for name in before if name.endswith((".u", ".v"))} <= moved
+    for layer in layers:
+        assert estimate(layer) == pytest.approx(largest(layer), rel=0.15)
 
 
 def test_the_slope_of_the_logits_is_bounded():

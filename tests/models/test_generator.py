@@ -15,7 +15,7 @@ from duetgan.models.stylegan2 import (
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.models import reference
-from tests.models.test_layers import close, draw, randomised
+from tests.models.helpers import close, draw, randomised
 
 TINY: dict[str, Any] = {"z_dim": 5, "w_dim": 6, "mapping_layers": 2, "channel_base": 64, "channel_max": 5}
 FORMS = [(8, 1, 0), (16, 3, 3), (32, 1, 4)]  # resolution, channels, classes
@@ -71,31 +71,25 @@ def test_images_equal_the_reference(resolution, channels, classes, noise):
     close(found, reference.synthesis(generator, ws, layers), 1e-10)
 
 
-def test_noise_that_is_refused():
-    generator = build(16)
+def test_noise_and_cutoffs_that_are_refused():
+    generator, z = build(16), draw(2, 5)
     for count in (4, 6):
         with pytest.raises(ValueError, match=f"has 5 layers that take noise, but {count} maps were given"):
-            generator(draw(2, 5), noise=(maps(generator, 2) * 2)[:count])
+            generator(z, noise=(maps(generator, 2) * 2)[:count])
     with pytest.raises(ValueError, match="draws happen outside"):
-        generator(draw(2, 5), noise="random")
+        generator(z, noise="random")
+    with pytest.raises(ValueError, match="cutoff -1 is a number of layers"):
+        generator(z, truncation_psi=0.5, truncation_cutoff=-1)
 
 
 @pytest.mark.parametrize("psi", [0.0, 0.5, 1.0, 1.5])
 @pytest.mark.parametrize("cutoff", [None, 0, 3, 6])
 def test_truncation(psi, cutoff):
     generator = build(16)
-    ws = draw(2, 6, generator.w_dim, key="ws")
+    ws, average = draw(2, 6, generator.w_dim, key="ws"), generator.w_avg.numpy()
     expected = ws.numpy().copy()
-    for layer in range(6 if cutoff is None else cutoff):
-        for sample in range(2):
-            average = generator.w_avg.numpy()
-            expected[sample, layer] = average + psi * (expected[sample, layer] - average)
+    expected[:, :cutoff] = average + psi * (expected[:, :cutoff] - average)
     close(generator.truncate(ws, psi, cutoff), expected)
-
-
-def test_a_negative_cutoff_is_refused():
-    with pytest.raises(ValueError, match="cutoff -1 is a number of layers"):
-        build(16)(draw(2, 5), truncation_psi=0.5, truncation_cutoff=-1)
 
 
 def test_w_avg_moves_with_beta_and_carries_no_graph():

@@ -15,25 +15,7 @@ from duetgan.models.layers import (
 )
 from duetgan.utils.seeding import forked, generator
 from tests.models import reference
-
-
-def draw(*shape, key="x"):
-    """Normal numbers in float64."""
-    return torch.randn(shape, generator=generator(0, "test", key), dtype=torch.float64)
-
-
-def randomised(module, seed=0):
-    """The module in float64 with every parameter away from its start, biases and strengths included."""
-    module = module.double()
-    with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
-            noise = torch.randn(parameter.shape, generator=generator(seed, "parameter", index), dtype=torch.float64)
-            parameter.add_(0.5 * noise)
-    return module
-
-
-def close(found, expected, tolerance=1e-12):
-    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=tolerance, atol=tolerance)
+from tests.models.helpers import close, draw, randomised
 
 
 def test_second_moment_of_each_row_becomes_one():

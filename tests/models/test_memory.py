@@ -3,28 +3,25 @@
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.utils.seeding import forked
-from tests.models.test_layers import draw
+from tests.models.helpers import draw
 
 PAGE = 4096
 
 
 def build(name, recompute=False):
+    sizes: dict[str, Any] = {"channel_base": 64, "channel_max": 8, "activation_checkpointing": recompute}
+    shape: dict[str, int] = {"resolution": 8, "channels": 1, "classes": 2}
     with forked(0, "init", "memory"):
         if name == "generator":
-            config = GeneratorConfig(
-                z_dim=4, w_dim=4, mapping_layers=2, channel_base=64, channel_max=8, activation_checkpointing=recompute
-            )
-            return Generator(config, resolution=8, channels=1, classes=2)
-        sizes = DiscriminatorConfig(
-            channel_base=64, channel_max=8, mapping_layers=1, activation_checkpointing=recompute
-        )
-        return Discriminator(sizes, resolution=8, channels=1, classes=2, progressive=True)
+            return Generator(GeneratorConfig(z_dim=4, w_dim=4, mapping_layers=2, **sizes), **shape)
+        return Discriminator(DiscriminatorConfig(mapping_layers=1, **sizes), **shape, progressive=True)
 
 
 def inputs(name, count=4):
@@ -35,15 +32,17 @@ def inputs(name, count=4):
 def tensors_in(value, depth=0):
     """Every tensor that can be reached through containers and plain objects."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item, depth)
-    elif hasattr(value, "__dict__") and depth < 3 and not isinstance(value, (type, torch.nn.Module)):
-        yield from tensors_in(vars(value), depth + 1)
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item, depth)]
+    if isinstance(value, (list, tuple, set)):
+        return [tensor for item in value for tensor in tensors_in(item, depth)]
+    plain = hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module))
+    return tensors_in(vars(value), depth + 1) if plain and depth < 3 else []
+
+
+def held_by(network):
+    return [tensor for module in network.modules() for tensor in tensors_in(vars(module))]
 
 
 @pytest.mark.parametrize("name", ["generator", "discriminator"])
@@ -53,7 +52,7 @@ def test_a_network_moved_to_meta_leaves_no_tensor_behind(name):
     network.zero_grad()
     before = [weakref.ref(tensor) for tensor in network.state_dict(keep_vars=True).values()]
     network = network.to("meta")
-    held = [tensor for module in network.modules() for tensor in tensors_in(vars(module))]
+    held = held_by(network)
     assert len(held) == len(network.state_dict()) + sum(p.grad is not None for p in network.parameters())
     assert {tensor.device.type for tensor in held} == {"meta"}
     del held
@@ -66,8 +65,7 @@ def test_a_network_moved_to_meta_leaves_no_tensor_behind(name):
 def test_a_network_built_on_meta_holds_no_other_tensor():
     with torch.device("meta"):
         for name in ("generator", "discriminator"):
-            held = [tensor for module in build(name).modules() for tensor in tensors_in(vars(module))]
-            assert {tensor.device.type for tensor in held} == {"meta"}
+            assert {tensor.device.type for tensor in held_by(build(name))} == {"meta"}
 
 
 def test_statistics_are_buffers_without_graphs():

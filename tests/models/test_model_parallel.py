@@ -18,7 +18,7 @@ from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.end_to_end.helpers import differing
-from tests.models.test_layers import draw
+from tests.models.helpers import draw, kept_bytes
 
 CPU = torch.device("cpu")
 # Devices whose tensors are faked. A build for CUDA refuses a backward pass on faked GPUs where there is none, so these
@@ -180,22 +180,6 @@ def test_the_largest_share_is_the_smallest_possible(name: str, checkpointing: bo
     assert len(split.balanced(len(blocks), len(blocks), cost)) == len(blocks)
 
 
-def saved_bytes(network: nn.Module, images: torch.Tensor) -> int:
-    """Bytes that autograd keeps for the backward pass, parameters not counted."""
-    parameters = {p.data_ptr() for p in network.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = network(images)
-    del output
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize(
     "config", [{}, {"stem": "small"}, {"name": "resnet50"}, {"inplace": False, "head": "hidden", "input_size": 48}]
 )
@@ -204,7 +188,7 @@ def test_what_is_measured_is_what_a_real_pass_keeps(config: dict[str, Any]) -> N
     model = build(**config)
     blocks = split.measure(model, 2)
     side = model.config.input_size or 32
-    real = saved_bytes(copy.deepcopy(model), draw(2, 3, side, side).float())
+    real = kept_bytes(copy.deepcopy(model), draw(2, 3, side, side).float())
     assert sum(block.kept for block in blocks) == real
     blocks = split.measure(model, 6)
     assert sum(block.kept for block in blocks) == 3 * real

@@ -4,7 +4,7 @@ import torch
 from duetgan.models.layers.stylegan2 import ModulatedConv2d, StyledLayer
 from duetgan.utils.seeding import forked
 from tests.models import reference
-from tests.models.test_layers import close, draw, randomised
+from tests.models.helpers import close, draw, randomised
 
 FORMS = [(3, True, False), (3, True, True), (1, True, False), (1, False, False), (3, False, False), (3, False, True)]
 
@@ -15,9 +15,13 @@ def whole(layer, x, w, gain=1.0):
     return out if scale is None else out * scale
 
 
+@pytest.mark.parametrize("style", [1.0, 1e-4])  # so small that 1e-8 decides: one on unscaled weights would be seen
 @pytest.mark.parametrize(("size", "demodulate", "upsample"), FORMS)
-def test_modulated_convolution_equals_the_fused_form_sample_by_sample(size, demodulate, upsample):
+def test_modulated_convolution_equals_the_fused_form_sample_by_sample(size, demodulate, upsample, style):
     layer = randomised(ModulatedConv2d(3, 5, size, 6, demodulate=demodulate, upsample=upsample))
+    with torch.no_grad():
+        layer.affine.weight.mul_(style)
+        layer.affine.bias.mul_(style)
     x, w = draw(4, 3, 5, 4), draw(4, 6, key="w")
     expected = reference.modulated(layer, x.numpy(), w.numpy(), demodulate=demodulate, upsample=upsample)
     close(whole(layer, x, w), expected, 1e-10)
@@ -29,24 +33,10 @@ def test_the_gain_scales_the_demodulated_output():
     torch.testing.assert_close(whole(layer, x, w, 1.7), 1.7 * whole(layer, x, w), rtol=1e-12, atol=1e-12)
 
 
-def test_the_demodulation_epsilon_is_that_of_the_equalised_weights():
-    # styles so small that 1e-8 decides: an epsilon on unscaled weights would be seen
-    layer = randomised(ModulatedConv2d(3, 5, 3, 6))
-    with torch.no_grad():
-        layer.affine.weight.mul_(1e-4)
-        layer.affine.bias.mul_(1e-4)
-    x, w = draw(2, 3, 4, 4), draw(2, 6, key="w")
-    close(whole(layer, x, w), reference.modulated(layer, x.numpy(), w.numpy()), 1e-10)
-
-
-def test_style_starts_at_one():
-    layer = ModulatedConv2d(3, 5, 3, 6)
-    assert layer.affine(torch.zeros(1, 6)).eq(1).all()
-
-
-def test_demodulated_output_has_unit_scale_whatever_the_style():
+def test_style_starts_at_one_and_demodulated_output_has_unit_scale_whatever_it_is():
     with forked(0, "init", "modulated"):
         layer = ModulatedConv2d(64, 64, 3, 16).double()
+    assert layer.affine(torch.zeros(1, 16).double()).eq(1).all()
     x = draw(2, 64, 16, 16)
     for factor in (1.0, 50.0):
         out = whole(layer, x, factor * draw(2, 16, key="w"))

@@ -7,7 +7,7 @@ import torch
 
 from duetgan.models.gan import StageGenerator, generate
 from tests.models import reference, test_discriminator, test_generator
-from tests.models.test_layers import close, draw
+from tests.models.helpers import close, draw
 
 STAGES = [4, 8, 16, 32]
 ALPHAS = [0.0, 0.3, 1.0]
@@ -47,16 +47,20 @@ def test_further_styles_are_not_looked_at():
     ws = draw(2, 8, generator.w_dim, key="ws")
     whole = generator.synthesis(ws, "none", resolution=8)
     assert whole.equal(generator.synthesis(ws[:, :4], "none", resolution=8))
+
+
+def test_what_is_of_no_stage_is_refused():
+    generator, network, labels = build_generator(), build_discriminator(), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="takes 4 styles, but 3 were given"):
-        generator.synthesis(ws[:, :3], "none", resolution=8)
-
-
-@pytest.mark.parametrize("resolution", [2, 12, 64])
-def test_a_resolution_that_is_no_stage_is_refused(resolution):
-    generator = build_generator()
-    for use in (generator.num_ws_at, generator.noise_shapes, lambda r: StageGenerator(generator, r)):
-        with pytest.raises(ValueError, match=rf"of 32 px has no stage of {resolution} px; its stages are \[4, 8, 16,"):
-            use(resolution)
+        generator.synthesis(draw(2, 3, generator.w_dim), "none", resolution=8)
+    for resolution in (2, 12, 64):
+        for use in (generator.num_ws_at, generator.noise_shapes, lambda r: StageGenerator(generator, r)):
+            told = rf"of 32 px has no stage of {resolution} px; its stages are \[4, 8, 16,"
+            with pytest.raises(ValueError, match=told):
+                use(resolution)
+    for shape, told in (((64, 64), "of 32 px has no stage of 64 px"), ((16, 8), "images of 8x16")):
+        with pytest.raises(ValueError, match=told):
+            network(draw(2, 3, *shape), labels)
 
 
 def test_a_stage_can_be_sampled_from_like_a_generator_of_its_size():
@@ -99,14 +103,6 @@ def test_the_last_stage_at_alpha_1_is_the_ordinary_discriminator_to_the_bit(arch
     images, labels = draw(4, 3, 32, 32), torch.tensor([0, 1, 1, 0])
     assert network(images, labels, alpha).equal(ordinary(images, labels))
     assert network.hidden(images, alpha=alpha).equal(ordinary.hidden(images))
-
-
-def test_a_progressive_discriminator_refuses_other_sizes():
-    network = build_discriminator()
-    with pytest.raises(ValueError, match="of 32 px has no stage of 64 px"):
-        network(draw(2, 3, 64, 64), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="images of 8x16"):
-        network(draw(2, 3, 16, 8), torch.tensor([0, 1]))
 
 
 # --- reduced precision

@@ -22,7 +22,7 @@ from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.seeding import forked
-from tests.models.test_layers import draw
+from tests.models.helpers import draw, same
 
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"
 
@@ -57,12 +57,6 @@ def loaded(weights, **options):
     model = build(weights, **options)
     told = load_pretrained(model)
     return model, told
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    for key, value in a.items():
-        assert torch.equal(value, b[key]), key
 
 
 # --- reading
@@ -410,12 +404,3 @@ def test_a_download_is_made_once(hub, monkeypatch, donor):
     assert len(fetched) == 1
     assert str(folder / "checkpoints" / name) in told
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight)
-
-
-def test_unknown_members_are_refused(hub):
-    with pytest.raises(
-        UserError, match=r"'IMAGENET1K_V3': no such file \(did you mean 'IMAGENET1K_V.'\?\); resnet50 has IMAGE"
-    ):
-        find_weights("IMAGENET1K_V3", "resnet50")
-    with pytest.raises(UserError, match=r"'IMAGENET1K_V2': no such file.*; resnet18 has IMAGENET1K_V1"):
-        find_weights("IMAGENET1K_V2", "resnet18")

@@ -1,4 +1,3 @@
-import stat
 
 import pytest
 
@@ -27,11 +26,6 @@ def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch, cut_shor
     assert [file.read_bytes() for file in tmp_path.iterdir()] == ([] if before is None else [before])
     replace_file(path, b"new")
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"new"]
-
-
-def test_others_may_read_the_file(tmp_path):
-    replace_file(tmp_path / "x", b"")
-    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o644
 
 
 def test_missing_folders_are_an_error_or_made(tmp_path):

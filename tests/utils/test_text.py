@@ -17,17 +17,11 @@ def test_columns_are_aligned_and_lines_end_without_spaces(align, expected):
     assert columns([("name", "n", "share"), ("a", "12", "0.5000"), ["longer", "3", "-"]], align) == expected
 
 
-def test_columns_of_no_row_and_of_empty_cells():
+def test_columns_of_no_row_of_empty_cells_and_of_different_length():
     assert columns([]) == ""
     assert columns([("a", ""), ("", "b")]) == "a\n   b"
-
-
-def test_rows_of_different_length_are_refused():
     with pytest.raises(ValueError, match="zip"):
         columns([("a", "b"), ("c",)])
-
-
-def test_decimal():
     assert (decimal(0.12345), decimal(2.0, 1), decimal(None)) == ("0.1235", "2.0", "-")
 
 

@@ -58,56 +58,43 @@ def programs(**names):
 
 def nvidia_generator(*, classes=3, z_dim=5, w_dim=7, layers=2):
     """name -> tensor of a generator of 16 px."""
-    state = {"mapping.w_avg": drawn(w_dim)}
+    state = {"mapping.w_avg": drawn(w_dim), "synthesis.b4.const": drawn(WIDTHS[4], 4, 4)}
     if classes:
         state |= {"mapping.embed.weight": drawn(w_dim, classes), "mapping.embed.bias": drawn(w_dim)}
     for k in range(layers):
         inputs = z_dim + (w_dim if classes else 0) if k == 0 else w_dim
         state |= {f"mapping.fc{k}.weight": 100 * drawn(w_dim, inputs), f"mapping.fc{k}.bias": 10 * drawn(w_dim)}
-    state["synthesis.b4.const"] = drawn(WIDTHS[4], 4, 4)
     for size in SIZES:
-        block = f"synthesis.b{size}"
+        block, width, before = f"synthesis.b{size}", WIDTHS[size], WIDTHS[max(4, size // 2)]
         state[f"{block}.resample_filter"] = FIR
-        before = WIDTHS[max(4, size // 2)]
-        for name, inputs in ([] if size == 4 else [("conv0", before)]) + [("conv1", WIDTHS[size])]:
-            layer = f"{block}.{name}"
-            state |= {f"{layer}.weight": drawn(WIDTHS[size], inputs, 3, 3, key=layer)}
-            state |= {f"{layer}.bias": drawn(WIDTHS[size], key=layer), f"{layer}.noise_strength": drawn(key=layer)}
-            state |= {f"{layer}.noise_const": drawn(size, size, key=layer), f"{layer}.resample_filter": FIR}
+        shapes = {"conv0": (width, before, 3, 3), "conv1": (width, width, 3, 3), "torgb": (3, width, 1, 1)}
+        for name in list(shapes)[size == 4 :]:
+            layer, (outputs, inputs, *_) = f"{block}.{name}", shapes[name]
+            state |= {f"{layer}.weight": drawn(*shapes[name], key=layer), f"{layer}.bias": drawn(outputs, key=layer)}
             state |= {f"{layer}.affine.weight": drawn(inputs, w_dim, key=layer)}
             state |= {f"{layer}.affine.bias": 1 + drawn(inputs, key=layer)}
-        layer = f"{block}.torgb"
-        state |= {f"{layer}.weight": drawn(3, WIDTHS[size], 1, 1, key=layer), f"{layer}.bias": drawn(3, key=layer)}
-        state |= {f"{layer}.affine.weight": drawn(WIDTHS[size], w_dim, key=layer)}
-        state |= {f"{layer}.affine.bias": 1 + drawn(WIDTHS[size], key=layer)}
+            if name != "torgb":
+                state |= {f"{layer}.noise_strength": drawn(key=layer), f"{layer}.resample_filter": FIR}
+                state[f"{layer}.noise_const"] = drawn(size, size, key=layer)
     return state
 
 
 def nvidia_discriminator(*, classes=3, layers=2, residual=True):
     """name -> tensor of a discriminator of 16 px."""
-    state = {"b16.fromrgb.weight": drawn(WIDTHS[16], 3, 1, 1), "b16.fromrgb.bias": drawn(WIDTHS[16])}
-    state |= dict.fromkeys((f"{place}.resample_filter" for place in ("b16.fromrgb", "b16", "b8", "b4.conv")), FIR)
+    last, out = WIDTHS[4], WIDTHS[4] if classes else 1
+    shapes: dict[str, tuple[int, ...]] = {"b16.fromrgb": (WIDTHS[16], 3, 1, 1)}
     for size in (16, 8):
         inputs, outputs = WIDTHS[size], WIDTHS[size // 2]
-        for name, (a, b) in {"conv0": (inputs, inputs), "conv1": (inputs, outputs)}.items():
-            layer = f"b{size}.{name}"
-            state |= {f"{layer}.weight": drawn(b, a, 3, 3, key=layer), f"{layer}.bias": drawn(b, key=layer)}
-            state[f"{layer}.resample_filter"] = FIR
-        if residual:
-            state[f"b{size}.skip.weight"] = drawn(outputs, inputs, 1, 1, key=f"b{size}.skip")
-            state[f"b{size}.skip.resample_filter"] = FIR
-    last = WIDTHS[4]
-    state |= {"b4.conv.weight": drawn(last, last + 1, 3, 3), "b4.conv.bias": drawn(last)}
-    state |= {"b4.fc.weight": drawn(last, last * 16), "b4.fc.bias": drawn(last)}
-    state |= {"b4.out.weight": drawn(last if classes else 1, last), "b4.out.bias": drawn(last if classes else 1)}
+        shapes |= {f"b{size}.conv0": (inputs, inputs, 3, 3), f"b{size}.conv1": (outputs, inputs, 3, 3)}
+        shapes |= {f"b{size}.skip": (outputs, inputs, 1, 1)} if residual else {}
+    shapes |= {"b4.conv": (last, last + 1, 3, 3), "b4.fc": (last, last * 16), "b4.out": (out, last)}
     if classes:
-        state |= {"mapping.embed.weight": drawn(last, classes), "mapping.embed.bias": drawn(last)}
-        for k in range(layers):
-            state |= {
-                f"mapping.fc{k}.weight": 100 * drawn(last, last, key=k),
-                f"mapping.fc{k}.bias": drawn(last, key=k),
-            }
-    return state
+        shapes |= {"mapping.embed": (last, classes)} | {f"mapping.fc{k}": (last, last) for k in range(layers)}
+    state = {f"{name}.weight": drawn(*shape, key=name) for name, shape in shapes.items()}
+    state |= {f"{name}.bias": drawn(shape[0], key=name) for name, shape in shapes.items() if "skip" not in name}
+    state |= {name: 100 * tensor for name, tensor in state.items() if ".fc" in name and name.endswith("weight")}
+    filtered = ["b16", "b8", *(name for name, shape in shapes.items() if len(shape) == 4)]
+    return state | {f"{place}.resample_filter": FIR for place in filtered}
 
 
 G_ARGUMENTS = {
@@ -168,21 +155,21 @@ def _reconstruct_persistent_obj(meta):
     raise AssertionError("a persistent object was built")
 
 
-@contextlib.contextmanager
+def _reconstruct_persistent_obj(meta):
+    raise AssertionError("a persistent object was built")
+
+
 def nvidias():
-    with programs(torch_utils__persistence___reconstruct_persistent_obj=None, dnnlib__util__EasyDict=EasyDict):
-        _reconstruct_persistent_obj.__module__ = "torch_utils.persistence"
-        vars(sys.modules["torch_utils.persistence"])["_reconstruct_persistent_obj"] = _reconstruct_persistent_obj
-        yield
+    names = {"torch_utils__persistence___reconstruct_persistent_obj": _reconstruct_persistent_obj}
+    return programs(**names, dnnlib__util__EasyDict=EasyDict)
 
 
 def write_nvidia(path, *, generator=None, average=None, discriminator=None, g=None, d=None, source=None):
     """A network's .pkl; `average` is G_ema's state."""
     generator = nvidia_generator() if generator is None else generator
-    average = (
-        {name: 1.5 * t if "filter" not in name else t for name, t in generator.items()} if average is None else average
-    )
     discriminator = nvidia_discriminator() if discriminator is None else discriminator
+    if average is None:
+        average = {name: t if "filter" in name else 1.5 * t for name, t in generator.items()}
     content = {
         "G": tree(generator, EasyDict(g or G_ARGUMENTS), "Generator"),
         "D": tree(discriminator, EasyDict(d or D_ARGUMENTS), "Discriminator"),
@@ -214,16 +201,15 @@ def nvidia_network(state, kind):
         parts = {ours: layer(theirs) for ours, theirs in names.items()}
         return SimpleNamespace(blocks=blocks, embed=embed, label_mapping=mapping, **parts)
 
-    def styled(name):
-        conv = layer(name, affine=layer(f"{name}.affine"))
-        strength = state[f"{name}.noise_strength"]
+    def modulated(name):
+        conv, strength = layer(name, affine=layer(f"{name}.affine")), state.get(f"{name}.noise_strength")
         return SimpleNamespace(conv=conv, bias=state[f"{name}.bias"], noise_strength=strength)
 
     blocks = [
         SimpleNamespace(
-            first=styled(f"synthesis.b{size}.conv0") if size > 4 else None,
-            second=styled(f"synthesis.b{size}.conv1"),
-            to_rgb=styled_rgb(layer, state, f"synthesis.b{size}.torgb"),
+            first=modulated(f"synthesis.b{size}.conv0") if size > 4 else None,
+            second=modulated(f"synthesis.b{size}.conv1"),
+            to_rgb=modulated(f"synthesis.b{size}.torgb"),
         )
         for size in SIZES
     ]
@@ -234,10 +220,6 @@ def nvidia_network(state, kind):
         mapping=SimpleNamespace(embed=embed, layers=mapping),
         noise=[state[name].double().numpy() for name in noise if name in state],
     )
-
-
-def styled_rgb(layer, state, name):
-    return SimpleNamespace(conv=layer(name, affine=layer(f"{name}.affine")), bias=state[f"{name}.bias"])
 
 
 # --- NVIDIA, TensorFlow
@@ -251,6 +233,10 @@ class Network:
 
     def __getstate__(self):
         return {"version": 5, "name": "G", "build_module_src": "raise SystemExit('compiled')", **self.state}
+
+
+COMMON: dict[str, Any] = {"resolution": 16, "num_channels": 3, "label_size": 3, "mapping_layers": 2}
+COMMON |= {"fmap_base": 32, "fmap_max": 6}
 
 
 def write_tensorflow(path, generator, average, discriminator, arguments=None):
@@ -283,14 +269,7 @@ def write_tensorflow(path, generator, average, discriminator, arguments=None):
                     synthesis[f"noise{index}"] = state[f"{layer}.noise_const"].numpy()[None, None]
         parts = {"mapping": mapping, "synthesis": synthesis}
         inner = {name: Network(variables=list(part.items()), static_kwargs={}) for name, part in parts.items()}
-        given: dict[str, Any] = {
-            "resolution": 16,
-            "num_channels": 3,
-            "label_size": 3,
-            "latent_size": 5,
-            "dlatent_size": 7,
-        }
-        given |= {"mapping_layers": 2, "fmap_base": 32, "fmap_max": 6, "truncation_psi": 0.5, **(arguments or {})}
+        given = COMMON | {"latent_size": 5, "dlatent_size": 7, "truncation_psi": 0.5, **(arguments or {})}
         return Network(
             variables=[("dlatent_avg", state["mapping.w_avg"].numpy())], components=inner, static_kwargs=EasyDict(given)
         )
@@ -312,9 +291,7 @@ def write_tensorflow(path, generator, average, discriminator, arguments=None):
                 names = {"fromrgb": "FromRGB", "conv0": "Conv0", "conv1": "Conv1_down", "skip": "Skip"}
                 place = f"{size}x{size}/{names[inner]}"
             there[f"{place}/{part}"] = turn(value)
-        given = {"resolution": 16, "num_channels": 3, "label_size": 3, "fmap_base": 32, "fmap_max": 6}
-        given |= {"mapping_layers": 2, "mbstd_group_size": 2}
-        return Network(variables=list(there.items()), static_kwargs=EasyDict(given))
+        return Network(variables=list(there.items()), static_kwargs=EasyDict(COMMON | {"mbstd_group_size": 2}))
 
     with programs(dnnlib__tflib__network__Network=Network, dnnlib__EasyDict=EasyDict), open(path, "wb") as file:
         pickle.dump((build_g(generator), build_d(discriminator), build_g(average)), file, protocol=2)
@@ -348,18 +325,12 @@ def rosinality_generator():
 def rosinality_discriminator():
     """name -> tensor, and the same by NVIDIA's names."""
     there = nvidia_discriminator(classes=0)
-    names = {"b16.fromrgb.weight": "convs.0.0.weight", "b16.fromrgb.bias": "convs.0.1.bias"}
+    places = {"b16.fromrgb": ("convs.0", 0), "b4.conv": ("final_conv", 0)}  # of the weight; the bias comes after it
     for n, size in enumerate((16, 8), 1):
-        names |= {
-            f"b{size}.conv0.weight": f"convs.{n}.conv1.0.weight",
-            f"b{size}.conv0.bias": f"convs.{n}.conv1.1.bias",
-        }
-        names |= {
-            f"b{size}.conv1.weight": f"convs.{n}.conv2.1.weight",
-            f"b{size}.conv1.bias": f"convs.{n}.conv2.2.bias",
-        }
-        names |= {f"b{size}.skip.weight": f"convs.{n}.skip.1.weight"}
-    names |= {"b4.conv.weight": "final_conv.0.weight", "b4.conv.bias": "final_conv.1.bias"}
+        places |= {f"b{size}.conv0": (f"convs.{n}.conv1", 0), f"b{size}.conv1": (f"convs.{n}.conv2", 1)}
+    names = {f"{ours}.weight": f"{theirs}.{n}.weight" for ours, (theirs, n) in places.items()}
+    names |= {f"{ours}.bias": f"{theirs}.{n + 1}.bias" for ours, (theirs, n) in places.items()}
+    names |= {f"b{size}.skip.weight": f"convs.{n}.skip.1.weight" for n, size in enumerate((16, 8), 1)}
     for n, layer in enumerate(("fc", "out")):
         names |= {f"b4.{layer}.{part}": f"final_linear.{n}.{part}" for part in ("weight", "bias")}
     filters = [f"convs.{n}.{place}.0.kernel" for n in (1, 2) for place in ("conv2", "skip")]

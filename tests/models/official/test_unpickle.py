@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,19 +34,20 @@ def storage_with(payload):
     return Call(torch.storage._load_from_bytes, pickle.dumps(payload))
 
 
-def memo_bomb():
-    """A memo index that makes the unpickler allocate 64 GiB."""
-    return b"\x80\x03}r" + struct.pack("<I", 2**32 - 1) + b"."
+def nested_references():
+    """Lists of references: 10^40 elements for who walks them all."""
+    level: list[Any] = [0] * 10
+    for _ in range(40):
+        level = [level] * 10
+    return {"G": level, "D": level, "G_ema": level}
 
 
 HOSTILE = {
     "system call": lambda mark: pickle.dumps({"G": Call(os.system, f"touch {mark}")}),
     "eval": lambda mark: pickle.dumps({"G": Call(eval, f"open({str(mark)!r}, 'w')")}),
     "nested": lambda mark: pickle.dumps({"G": storage_with(Call(os.system, f"touch {mark}"))}),
-    "objects": lambda mark: pickle.dumps(
-        {"G": __import__("numpy").array([Call(os.system, f"touch {mark}")], dtype=object)}
-    ),
-    "memo": lambda mark: memo_bomb(),
+    "objects": lambda mark: pickle.dumps({"G": np.array([Call(os.system, f"touch {mark}")], dtype=object)}),
+    "memo": lambda mark: b"\x80\x03}r" + struct.pack("<I", 2**32 - 1) + b".",  # an index that would take 64 GiB
     "persistent id": lambda mark: b"\x80\x03Pevil\n.",
     "extension": lambda mark: b"\x80\x03\x82\x01.",
     "a getattr": lambda mark: pickle.dumps({"G": Call(getattr, "text", "upper")}),
@@ -53,14 +55,6 @@ HOSTILE = {
     "empty": lambda mark: b"",
     "references": lambda mark: pickle.dumps(nested_references()),
 }
-
-
-def nested_references():
-    """Lists of references: 10^40 elements for who walks them all."""
-    level: list[Any] = [0] * 10
-    for _ in range(40):
-        level = [level] * 10
-    return {"G": level, "D": level, "G_ema": level}
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".pt"])
@@ -87,20 +81,12 @@ def test_the_source_in_a_persistent_object_is_never_compiled(tmp_path):
 
 def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
     """torch's own `set_` would enlarge the storage."""
-
-    class Tensor:
-        def __reduce__(self):
-            storage = torch.zeros(2).untyped_storage()
-            kept = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
-            return torch._utils._rebuild_tensor_v2, (kept, 0, (1 << 20,), (1,), False, None)
-
-    generator = layouts.nvidia_generator()
-    path = tmp_path / "network.pkl"
-    layouts.write_nvidia(path, generator=generator)
-    content = {"G": Tensor()}
-    path.write_bytes(pickle.dumps(content))
+    storage = torch.zeros(2).untyped_storage()
+    kept = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
+    tensor = Call(torch._utils._rebuild_tensor_v2, kept, 0, (1 << 20,), (1,), False, None)
+    (tmp_path / "network.pkl").write_bytes(pickle.dumps({"G": tensor}))
     with pytest.raises(UserError, match="larger than its storage"):
-        main([str(path), str(tmp_path / "run")])
+        main([str(tmp_path / "network.pkl"), str(tmp_path / "run")])
 
 
 def test_the_command_ends_with_2_and_one_line(tmp_path):

@@ -97,19 +97,20 @@ def test_a_save_cut_short_leaves_the_one_before(tmp_path, monkeypatch, name, cal
     assert value_of(load(again)) == 3.0
 
 
-@pytest.mark.parametrize(("name", "call"), [("fsync", 2), ("replace", 2), ("fsync", 3)])
-def test_killed_after_the_rename_the_new_one_counts(tmp_path, monkeypatch, name, call):
+@pytest.mark.parametrize(
+    ("step", "name", "call", "value"),
+    [
+        (6, "fsync", 2, 2.0),
+        (6, "replace", 2, 2.0),
+        (6, "fsync", 3, 2.0),
+        (5, "replace", 1, 1.0),  # a step again
+        (5, "replace", 2, 2.0),
+    ],
+)
+def test_killed_after_the_rename_the_new_one_counts(tmp_path, monkeypatch, step, name, call, value):
     save(tmp_path, content(5))
-    interrupted_save(tmp_path, monkeypatch, name, call, Killed())
-    _, found = latest(tmp_path)
-    assert value_of(found) == 2.0
-
-
-@pytest.mark.parametrize(("call", "value"), [(1, 1.0), (2, 2.0)])
-def test_killed_while_saving_a_step_again_one_of_them_counts(tmp_path, monkeypatch, call, value):
-    path = save(tmp_path, content(5))
-    interrupted_save(tmp_path, monkeypatch, "replace", call, Killed(), step=5)
-    assert value_of(load(path)) == value
+    interrupted_save(tmp_path, monkeypatch, name, call, Killed(), step=step)
+    assert value_of(latest(tmp_path)[1]) == value
 
 
 def test_a_full_disk_is_an_os_error_and_the_old_one_stays(tmp_path):
@@ -243,17 +244,17 @@ def run(tmp_path):
 
 def test_resolve(run):
     checkpoint = run / "checkpoints" / "step-00000003.pt"
+    last, best = (run / "checkpoints" / f"{name}.json" for name in ("last", "best"))
     assert resolve(checkpoint) == checkpoint
     assert resolve(str(run), "best").name == "step-00000001.pt"
     assert resolve(run).name == resolve(run / "checkpoints").name == "step-00000002.pt"
-    (run / "checkpoints" / "last.json").write_text("{")
-    assert resolve(run).name == "step-00000003.pt"
-    (run / "checkpoints" / "last.json").write_text('{"file": "step-00000099.pt"}')
-    assert resolve(run).name == "step-00000003.pt"
-    (run / "checkpoints" / "best.json").write_bytes(b"\xff")
+    for damaged in ("{", '{"file": "step-00000099.pt"}'):
+        last.write_text(damaged)
+        assert resolve(run).name == "step-00000003.pt"
+    best.write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"best.json: damaged, .*use --which last or name a file"):
         resolve(run, "best")
-    (run / "checkpoints" / "best.json").unlink()
+    best.unlink()
     with pytest.raises(UserError, match=r"has no best.json .*use --which last"):
         resolve(run, "best")
 
@@ -270,7 +271,7 @@ def test_resolve_names_what_is_missing_and_what_is_near(run, tmp_path):
 
 
 def test_the_other_checkpoint_that_may_be_meant_is_named(run, capsys):
-    """U13: the last one silently took the place of the better one."""
+    """U13: the last one silently took the place of the better one. One alone needs no word."""
     folder = run / "checkpoints"
     point(folder, "best", folder / "step-00000001.pt", metric="accuracy", value=0.744)
     assert resolve_for_people(run).name == "step-00000002.pt"
@@ -279,6 +280,12 @@ def test_the_other_checkpoint_that_may_be_meant_is_named(run, capsys):
     assert told.out == ""  # results alone
     assert resolve_for_people(run, "best").name == "step-00000001.pt"
     assert capsys.readouterr().err == "best: step 1 (accuracy 0.744); last is of step 2: --which last takes it\n"
+    resolve_for_people(folder / "step-00000002.pt")  # named by hand
+    point(folder, "best", folder / "step-00000002.pt")
+    resolve_for_people(run)
+    (folder / "best.json").unlink()
+    resolve_for_people(run)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("value", "silent"), [(0.741, True), (0.739, False), (None, False)])
@@ -288,16 +295,6 @@ def test_the_other_checkpoint_is_not_named_where_the_figures_are_alike(run, caps
     point(folder, "last", folder / "step-00000002.pt", **({} if value is None else {"value": value}))
     resolve_for_people(run)
     assert (capsys.readouterr().err == "") is silent
-
-
-def test_one_checkpoint_alone_needs_no_word(run, capsys):
-    folder = run / "checkpoints"
-    resolve_for_people(folder / "step-00000002.pt")  # named by hand
-    (folder / "best.json").unlink()
-    resolve_for_people(run)
-    point(folder, "best", folder / "step-00000002.pt")
-    resolve_for_people(run)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_signal_that_comes_while_a_checkpoint_is_read_is_no_damage(tmp_path, monkeypatch):

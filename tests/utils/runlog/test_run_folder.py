@@ -17,17 +17,14 @@ def opened(path):
 
 
 def test_in_one_process_too_and_close_gives_it_back(tmp_path):
-    first = opened(tmp_path)
+    place = tmp_path / "a" / "b"  # which is made, and its parents
+    first = opened(place)
     with pytest.raises(UserError, match=f"process {os.getpid()}"):
-        opened(tmp_path)
+        opened(place)
     first.close()
     first.close()
-    opened(tmp_path).close()
-
-
-def test_the_folder_and_its_parents_are_made(tmp_path):
-    opened(tmp_path / "a" / "b").close()
-    assert (tmp_path / "a" / "b" / ".lock").is_file()
+    opened(place).close()
+    assert (place / ".lock").is_file()
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
@@ -39,7 +36,10 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 
 def test_empty_and_missing_folders_have_no_config(tmp_path):
+    """Nor has what a first start left that was killed."""
     assert RunFolder(tmp_path / "nowhere").saved_config() is None
+    (tmp_path / ".lock").write_text("1")
+    (tmp_path / ".config.yaml.123.tmp").write_text("task: g")
     folder = opened(tmp_path)
     assert folder.saved_config() is None
     assert folder.accept_config(to_tree(GanConfig())) == []
@@ -52,18 +52,16 @@ def test_a_folder_of_other_things_is_refused_and_not_touched(tmp_path):
     with pytest.raises(UserError, match=r"is not empty and holds no run \(found a.jpg, b.jpg, c.jpg\)"):
         RunFolder(tmp_path).accept_config(to_tree(GanConfig()))
     assert len(list(tmp_path.iterdir())) == 4
+    (tmp_path / "config.yaml").write_text("task: [gan")
+    with pytest.raises(UserError, match=r"config\.yaml: not valid YAML"):
+        RunFolder(tmp_path).saved_config()
 
 
-def test_the_leftover_of_a_first_start_that_was_killed_is_not_in_the_way(tmp_path):
-    (tmp_path / ".lock").write_text("1")
-    (tmp_path / ".config.yaml.123.tmp").write_text("task: g")
-    assert RunFolder(tmp_path).saved_config() is None
-
-
-def differing(tmp_path, config_class, key, value):
+def holding(tmp_path, tree):
+    """The folder of a run with this configuration."""
     folder = RunFolder(tmp_path)
-    folder.save_config(to_tree(config_class()))
-    return folder, to_tree(build(config_class, {}, [f"--{key}", str(value)]))
+    folder.save_config(tree)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -79,22 +77,16 @@ def differing(tmp_path, config_class, key, value):
     ],
 )
 def test_changes_that_break_the_state_are_refused(tmp_path, config_class, key, value):
-    folder, tree = differing(tmp_path, config_class, key, value)
+    folder = holding(tmp_path, to_tree(config_class()))
     with pytest.raises(UserError, match=rf"holds another run \({key}: .* there, {value!r} now") as error:
-        folder.accept_config(tree)
+        folder.accept_config(to_tree(build(config_class, {}, [f"--{key}", str(value)])))
     assert "\n" not in str(error.value)
 
 
-def test_another_task_is_refused(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.save_config(to_tree(GanConfig()))
+def test_another_task_is_refused_and_many_differences_are_counted(tmp_path):
     with pytest.raises(UserError, match=r"task: 'gan' there, 'classifier' now"):
-        folder.accept_config(to_tree(ClassifierConfig()))
-
-
-def test_many_differences_are_counted(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.save_config({"task": "gan", "generator": dict.fromkeys("abcdef", 1)})
+        holding(tmp_path, to_tree(GanConfig())).accept_config(to_tree(ClassifierConfig()))
+    folder = holding(tmp_path, {"task": "gan", "generator": dict.fromkeys("abcdef", 1)})
     with pytest.raises(UserError, match=r"\(generator.a: 1 there, 2 now; .*generator.d: 1 there, 2 now and 2 more\)"):
         folder.accept_config({"task": "gan", "generator": dict.fromkeys("abcdef", 2)})
 
@@ -110,16 +102,10 @@ def test_many_differences_are_counted(tmp_path):
     ],
 )
 def test_harmless_changes_are_taken_with_a_notice(tmp_path, key, value):
-    folder, tree = differing(tmp_path, GanConfig, key, value)
-    (notice,) = folder.accept_config(tree)
+    changed = to_tree(build(GanConfig, {}, [f"--{key}", str(value)]))
+    (notice,) = holding(tmp_path, to_tree(GanConfig())).accept_config(changed)
     assert notice.startswith(f"config changed since the last start: {key} was ")
     assert notice.endswith(f"is {value!r}")
-
-
-def test_a_damaged_config_is_an_error(tmp_path):
-    (tmp_path / "config.yaml").write_text("task: [gan")
-    with pytest.raises(UserError, match=r"config\.yaml: not valid YAML"):
-        RunFolder(tmp_path).saved_config()
 
 
 def test_status(tmp_path):
