@@ -1,9 +1,11 @@
 """Fixtures that several folders of tests use."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.data.sources.base import ArraySource
+from duetgan.utils.distributed import collectives
 from duetgan.utils.script import run_cli
 from tests.slim import make as slim_make
 
@@ -80,6 +83,35 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         images, labels, classes = sample_images(split, per_class)
         pack_arrays(folder / f"{split}.lmdb", images, labels=labels, classes=classes)
     return folder
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the gradients that are sent, in order, as by one of two ranks; the other one's are the same."""
+    sizes: list[int] = []
+
+    def all_reduce(flat: torch.Tensor, *, async_op: bool) -> Any:
+        assert async_op
+        sizes.append(flat.numel())
+        flat.mul_(2)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    return sizes
+
+
+@pytest.fixture
+def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The figures that a benchmark prints as its last line, which are flat."""
+
+    def read(script: Any, options: list[str]) -> dict[str, Any]:
+        script.main(options)
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert all(isinstance(value, (int, float, str)) for value in found.values())
+        return found
+
+    return read
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The benchmark of saving at a tiny size: every figure it promises is there, and they fit together."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +18,8 @@ def options(tmp_path: Path, packed: Path) -> list[str]:
     return ["--config", str(config), "--folder", str(tmp_path / "runs"), *counts, "--json"]
 
 
-def test_every_figure_is_there_and_nothing_is_left(options, tmp_path, capsys):
-    benchmark.main(options)
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all(isinstance(value, (int, float, str)) for value in result.values())
+def test_every_figure_is_there_and_nothing_is_left(options, tmp_path, last_line):
+    result = last_line(benchmark, options)
     assert (result["every"], result["repeats"], result["steps"]) == (10, 2, 2)
     for mode in ("asynchronous", "synchronous"):
         assert result[f"{mode}_blocked_ms"] > 0
@@ -45,14 +42,10 @@ def test_the_cost_is_the_median_of_what_neighbours_differ_by():
     assert found["asynchronous_cost_ratio"] == pytest.approx(1 / 1000)
 
 
-def test_a_disk_that_refuses_is_no_cheap_checkpoint(options, monkeypatch):
-    full = SimpleNamespace(free=1000)
-    monkeypatch.setattr("duetgan.training.engine.preflight.check_disk", lambda *_: None)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
-    with pytest.raises(UserError, match="could not be written; give another --folder"):
-        benchmark.main(options)
-
-
-def test_counts_are_positive(options):
+def test_a_disk_that_refuses_is_no_cheap_checkpoint_and_counts_are_positive(options, monkeypatch):
     with pytest.raises(UserError, match="must be 1 or more"):
         benchmark.main([*options, "--steps", "0"])
+    monkeypatch.setattr("duetgan.training.engine.preflight.check_disk", lambda *_: None)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match="could not be written; give another --folder"):
+        benchmark.main(options)

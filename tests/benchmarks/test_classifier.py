@@ -3,6 +3,8 @@
 import json
 import statistics
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -54,16 +56,22 @@ def test_both_read_the_same_images_and_labels(files):
     assert stored[:, 0].std() > 30
 
 
+def check_training(contender):
+    """Two steps change the network, a ResNet-18 for ten classes, and reading is a part of their time."""
+    before = [p.detach().clone() for p in contender.model.parameters()]
+    measured = contender.measure(2)
+    assert contender.at == 2
+    assert any(not p.equal(q) for p, q in zip(contender.model.parameters(), before, strict=True))
+    assert 0 < measured.data_seconds < measured.seconds
+    assert contender.parameters == 11_173_962
+
+
 def test_ours_takes_as_many_steps_and_counts_reading_and_augmenting(files, config):
-    ours = Ours(config, "bf16", files[0])
+    ours: Any = Ours(config, "bf16", files[0])
     assert ours.config.precision == "bf16"
     assert ours.config.channels_last
-    before = [p.detach().clone() for p in ours.task.model.parameters()]
-    measured = ours.measure(2)
-    assert ours.at == 2
-    assert any(not p.equal(q) for p, q in zip(ours.task.model.parameters(), before, strict=True))
-    assert 0 < measured.data_seconds < measured.seconds
-    assert ours.parameters == 11_173_962
+    ours.model = ours.task.model
+    check_training(ours)
     ours.reader.close()
 
 
@@ -72,23 +80,16 @@ def test_ours_takes_as_many_steps_and_counts_reading_and_augmenting(files, confi
 def test_timm_trains_the_same_network_on_the_same_augmentation(files, config, workers, prefetcher):
     pytest.importorskip("timm")
     timm: Any = Timm(config, files[1], workers, prefetcher)
-    assert timm.parameters == 11_173_962
     assert timm.model.conv1.stride == (1, 1)
     assert timm.model.layer1(timm.model.maxpool(torch.zeros(1, 64, 32, 32))).shape == (1, 64, 32, 32)
     assert timm.model.training
     assert {p.dtype for p in timm.model.parameters()} == {torch.float32}
     assert timm.optimizer.defaults["momentum"] == 0.9
     images, labels = next(iter(timm.loader))
-    assert images.shape == (4, 3, 32, 32)
-    assert images.dtype == torch.float32
+    assert (images.shape, images.dtype, labels.dtype) == ((4, 3, 32, 32), torch.float32, torch.int64)
     assert images.min() == pytest.approx(-1, abs=1e-5)  # black, where it was padded or is background
     assert 0.2 < images.max() <= 1 + 1e-5
-    assert labels.dtype == torch.int64
-    before = [p.detach().clone() for p in timm.model.parameters()]
-    measured = timm.measure(2)
-    assert timm.at == 2
-    assert any(not p.equal(q) for p, q in zip(timm.model.parameters(), before, strict=True))
-    assert 0 < measured.data_seconds < measured.seconds
+    check_training(timm)
 
 
 def test_the_networks_are_the_same_function():
@@ -115,19 +116,15 @@ def test_figures_are_medians_of_the_repeats():
 
 
 def test_contenders_alternate_and_each_repeat_begins_with_another():
-    calls = []
+    calls: list[tuple[str, int]] = []
 
-    class Fake:
-        def __init__(self, name):
-            self.name = name
+    def measure(name, steps):
+        calls.append((name, steps))
+        return Measured(seconds=1.0, data_seconds=0.0)
 
-        def measure(self, steps):
-            calls.append((self.name, steps))
-            return Measured(seconds=1.0, data_seconds=0.0)
-
-    measured = benchmark.alternate({name: Fake(name) for name in "abc"}, repeats=3, steps=5)  # type: ignore[misc]
-    assert "".join(name for name, _ in calls) == "abcbcacab"
-    assert {steps for _, steps in calls} == {5}
+    fakes: Any = {name: SimpleNamespace(measure=partial(measure, name)) for name in "abc"}
+    measured = benchmark.alternate(fakes, repeats=3, steps=5)
+    assert calls == [(name, 5) for name in "abcbcacab"]
     assert all(len(turns) == 3 for turns in measured.values())
 
 
@@ -146,16 +143,14 @@ class Here:
 
 
 @leaves_files_open
-def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, capsys, monkeypatch):
+def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, last_line, monkeypatch):
     pytest.importorskip("timm")
     monkeypatch.setattr(benchmark, "Remote", Here)
     monkeypatch.setattr(benchmark, "LOADERS", [(0, False)])
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(read_yaml(RECIPE) | {"batch_size": 4}))
     sizes = ["--images", "40", "--repeats", "1", "--steps", "1", "--work", str(tmp_path)]
-    benchmark.main(["--config", str(recipe), *sizes, "--json"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all(isinstance(value, (int, float, str, bool)) for value in result.values())
+    result = last_line(benchmark, ["--config", str(recipe), *sizes, "--json"])
     for name in ("bf16", "fp32"):
         rates = result[f"{name}_images_per_second"] / result["timm_images_per_second"]
         assert result[f"{name}_vs_timm_ratio"] == pytest.approx(rates)

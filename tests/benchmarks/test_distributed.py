@@ -22,20 +22,7 @@ TINY = {
 }
 
 
-def test_by_hand_adds_up_in_buckets_after_the_last_pass(monkeypatch):
-    sent = []
-
-    class Done:
-        def wait(self):
-            pass
-
-    def all_reduce(flat, *, async_op):
-        assert async_op
-        sent.append(flat.numel())
-        flat.mul_(2)
-        return Done()
-
-    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+def test_by_hand_adds_up_in_buckets_after_the_last_pass(sent, monkeypatch):
     monkeypatch.setattr(benchmark, "BUCKET_ELEMENTS", 4)
     parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.ones(size)) for size in (3, 2, 1, 5)]
     exchange = benchmark.ByHand(parameters)
@@ -57,15 +44,13 @@ def test_figures_are_medians_of_the_repeats():
 
 @pytest.mark.slow  # ten processes, for a script that only developers run
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux")
-def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, capsys):
+def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, last_line):
     files = []
     for task, recipe in (("classifier", "configs/bench_classifier.yaml"), ("gan", "configs/bench_gan_step.yaml")):
         path = tmp_path / f"{task}.yaml"
         path.write_text(json.dumps(read_yaml(recipe) | TINY[task] | {"precision": "fp32"}))
         files += [f"--{task}", str(path)]
-    benchmark.main([*files, "--repeats", "1", "--steps", "1", "--threads", "2", "--json"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all(isinstance(value, (int, float)) for value in result.values())
+    result = last_line(benchmark, [*files, "--repeats", "1", "--steps", "1", "--threads", "2", "--json"])
     for task, way in (("classifier", "ddp"), ("gan", "exchange")):
         rates = {name: result[f"{task}_{name}_images_per_second"] for name in benchmark.CONTENDERS}
         assert result[f"{way}_vs_by_hand_ratio"] == pytest.approx(rates["ranks"] / rates["by_hand"])

@@ -75,17 +75,14 @@ def test_the_second_derivative_counts_as_a_convolution_and_a_gradient_of_its_wei
         (grad,) = torch.autograd.grad(run().sum(), x, create_graph=True)
         grad.square().sum().backward()
 
-    once = flops(record(run))
     calls = record(work, layout)
     # the convolution, its gradient; of that the convolution again and the weight's gradient; nothing of the input's
-    assert flops(calls) == pytest.approx(4 * once)
+    assert flops(calls) == pytest.approx(4 * flops(record(run)))
     assert bare_seconds(calls, CPU, runs=1) > 0
     of_weight = [call for call in calls if call.grad is not None and call.wanted == (False, True, False)]
-    kernels = {call.weight.shape[2:] for call in of_weight}
-    assert kernels == {tuple(weight.shape[2:])}
+    assert {call.weight.shape[2:] for call in of_weight} == {tuple(weight.shape[2:])}
     for call in of_weight:
-        shape = torch.empty(call.x.shape, device="meta").to(memory_format=layout)
-        assert call.x.stride == shape.stride()
+        assert call.x.stride == torch.empty(call.x.shape, device="meta").to(memory_format=layout).stride()
 
 
 def test_filters_and_matrix_products_are_no_dense_convolutions():
@@ -119,24 +116,19 @@ def tiny(tmp_path):
     return path
 
 
-def test_every_figure_is_there_and_the_last_line_is_flat(tiny, capsys, monkeypatch):
+def test_every_figure_is_there_and_the_last_line_is_flat(tiny, last_line, monkeypatch):
     monkeypatch.setattr(gan_step, "peak_memory", lambda *_: (3.0, 2.0))  # a process each: not here
-    options = ["--config", str(tiny), "--repeats", "1", "--steps", "2", "--size", "8", "--json"]
-    gan_step.main(options)
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all(isinstance(value, (int, float, str)) for value in result.values())
+    result = last_line(gan_step, ["--config", str(tiny), "--repeats", "1", "--steps", "2", "--size", "8", "--json"])
     for name in ("bf16", "fp32", "fp32_nchw"):
-        assert 0 < result[f"{name}_conv_share"] < 1.5
-        parts = sum(value for key, value in result.items() if key.startswith(f"{name}_phase_"))
-        step = result[f"{name}_step_ms"]
-        assert parts == pytest.approx(step)
-        assert result[f"{name}_images_per_second"] == pytest.approx(8000 / step)
-        assert result[f"{name}_gflops"] / result[f"{name}_bare_gflops"] == pytest.approx(
-            result[f"{name}_conv_share"], rel=0.01
-        )
-        assert result[f"{name}_phase_generator_path_length_ms"] > 0
-        assert result[f"{name}_phase_discriminator_penalty_ms"] > 0
-        assert result[f"{name}_peak_mib"] == 3
+        own = {key.removeprefix(f"{name}_"): value for key, value in result.items() if key.startswith(f"{name}_")}
+        assert 0 < own["conv_share"] < 1.5
+        phases = {key: value for key, value in own.items() if key.startswith("phase_")}
+        assert sum(phases.values()) == pytest.approx(own["step_ms"])
+        assert own["images_per_second"] == pytest.approx(8000 / own["step_ms"])
+        assert own["gflops"] / own["bare_gflops"] == pytest.approx(own["conv_share"], rel=0.01)
+        assert phases["phase_generator_path_length_ms"] > 0
+        assert phases["phase_discriminator_penalty_ms"] > 0
+        assert own["peak_mib"] == 3
     ratio = result["fp32_nchw_step_ms"] / result["bf16_step_ms"]
     assert result["bf16_vs_fp32_nchw_ratio"] == pytest.approx(ratio)
 
@@ -162,8 +154,5 @@ def test_a_repeat_must_hold_every_penalty_at_its_rate(steps, loss, refused):
     config: Any = build_run_config({"task": "gan", "loss": loss}, [], "test")
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
         gan_step.check_steps(config, steps)
-
-
-def test_a_classifiers_recipe_is_refused():
     with pytest.raises(UserError, match="not a recipe of task gan"):
         gan_step.main(["--config", "configs/quickstart_classifier.yaml"])

@@ -1,7 +1,6 @@
 """The loader benchmark at tiny sizes: it measures what it says, and every contender delivers real batches."""
 
 import itertools
-import json
 from pathlib import Path
 
 import cv2
@@ -22,26 +21,10 @@ from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 
 TINY = loader.Sizes(
-    repeats=1,
-    raw_files=20,
-    raw_images={8: 70},
-    raw_batch=8,
-    raw_epochs=2,
-    raw_window=Window(skipped=1, timed=2),
-    photos=16,
-    photo_batch=2,
-    photo_window=Window(skipped=1, timed=2),
-    pack_photos=4,
-    pack_size=16,
-    records={"raw": 5000},
-    record_batches=3,
-)
-
-
-@pytest.fixture
-def few_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No worker processes: a fork of a test process with threads is slow, and Python warns of it."""
-    monkeypatch.setattr(loader, "WORKERS", (0,))
+    repeats=1, raw_files=20, raw_images={8: 70}, raw_batch=8, raw_epochs=2, raw_window=Window(skipped=1, timed=2),
+    photos=16, photo_batch=2, photo_window=Window(skipped=1, timed=2), pack_photos=4, pack_size=16,
+    records={"raw": 5000}, record_batches=3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +66,7 @@ def test_rate_refuses_a_stream_that_ends_early_or_lacks_labels():
         stream_rate(lambda: iter([(torch.zeros(3), torch.zeros(2))]), Window(skipped=0, timed=1))
 
 
-def test_alternates_in_rotating_order():
+def test_alternates_in_rotating_order_and_best_of_takes_the_fastest(capsys):
     calls: list[str] = []
 
     def contender(name: str, values: list[float]):
@@ -97,49 +80,34 @@ def test_alternates_in_rotating_order():
     assert "".join(calls) == "abbaab"
     assert rates == {"a": [10, 40, 90], "b": [5, 10, 10]}
     assert ratio(rates, "a", "b") == 4.0
-
-
-def test_best_of_takes_the_fastest(capsys):
     assert best_of("peer", "workers", lambda count: {0: 5.0, 1: 9.0, 2: 7.0}[count], (0, 1, 2)) == 1
     assert capsys.readouterr().out == "  peer: 0 workers 5/s, 1 workers 9/s, 2 workers 7/s\n"
 
 
-def test_images_are_fixed_and_different():
+def test_images_are_fixed_and_different_and_photographs_jpeg_files_of_500_by_375(photos):
     one, same = sample_images.small_images(6, 32), sample_images.small_images(6, 32)
     assert one.shape == (6, 3, 32, 32)
     assert one.dtype == np.uint8
     assert np.array_equal(one, same)
     assert len({image.tobytes() for image in one}) == 6
     assert one.std() > 20  # photographs, not a plain colour
-
-
-def test_photographs_are_jpeg_files_of_500_by_375(photos):
     files = sample_images.jpeg_files(photos)
     assert [int(file.stem) % 10 for file in files] == [int(file.parent.name) for file in files]
     assert decode_file(files[3].read_bytes(), 3).shape == (375, 500, 3)
 
 
-def test_ours_and_numpy_deliver_the_same_batches(tmp_path):
-    images, labels = sample_images.small_images(30, 8), np.arange(30) % 10
-    pack_arrays(tmp_path / "raw.lmdb", images, labels, [str(label) for label in range(10)])
+def test_ours_and_numpy_deliver_the_same_batches_and_every_stream_of_ours_verifies_anew(tmp_path):
+    images, labels, path = sample_images.small_images(30, 8), np.arange(30) % 10, tmp_path / "raw.lmdb"
+    pack_arrays(path, images, labels, [str(label) for label in range(10)])
     theirs = list(peers.numpy_gather(images, labels, 8, 9)())
-    mine = list(itertools.islice(ours.stream(tmp_path / "raw.lmdb", 8), 9))
+    mine = list(itertools.islice(ours.stream(path, 8), 9))
     assert len(mine) == len(theirs) == 9
-    for (our_images, our_labels), (their_images, their_labels) in zip(mine, theirs, strict=True):
-        assert torch.equal(our_images, their_images)
-        assert torch.equal(our_labels, their_labels)
-
-
-def test_every_stream_of_ours_verifies_anew(tmp_path):
-    images = sample_images.small_images(30, 8)
-    path = tmp_path / "raw.lmdb"
-    pack_arrays(path, images)
-    next(ours.stream(path, 8))
+    assert all(torch.equal(a, b) for pair in zip(mine, theirs, strict=True) for a, b in zip(*pair, strict=True))
     content = path.read_bytes()
     assert images[7].tobytes() in content
     path.write_bytes(content.replace(images[7].tobytes(), images[7].tobytes()[::-1]))
     with pytest.raises(UserError, match="record 7 is damaged"):
-        next(ours.stream(path, 8))
+        list(itertools.islice(ours.stream(path, 8), 9))
 
 
 def check_floats(stream: timing.Stream, batch: int, side: int) -> None:
@@ -186,8 +154,8 @@ def check_numbers(result: loader.Result, ratios: set[str]) -> None:
     assert all(value > 0 for name, value in result.items() if name.endswith(("_ratio", "_per_second")))
 
 
-@pytest.mark.usefixtures("few_workers")
-def test_raw_section(tmp_path):
+def test_raw_section(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "WORKERS", (0,))  # a fork of a process with threads is slow, and Python warns of it
     result = loader.measure_raw(8, TINY, tmp_path)
     kinds = ("", "_first_epoch", "_float")
     to_numpy = {"raw8_vs_numpy_ratio", "raw8_steady_vs_numpy_ratio"}
@@ -212,8 +180,8 @@ def test_spdl_stream(photos):
     assert min(np.abs(pixels - expected).mean(), np.abs(pixels[:, ::-1] - expected).mean()) < 0.05
 
 
-@pytest.mark.usefixtures("few_workers")
 def test_jpeg_section_leaves_missing_peers_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loader, "WORKERS", (0,))
     monkeypatch.setattr(peers, "import_peer", lambda name: None)
     monkeypatch.setenv(loader.CACHE, "unused")  # the section sets it
     result = loader.measure_jpeg(TINY, tmp_path)
@@ -236,14 +204,11 @@ def test_first_batch_section(tmp_path):
     assert labels.tolist() == [5, 0, 0]
     assert 0 < result["first_batch_seconds"] < result["first_batch_with_imports_seconds"]
     assert result["first_batch_rss_mib"] >= result["first_batch_later_rss_mib"] >= 0
-
-
-def test_first_batch_names_what_failed(tmp_path):
     with pytest.raises(RuntimeError, match=r"missing\.lmdb: no such file"):
         first_batch.measure(tmp_path / "missing.lmdb", 1)
 
 
-def test_command_line_ends_with_json(tmp_path, monkeypatch, capsys):
+def test_command_line_ends_with_json(tmp_path, monkeypatch, last_line):
     seen: list[tuple[int, Path]] = []
 
     def section(sizes: loader.Sizes, work: Path) -> loader.Result:
@@ -251,8 +216,7 @@ def test_command_line_ends_with_json(tmp_path, monkeypatch, capsys):
         return {"pack_vs_one_process_ratio": 1.5}
 
     monkeypatch.setitem(loader.SECTIONS, "pack", section)
-    loader.main(["--only", "pack", "--repeats", "3", "--work", str(tmp_path), "--json"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = last_line(loader, ["--only", "pack", "--repeats", "3", "--work", str(tmp_path), "--json"])
     assert result["pack_vs_one_process_ratio"] == 1.5
     assert {"cores", "load_1min_before", "load_1min_after"} < set(result)
     assert [repeats for repeats, _ in seen] == [3]

@@ -1,8 +1,9 @@
 """The scaling benchmark counts what training does, and its page of docs/measurements holds what it prints."""
 
-import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks.scaling import OUTSIDE, PRESETS, Images, Link, Work
 from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.config.recipes import recipes
-from duetgan.utils.distributed import collectives, gradients
+from duetgan.utils.distributed import gradients
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
@@ -63,32 +64,20 @@ def test_arithmetic_is_that_of_real_steps(name: str) -> None:
     assert scaling.work(name).flop / scaling.work(name).batch == pytest.approx(counted / batch, rel=0.1)
 
 
-def test_lazy_penalties_count_by_their_share_of_the_steps() -> None:
+def test_lazy_penalties_and_batchnorm_count_by_their_share_of_the_steps() -> None:
     kinds = scaling.kinds_of_steps(scaling.recipe("stylegan2_256"))  # R1 every 16 steps, path lengths every 4
     assert sorted(kinds.values()) == [1 / 16, 3 / 16, 12 / 16]
     assert list(scaling.kinds_of_steps(scaling.recipe("classifier")).values()) == [1.0]
+    assert scaling.work("finetune_resnet50_head").waits == 0  # BatchNorm does not train
+    assert scaling.work("quickstart_classifier").waits == 2 * 20  # ResNet-18 has 20
 
 
-def test_buckets_are_those_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = []
-
-    class Done:
-        def wait(self) -> None:
-            pass
-
-    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+def test_buckets_are_those_that_are_sent(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "BUCKET_ELEMENTS", 1000)
-
-    def send(flat: torch.Tensor, *, async_op: bool) -> Done:
-        assert async_op
-        sent.append(flat.numel())
-        return Done()
-
-    monkeypatch.setattr("torch.distributed.all_reduce", send)
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (300, 800, 2000, 10, 20)]
     gradients.GradientExchange(parameters).finish()
-    updater = type("Updater", (), {"parameters": parameters})()
     assert sent == [2030, 1100]
+    updater: Any = SimpleNamespace(parameters=parameters)
     assert scaling.buckets(updater) == 2
 
 
@@ -112,24 +101,14 @@ def test_where_messages_pass_arithmetic() -> None:
         assert (scaling.seconds(STEP, count, link) > 1 / count) == passed
 
 
-def test_a_classifier_waits_for_batchnorm_only_where_it_trains() -> None:
-    assert scaling.work("finetune_resnet50_head").waits == 0
-    assert scaling.work("quickstart_classifier").waits == 2 * 20  # ResNet-18 has 20
-
-
-def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(scaling.main, ["--only", "quickstart_gan", "--json", "--efficiency", "0.2"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all(isinstance(value, (int, float)) for value in found.values())
+def test_command_line(capsys: pytest.CaptureFixture[str], last_line: Any) -> None:
+    found = last_line(scaling, ["--only", "quickstart_gan", "--json", "--efficiency", "0.2"])
     assert found["quickstart_gan_gradient_mb"] == pytest.approx(4e-6 * found["quickstart_gan_parameters"])
     twice = found["quickstart_gan_arithmetic_1_ms"] * scaling.PEAK * 0.2 / 1e3
     assert twice == pytest.approx(found["quickstart_gan_tflop"])
     for wrong in (["--only", "nothing"], ["--efficiency", "2"]):
         assert run_cli(scaling.main, wrong) == 2
         assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_images_have_a_size() -> None:
     with pytest.raises(UserError, match="no recipe"):
         scaling.recipe("stylegan3_256")
     assert all(isinstance(images, Images) and images.resolution >= 32 for images in PRESETS.values())

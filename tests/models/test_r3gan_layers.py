@@ -36,8 +36,9 @@ def test_values_and_gradients_equal_torchs_and_go_where_they_are_wanted(groups, 
     weight = draw(outputs, inputs // groups, size, size, key="weight")
     tensors = {"x": draw(2, inputs, 3, 4), "weight": weight, "bias": draw(outputs, key="bias")}
     wanted = [tensors[name].requires_grad_() for name in trained]
-    found = convolve_twice(*tensors.values(), groups)
-    expected = F.conv2d(*tensors.values(), padding=size // 2, groups=groups)
+    x, weight, bias = tensors.values()
+    found = convolve_twice(x, weight, bias, groups)
+    expected = F.conv2d(x, weight, bias, padding=size // 2, groups=groups)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert found.requires_grad == bool(trained)
     if trained:

@@ -11,19 +11,14 @@ def sample_images(n, channels=1, height=2, width=3):
 
 
 def test_rows_run_left_to_right_and_empty_places_are_white():
-    found = grid(sample_images(3), columns=2)
+    images = sample_images(3)
+    found = grid(images, columns=2)
     assert found.shape == (4, 6, 1)
-    first, second, third = (sample_image[0].numpy() for sample_image in sample_images(3))
-    np.testing.assert_array_equal(found[:2, :3, 0], first)
-    np.testing.assert_array_equal(found[:2, 3:, 0], second)
-    np.testing.assert_array_equal(found[2:, :3, 0], third)
+    np.testing.assert_array_equal(found[:2, :, 0], torch.cat([images[0, 0], images[1, 0]], 1).numpy())
+    np.testing.assert_array_equal(found[2:, :3, 0], images[2, 0].numpy())
     assert (found[2:, 3:] == 255).all()
-
-
-def test_default_is_about_square():
-    assert grid(sample_images(10, height=2, width=2)).shape == (6, 8, 1)
-    alone = sample_images(1)
-    np.testing.assert_array_equal(grid(alone), alone[0].permute(1, 2, 0).numpy())
+    np.testing.assert_array_equal(grid(images[:1]), images[0].permute(1, 2, 0).numpy())
+    assert grid(sample_images(10, height=2, width=2)).shape == (6, 8, 1)  # about square by default
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -39,8 +34,8 @@ def test_saved_file_holds_the_grid_and_nothing_else_is_left(tmp_path, channels):
 # --- images with words: every pixel where it belongs, words within their places
 
 
-def shades(*values, side=8):
-    return torch.tensor(values, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, side, side)
+def shade(value, channels=1, side=8):
+    return torch.full((channels, side, side), value, dtype=torch.uint8)
 
 
 def pixels(path):
@@ -68,8 +63,8 @@ def test_captioned_images_are_drawn_as_they_are(tmp_path, channels, side):
 @pytest.mark.parametrize("side", [8, 28, 32, 64, 100, 256])
 def test_captions_keep_to_their_cell(tmp_path, side):
     """Wide letters without end: between two captions there is white, and so there is below the second line."""
-    save_captioned([shades(255, side=side)[0]] * 4, ["W" * 90 + "\n" + "W" * 90 + "\nno third"] * 4, tmp_path / "x.png",
-                   columns=2)  # fmt: skip
+    caption = "W" * 90 + "\n" + "W" * 90 + "\nno third"
+    save_captioned([shade(255, side=side)] * 4, [caption] * 4, tmp_path / "x.png", columns=2)
     found = pixels(tmp_path / "x.png")
     middle = found.shape[1] // 2
     assert (found[:, middle - 4 : middle + 4] == 255).all()
@@ -78,17 +73,18 @@ def test_captions_keep_to_their_cell(tmp_path, side):
     assert (np.diff(rows.astype(int)) == 1).sum() == 2 * 2  # two lines under each row of images, none touching
 
 
-def test_fewer_images_than_columns_take_no_empty_room(tmp_path):
-    save_captioned([shades(0)[0]] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
+def test_fewer_images_than_columns_take_no_empty_room_and_rows_beyond_the_most_are_left_out(tmp_path):
+    save_captioned([shade(0)] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
     assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)
+    save_rows([[shade(i)] for i in range(5)], tmp_path / "x.png", columns=1, most_rows=3)
+    np.testing.assert_array_equal(pixels(tmp_path / "x.png")[::64, ::64], [[0], [1], [2]])
 
 
 def test_rows_have_their_names_beside_them(tmp_path):
-    rows = [list(shades(7, 7)), list(shades(9, 9)), list(shades(11, 11))]
+    rows = [[shade(value)] * 2 for value in (7, 9, 11)]
     save_rows(rows, tmp_path / "plain.png", columns=2)
-    save_rows(
-        rows, tmp_path / "named.png", columns=2, captions=["a", "", "a name that is much too long for the margin"]
-    )
+    names = ["a", "", "a name that is much too long for the margin"]
+    save_rows(rows, tmp_path / "named.png", columns=2, captions=names)
     plain, named = pixels(tmp_path / "plain.png"), pixels(tmp_path / "named.png")
     margin = named.shape[1] - plain.shape[1]
     assert 100 < margin <= 158
@@ -100,18 +96,8 @@ def test_rows_have_their_names_beside_them(tmp_path):
     assert (named[:, :2] == 255).all()
     first = np.flatnonzero((named[:64, :margin] < 128).any(1))
     assert 24 < first.mean() < 40  # at the height of its row's middle
-    colour = [[sample_image.expand(3, -1, -1) for sample_image in row] for row in rows]
-    save_rows(colour, tmp_path / "colour.png", columns=2, captions=["a", "b", "c"])
+    save_rows([[shade(7, 3)] * 2] * 3, tmp_path / "colour.png", columns=2, captions=["a", "b", "c"])
     assert np.asarray(Image.open(tmp_path / "colour.png")).shape[2] == 3
-
-
-def test_rows_beyond_the_most_are_left_out(tmp_path):
-    save_rows([list(shades(i)) for i in range(5)], tmp_path / "x.png", columns=1, most_rows=3)
-    np.testing.assert_array_equal(pixels(tmp_path / "x.png")[::64, ::64], [[0], [1], [2]])
-
-
-def shade(value, channels=1, side=8):
-    return torch.full((channels, side, side), value, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("margin", [PADDING, 20])
@@ -124,13 +110,9 @@ def test_a_table_holds_the_images_pixel_by_pixel(tmp_path, margin):
     last, left = 96 + PADDING, 3 * 96 + PADDING + margin + PADDING  # of the images, from the right and from below
     x = [width - left, width - left + 96 + margin, width - last]
     y = [height - last - 96 - margin, height - last]
-    assert (found[y[0] : y[0] + 96, x[0] : x[0] + 96] == 255).all()
-    assert (found[y[0] : y[0] + 96, x[1] : x[1] + 96] == 50).all()
-    assert (found[y[0] : y[0] + 96, x[2] : x[2] + 96] == 100).all()
-    assert (found[y[1] : y[1] + 96, x[0] : x[0] + 96] == 150).all()
-    np.testing.assert_array_equal(
-        found[y[1] : y[1] + 96, x[1] : x[1] + 96], ramp[0].numpy().repeat(12, 0).repeat(12, 1)
-    )
+    larger = ramp[0].numpy().repeat(12, 0).repeat(12, 1)
+    for row, column, expected in ((0, 0, 255), (0, 1, 50), (0, 2, 100), (1, 0, 150), (1, 1, larger)):
+        assert (found[y[row] : y[row] + 96, x[column] : x[column] + 96] == expected).all()
     assert (found[y[0] : y[0] + 96, x[1] + 96 : x[2]] == 255).all()
     above, beside = found[: y[0]], found[:, : x[0]]
     first, second = ((part[:, x[1] : x[1] + 96] < 100).sum() for part in (above[:14], above[14:]))

@@ -155,10 +155,6 @@ def _reconstruct_persistent_obj(meta):
     raise AssertionError("a persistent object was built")
 
 
-def _reconstruct_persistent_obj(meta):
-    raise AssertionError("a persistent object was built")
-
-
 def nvidias():
     names = {"torch_utils__persistence___reconstruct_persistent_obj": _reconstruct_persistent_obj}
     return programs(**names, dnnlib__util__EasyDict=EasyDict)

@@ -20,7 +20,8 @@ def parser():
 def test_normalise_changes_names_only():
     argv = ["a-b", "--some-name", "v-1", "--x-y=p-q", "-z-z", "--", "--not-me"]
     assert normalise(argv) == ["a-b", "--some_name", "v-1", "--x_y=p-q", "-z-z", "--", "--not-me"]
-    assert normalise([]) == []
+    found, rest = parser().parse_known(["x", "--data.some-path", "a-b", "--batch-size", "3", "--lr=1"])
+    assert (found.batch_size, rest) == (3, ["--data.some_path", "a-b", "--lr=1"])  # overrides, in order
 
 
 @pytest.mark.parametrize("size", ["--batch-size", "--batch_size"])
@@ -49,12 +50,6 @@ def test_a_bad_option_is_one_line(argv, told):
         parser().parse_args(argv)
     assert "\n" not in str(error.value)
     assert "`tool --help`" in str(error.value)
-
-
-def test_parse_known_leaves_overrides_in_order():
-    found, rest = parser().parse_known(["x", "--data.some-path", "a-b", "--batch-size", "3", "--lr=1"])
-    assert found.batch_size == 3
-    assert rest == ["--data.some_path", "a-b", "--lr=1"]
 
 
 @pytest.mark.parametrize(
@@ -105,14 +100,20 @@ def test_no_number_of_a_script_is_infinite_or_none(name, monkeypatch):
     assert len(seen) == (8 if name == "generate" else 1)
 
 
-def test_defaults_are_told_once():
-    parse = Parser(prog="tool")
+def test_help_tells_defaults_once_and_writes_options_with_hyphens():
+    parse = Parser(prog="tool", description="what it_does")
     parse.add_argument("--lr", type=float, default=0.1, help="rate")
     parse.add_argument("--n", type=int, default=3, help="images (default: all)")
     parse.add_argument("--weight", type=float, default=1e5)
+    parse.add_argument("--on-error", choices=("stop", "skip_it"), metavar="WHAT_NOW", help="as --some_other does")
     text = " ".join(parse.format_help().split())
     assert "--lr LR rate (default: 0.1)" in text
     assert "--n N images (default: all) --weight WEIGHT (default: 100000)" in text
+    assert "--on-error WHAT_NOW as --some-other does" in text
+    assert "--on_error" not in text
+    assert "it_does" in text
+    with pytest.raises(UserError, match=r"argument --on-error: invalid choice: 'skip' \(choose from .*skip_it"):
+        parse.parse_args(["--on_error", "skip"])
 
 
 def test_model_options():
@@ -124,15 +125,3 @@ def test_model_options():
         parse.parse_args(["--checkpoint", "x", "--batch-size", "0"])
     with pytest.raises(UserError, match="--checkpoint"):
         parse.parse_args([])
-
-
-def test_help_and_messages_write_options_with_hyphens(capsys):
-    parser = Parser("x.py", description="what it_does")
-    parser.add_argument("--on-error", choices=("stop", "skip_it"), metavar="WHAT_NOW", help="as --some_other does")
-    text = parser.format_help()
-    assert "--on-error WHAT_NOW" in text
-    assert "as --some-other does" in text
-    assert "--on_error" not in text
-    assert "it_does" in text
-    with pytest.raises(UserError, match=r"argument --on-error: invalid choice: 'skip' \(choose from .*skip_it"):
-        parser.parse_args(["--on_error", "skip"])

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,42 @@ def told(folder: Path, world: int, own: int = 0, patience: float = 0.1) -> list[
     return [(s.rank, s.gone, s.reason) for s in silent_ranks(folder, world, own=own, patience=patience)]
 
 
-def test_it_beats_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    beat = Heartbeat(tmp_path, 3, interval=0.01)
-    beat.step = 5
+def beating(folder: Path, rank: int, step: int = 0) -> Heartbeat:
+    beat = Heartbeat(folder, rank, interval=0.02)
+    beat.step = step
     beat.start()
+    return beat
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+PROGRAM = """
+import pathlib, sys, time
+from duetgan.utils.distributed.heartbeat import Heartbeat
+parent = int(sys.argv[2]) if len(sys.argv) > 2 else None
+Heartbeat(pathlib.Path(sys.argv[1]), 2, parent=parent, interval=0.05).start()
+time.sleep(60)
+"""
+
+
+def test_it_beats_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    beat = beating(tmp_path, 3, step=5)
     sign = json.loads((tmp_path / "heartbeat" / "rank-3.json").read_text())
     assert (sign["rank"], sign["pid"], sign["step"], sign["left"]) == (3, os.getpid(), 5, None)
-    end = time.monotonic() + 20
     beat.step = 6
-    while (now := json.loads(beat.path.read_text()))["beats"] < sign["beats"] + 3:
-        assert time.monotonic() < end
-    assert now["step"] in (5, 6)
+    wait_for(lambda: json.loads(beat.path.read_text())["beats"] >= sign["beats"] + 3, 20)
+    assert json.loads(beat.path.read_text())["step"] == 6
     beat.stop()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_why_it_left_is_left(tmp_path: Path) -> None:
-    beat = Heartbeat(tmp_path, 1)
-    beat.start()
-    beat.step = 9
+    beat = beating(tmp_path, 1, step=9)
     beat.stop("MemoryError: no more")
     assert told(tmp_path, 2) == [(1, True, "rank 1 has left in step 9: MemoryError: no more")]
     beat.stop("Connection closed", lost_peer=True)
@@ -58,15 +76,8 @@ def test_a_missing_file_means_a_rank_that_has_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("signum", "word"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])
 def test_processes_of_this_machine_are_known_at_once(tmp_path: Path, signum: int, word: str) -> None:
-    code = (
-        "import pathlib, sys, time; from duetgan.utils.distributed.heartbeat import Heartbeat;"
-        "Heartbeat(pathlib.Path(sys.argv[1]), 2, interval=0.05).start(); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY) as process:
-        file, end = tmp_path / "heartbeat" / "rank-2.json", time.monotonic() + 60
-        while not file.exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=REPOSITORY) as process:
+        wait_for((tmp_path / "heartbeat" / "rank-2.json").exists)
         write(tmp_path, 1)
         process.send_signal(signum)
         found = silent_ranks(tmp_path, 3, own=0, patience=30)
@@ -77,8 +88,7 @@ def test_processes_of_this_machine_are_known_at_once(tmp_path: Path, signum: int
 
 def test_who_does_not_beat_is_silent(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    beat = Heartbeat(tmp_path, 2, interval=0.02)
-    beat.start()
+    beat = beating(tmp_path, 2)
     found = told(tmp_path, 3, patience=1.0)
     beat.stop()
     assert found == [(1, False, "rank 1 gives no sign of life (host elsewhere, last seen in step 7)")]
@@ -99,8 +109,7 @@ def test_who_is_behind_is_named_if_all_are_alive(tmp_path: Path) -> None:
 
 def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").write_text("a file in the way")
-    beat = Heartbeat(tmp_path, 0, interval=0.01)
-    beat.start()
+    beat = beating(tmp_path, 0)
     time.sleep(0.1)
     assert beat._thread.is_alive()
     beat._stopped.set()
@@ -130,19 +139,7 @@ def test_what_an_earlier_start_has_left_is_cleared(tmp_path: Path) -> None:
 
 
 def test_an_orphan_ends_itself(tmp_path: Path) -> None:
-    """A process whose launcher is gone leaves; here the launcher is a shell that ends at once."""
-    code = (
-        "import os, pathlib, sys, time; from duetgan.utils.distributed.heartbeat import Heartbeat;"
-        "Heartbeat(pathlib.Path(sys.argv[1]), 0, parent=int(sys.argv[2]), interval=0.05).start(); time.sleep(60)"
-    )
-    other = os.getppid()  # not the parent of what is started here
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(other)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 4
-    assert done.stderr == "error on rank 0: its launcher is gone, leaving\n"
+    """A process whose launcher is gone leaves; here the launcher is not the parent of what is started."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(os.getppid())]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (4, "error on rank 2: its launcher is gone, leaving\n")

@@ -54,15 +54,12 @@ def ended(pid):
         return True
 
 
-@pytest.mark.parametrize(("text", "expected"), [("0", ["0"]), ("0,1", ["0", "1"]), (" 3 , 10", ["3", "10"])])
-def test_parse_gpus(text, expected):
-    assert parse_gpus(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "a", "0,", "0,0", "-1", "0;1", "cuda:0", "1.5"])
-def test_parse_gpus_refuses(text):
-    with pytest.raises(UserError, match=r"--gpus .*0,1"):
-        parse_gpus(text)
+def test_parse_gpus():
+    for text, expected in (("0", ["0"]), ("0,1", ["0", "1"]), (" 3 , 10", ["3", "10"])):
+        assert parse_gpus(text) == expected
+    for text in ("", "a", "0,", "0,0", "-1", "0;1", "cuda:0", "1.5"):
+        with pytest.raises(UserError, match=r"--gpus .*0,1"):
+            parse_gpus(text)
 
 
 def test_under_launcher(monkeypatch):
@@ -103,18 +100,13 @@ def test_a_killed_rank_is_told_and_gives_4(script, capfd, processes, rank, resum
     assert capfd.readouterr().err == f"error: rank {rank} was ended by SIGKILL; {remedy}\n"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_failure_counts_and_the_others_get_a_grace(script, tmp_path, monkeypatch, rank):
-    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
-    text = f"if rank == {rank}: sys.exit(2)\ntime.sleep(3)\n(folder / 'survived').write_text('x')\n"
+@pytest.mark.parametrize(("rank", "grace", "left"), [(0, 0.5, False), (1, 0.5, False), (0, None, True)])
+def test_the_first_failure_counts_and_the_others_get_a_grace(script, tmp_path, monkeypatch, rank, grace, left):
+    """Who leaves within it is not killed."""
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", grace or launcher.GRACE_SECONDS)
+    text = f"if rank == {rank}: sys.exit(2)\ntime.sleep({0.3 if left else 3})\n(folder / 'left').write_text('x')\n"
     assert launch(script(text), 2) == 2
-    assert not (tmp_path / "survived").exists()
-
-
-def test_those_who_leave_within_the_grace_are_not_killed(script, tmp_path):
-    text = "if rank == 0: sys.exit(2)\ntime.sleep(0.3)\n(folder / 'clean').write_text('x')\n"
-    assert launch(script(text), 2) == 2
-    assert (tmp_path / "clean").is_file()
+    assert (tmp_path / "left").exists() == left
 
 
 CALLER = "import sys\nfrom duetgan.utils.distributed.launch import launch\nsys.exit(launch(sys.argv[1:], 2))\n"

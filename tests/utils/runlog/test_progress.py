@@ -56,20 +56,20 @@ def test_what_was_done_before_counts_as_done_and_not_for_the_speed(capsys, monke
 def test_iterating_counts_and_closes(capsys):
     bar = Bar([1, 2, 3], "reading", unit="image")
     assert list(bar) == [1, 2, 3]
-    assert bar.done == 3
+    assert (bar.done, bar._closed.is_set()) == (3, True)
     assert bar.text().startswith("reading: 3 of 3 images (100%)")
-    assert bar._closed.is_set()
-
-
-def test_bar_that_is_switched_off_says_nothing(capsys):
-    with Bar(total=12, disable=True) as bar:
-        bar.update(3)
+    capsys.readouterr()
+    with Bar(total=12, disable=True) as off:
+        off.update(3)
         time.sleep(0.15)
     assert capsys.readouterr() == ("", "")
 
 
 def test_terminal_without_a_size_gets_lines(monkeypatch):
-    """N13: some containers' terminals are 0x0."""
+    """N13: some containers' terminals are 0x0. No stream is none."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", io.StringIO())
+        assert not has_terminal()
     parent, child = pty.openpty()
     with os.fdopen(child, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
@@ -83,8 +83,3 @@ def test_terminal_without_a_size_gets_lines(monkeypatch):
         while b"packing: 100%" not in shown:  # a pseudo-terminal gives what it has; pytest's time limit ends this
             shown += os.read(parent, 10_000)
     os.close(parent)
-
-
-def test_no_stream_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert not has_terminal()
