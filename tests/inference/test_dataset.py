@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -68,7 +70,7 @@ def test_without_classes_or_w_and_in_png(tmp_path, checkpoint):
 
 def test_it_appears_whole_or_not_at_all(generator, checkpoint, tmp_path, monkeypatch):
     path = tmp_path / "new" / "x.lmdb"
-    sampler = sampler_of(generator, batch_size=3)
+    write = partial(write_dataset, sampler_of(generator, batch_size=3), checkpoint, path, source="")
     plain, calls = dataset.Sampler.images, []
 
     def broken(self, numbers):
@@ -79,36 +81,27 @@ def test_it_appears_whole_or_not_at_all(generator, checkpoint, tmp_path, monkeyp
 
     monkeypatch.setattr(dataset.Sampler, "images", broken)
     with pytest.raises(KeyboardInterrupt):
-        write_dataset(sampler, checkpoint, path, source="", count=12)
-    assert [list(numbers) for numbers in calls] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+        write(count=12)
+    assert [list(numbers) for numbers in calls] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]  # no more than a batch in memory
     assert not path.parent.exists()
-    write_dataset(sampler, checkpoint, path, source="", count=3)
+    write(count=3)
     before = path.read_bytes()
     with pytest.raises(UserError, match=r"exists.*--overwrite"):
-        write_dataset(sampler, checkpoint, path, source="", count=6)
+        write(count=6)
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
-        write_dataset(sampler, checkpoint, path, source="", count=12, overwrite=True)
+        write(count=12, overwrite=True)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
-    write_dataset(sampler, checkpoint, path, source="", count=6, overwrite=True)
-    with Dataset(path) as reader:
-        assert len(reader) == 6
+    assert write(count=6, overwrite=True).count == 6
 
 
 def test_it_has_a_passport(generator, checkpoint, tmp_path):
     sampler = sampler_of(generator, seed=5, truncation_psi=0.5, chosen=[2])
     told = checkpoint | {"data": {"content_hash": "f00d"}}
     *_, meta = written(sampler, told, tmp_path / "x.lmdb", count=3)
-    assert meta.passport == {
-        "generator": fingerprint(generator),
-        "step": 7,
-        "seed": 5,
-        "truncation_psi": 0.5,
-        "selection": None,
-        "trained_on": "f00d",
-        "classes": ["dark", "grey", "light"],
-    }
+    drawn = {"generator": fingerprint(generator), "step": 7, "seed": 5, "truncation_psi": 0.5, "selection": None}
+    assert meta.passport == drawn | {"trained_on": "f00d", "classes": ["dark", "grey", "light"]}
     assert written(sampler, checkpoint, tmp_path / "y.lmdb", count=3)[2].passport["trained_on"] is None
     other = sampler_of(without_w(), seed=2**70)
     with pytest.raises(UserError, match=r"provenance cannot be written: seed is .*give another value"):

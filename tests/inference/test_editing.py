@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -130,9 +129,7 @@ def test_the_known_direction_is_found():
     assert float(found @ expected / found.norm()) > 0.99999
     assert editor.direction(0, 1) is editor.direction(0, 1)
     editor = linear_editor()
-    editor.classifier.rows[2] = 0
-    editor.classifier.rows[0] = 1e3
-    editor.classifier.rows[1] = -editor.classifier.rows[0]
+    editor.classifier.rows[:] = torch.tensor([1e3, -1e3, 0])[:, None]
     with pytest.raises(UserError, match=r"names only 0 of .* samples c"):
         editor.starts(2, 3)
 
@@ -140,16 +137,11 @@ def test_the_known_direction_is_found():
 def test_a_step_is_a_spread_and_the_third_class_stays():
     editor = linear_editor(keep_weight=1e9, samples=60)
     start, direction = editor.starts(0, 5), editor.direction(0, 1)
-    points = torch.cat([editor._samples(label).code[:, 0] for label in (0, 1)])
-    parts = points.split(60)
-    assert float(direction.vector.norm()) == pytest.approx(
-        float(sum(p.var(0, correction=0).sum() for p in parts) / 2) ** 0.5
-    )
-    moved = start.code[:, 0] + direction.vector
-    logits, before = 3 * moved[:, :3], 3 * start.code[:, 0, :3]
-    torch.testing.assert_close(
-        logits[:, 2] - logits[:, :2].mean(1), before[:, 2] - before[:, :2].mean(1), rtol=0, atol=1e-4
-    )
+    spreads = [float(editor._samples(label).code[:, 0].var(0, correction=0).sum()) for label in (0, 1)]
+    assert float(direction.vector.norm()) == pytest.approx((sum(spreads) / 2) ** 0.5)
+    before, after = 3 * start.code[:, 0], 3 * (start.code[:, 0] + direction.vector)
+    third, third_after = (logits[:, 2] - logits[:, :2].mean(1) for logits in (before, after))
+    torch.testing.assert_close(third_after, third, rtol=0, atol=1e-4)
     assert (editor.probabilities(editor.images(start)).argmax(1) == 0).all()
 
 
@@ -159,11 +151,8 @@ def test_an_image_arrives_at_the_step_that_was_computed():
     start, direction = editor.starts(0, 8), editor.direction(0, 1)
     steps, arrived = editor.reach(start, direction)
     for row in range(8):
-        share = [
-            float((3 * (start.code[row, 0] + step * direction.vector)[:3]).softmax(0)[1])
-            for step in np.linspace(0, 6, 25)
-        ]
-        expected = next(number for number, value in enumerate(share) if value >= 0.6)
+        way = start.code[row] + torch.linspace(0, 6, 25)[:, None] * direction.vector
+        expected = int(((3 * way[:, :3]).softmax(1)[:, 1] >= 0.6).int().argmax())  # the first
         assert abs(float(steps[row]) - 0.25 * expected) <= 0.2500001  # images are rounded to uint8
     assert arrived.all()
     steps, arrived = linear_editor(limit=0.01, samples=40).reach(start, direction)

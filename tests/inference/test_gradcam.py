@@ -39,15 +39,13 @@ def slow_cam(before: nn.Module, after: nn.Module, image: torch.Tensor, label: in
     steps = 1e-6 * torch.eye(channels, dtype=maps.dtype)[:, :, None, None]  # one channel each
     alphas = (after(maps + steps) - after(maps - steps))[:, label] / 2e-6 / (height * width)
     heat = np.zeros((height, width))
-    for k in range(channels):
-        for i in range(height):
-            for j in range(width):
-                heat[i, j] += alphas[k].item() * maps[0, k, i, j].item()
+    for k, i, j in np.ndindex(channels, height, width):
+        heat[i, j] += alphas[k].item() * maps[0, k, i, j].item()
     return np.maximum(heat, 0)
 
 
-def resnet_parts():
-    net = classifier().network
+def resnet_parts(net=None):
+    net = net or classifier().network
     before = nn.Sequential(net.conv1, net.bn1, net.relu, net.layer1, net.layer2, net.layer3, net.layer4)
     return before, nn.Sequential(net.avgpool, nn.Flatten(), net.fc)
 
@@ -74,9 +72,8 @@ def test_the_map_is_the_papers(parts, layer):
 def test_at_the_last_stage_it_is_cam():
     """With a mean and a linear head alpha is the class's weight over the number of places: CAM (1512.04150)."""
     model, batch = classifier(), images()
-    net = model.network
-    maps = net.layer4(net.layer3(net.layer2(net.layer1(net.relu(net.bn1(net.conv1(batch)))))))
-    expected = (net.fc.weight[1][:, None, None] * maps).sum(1).relu() / maps[0, 0].numel()
+    maps = resnet_parts(model.network)[0](batch)
+    expected = (model.network.fc.weight[1][:, None, None] * maps).sum(1).relu() / maps[0, 0].numel()
     torch.testing.assert_close(grad_cam(model, batch, torch.tensor([1, 1]), "layer4"), expected, rtol=1e-10, atol=1e-14)
 
 
@@ -108,17 +105,14 @@ def test_the_map_peaks_at_the_object_of_the_class_that_is_asked_for():
         optimizer.step()
     assert (model(batch).argmax(1) == labels).float().mean() > 0.95
     both = 0.2 * torch.randn(8, 1, 24, 24, generator=generator(1, "test", "stripes"))
-    places = [(2, 2), (14, 15)]
-    for number, image in enumerate(both):  # an object of each class; where it lies decides what the map must show
-        for label in (0, 1):
-            put(image, label, *places[(label + number) % 2])
-    for label in (0, 1):
-        heat = grad_cam(model, both, torch.full((8,), label), "3")
-        for number, sample_image in enumerate(heat):
-            row, column = divmod(int(sample_image.argmax()), 24)
-            top, left = places[(label + number) % 2]
-            assert top - 1 <= row <= top + 6, (label, number, row, column)
-            assert left - 1 <= column <= left + 6
+    where = [(n, label, *[(2, 2), (14, 15)][(label + n) % 2]) for n in range(8) for label in (0, 1)]
+    for number, label, top, left in where:  # an object of each class; where it lies decides what the map must show
+        put(both[number], label, top, left)
+    heat = [grad_cam(model, both, torch.full((8,), label), "3") for label in (0, 1)]
+    for number, label, top, left in where:
+        row, column = divmod(int(heat[label][number].argmax()), 24)
+        assert top - 1 <= row <= top + 6, (label, number, row, column)
+        assert left - 1 <= column <= left + 6
 
 
 class ChannelsLast(nn.Module):

@@ -46,9 +46,8 @@ def test_distance_of_features_is_lpips_without_weights_and_its_gradients():
     for n in range(2):
         expected = 0.0
         for x, y in zip(a, b, strict=True):
-            _, channels, height, width = x.shape
-            for c, i, j in np.ndindex(channels, height, width):
-                expected += float(x[n, c, i, j] - y[0, c, i, j]) ** 2 / (height * width)
+            for c, i, j in np.ndindex(*x.shape[1:]):
+                expected += float(x[n, c, i, j] - y[0, c, i, j]) ** 2 / x[0, 0].numel()
         assert float(found[n]) == pytest.approx(expected, abs=1e-10)
     maps = draws(1, 3, 2, 2).requires_grad_()
     other = [unit_length(draws(1, 3, 2, 2, seed=1))]
@@ -74,11 +73,8 @@ def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen
     """The oracle: hooks on the whole network, fed by hand."""
     monkeypatch.setattr("duetgan.inference.perceptual.LARGEST", 112)
     images = draws(1, channels, side, side).clamp(-1, 1)
-    caught = {}
-    hooks = [
-        getattr(network, name).register_forward_hook(lambda module, _, output, name=name: caught.update({name: output}))
-        for name in ("bn1", "layer1", "layer2", "layer3", "layer4")
-    ]
+    caught, layers = [], ("bn1", "layer1", "layer2", "layer3", "layer4")
+    hooks = [getattr(network, name).register_forward_hook(lambda *found: caught.append(found[2])) for name in layers]
     wanted = F.interpolate(images, size=(seen, seen), mode="bilinear", align_corners=False, antialias=True)
     rgb = wanted.expand(-1, 3, -1, -1) * 0.5 + 0.5
     mean, std = (torch.tensor(numbers).view(3, 1, 1) for numbers in (MEAN, STD))
@@ -87,8 +83,8 @@ def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen
         hook.remove()
     found = ResNetFeatures(network)(images)
     assert [maps.shape[1] for maps in found] == [64, 256, 512, 1024, 2048]
-    for name, maps in zip(("bn1", "layer1", "layer2", "layer3", "layer4"), found, strict=True):
-        raw = caught[name].relu()
+    for output, maps in zip(caught, found, strict=True):
+        raw = output.relu()
         expected = raw / (raw.square().sum(1, keepdim=True) + 1e-10).sqrt()
         torch.testing.assert_close(maps, expected, rtol=0, atol=1e-6)  # MEAN and STD are held in float32
 

@@ -1,5 +1,7 @@
 import math
+from functools import partial
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -62,19 +64,10 @@ def test_every_layer_its_own_w_comes_nearer(generator):
 def test_what_was_found_is_not_shaken_away(generator, own):
     search = projector(generator, own, steps=1, lr=1e-9, shake=10.0)
     start = search.start([1])
-    seen = []
-    plain = generator.synthesis
-
-    def watched(ws, noise):
-        seen.append(ws)
-        return plain(ws, noise)
-
-    generator.synthesis = watched
-    search.search("w", start, refine=True)
-    assert torch.equal(seen[0][0], start.ws)
-    seen.clear()
-    search.search("w", start)
-    assert not torch.equal(seen[0][0], start.ws)
+    for refine in (True, False):
+        with patch.object(generator, "synthesis", side_effect=generator.synthesis) as watched:
+            search.search("w", start, refine=refine)
+        assert torch.equal(watched.call_args_list[0].args[0][0], start.ws) == refine
 
 
 def test_what_is_told_is_what_is_seen(generator, own):
@@ -168,17 +161,11 @@ def test_noise_is_searched_for_if_asked(generator, own):
     assert projector(generator, own, noise_mode="none").start([0]).noise == "none"
 
 
-def test_float64_is_searched_in_float64(monkeypatch):
-    before = torch.get_default_dtype()
+def test_float64_is_searched_in_float64(request):
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
     torch.set_default_dtype(torch.float64)
-    try:
-        generator = styled()
-        assert generator.w_avg.dtype == torch.float64
-        search = projector(generator, torch.zeros(1, 8, 8, dtype=torch.uint8), steps=2, noise_mode="optimise")
-        found = search.search("w+", search.start([0]))
-    finally:
-        torch.set_default_dtype(before)
-    assert found.ws.dtype == torch.float64
+    search = projector(styled(), torch.zeros(1, 8, 8, dtype=torch.uint8), steps=2, noise_mode="optimise")
+    assert search.search("w+", search.start([0])).ws.dtype == torch.float64
 
 
 def test_learning_rate_rises_stays_and_falls():
@@ -205,10 +192,9 @@ def test_correlation_is_that_of_neighbours_at_every_size():
         while True:
             size = len(values)
             for down, right in ((1, 0), (0, 1)):
-                total = 0.0
-                for i, j in np.ndindex(size, size):
-                    total += values[i, j] * values[(i - down) % size, (j - right) % size]
-                expected += (total / size**2) ** 2
+                places = np.ndindex(size, size)
+                products = [values[i, j] * values[(i - down) % size, (j - right) % size] for i, j in places]
+                expected += (sum(products) / size**2) ** 2
             if size <= 8:
                 break
             values = values.reshape(size // 2, 2, size // 2, 2).sum(axis=(1, 3)) / 2

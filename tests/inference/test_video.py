@@ -104,13 +104,10 @@ def test_an_mp4_shows_the_colours_in_bt709(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_the_same_frames_give_the_same_bytes(tmp_path, suffix):
+def test_the_same_frames_give_the_same_bytes_and_memory_does_not_grow_with_the_film(tmp_path, suffix):
     a, b = (write(tmp_path / f"{name}{suffix}", map(quarters, range(9))).read_bytes() for name in "ab")
     assert a == b
 
-
-@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_memory_does_not_grow_with_the_film(tmp_path, suffix):
     def peak(count):
         tracemalloc.start()
         write(tmp_path / f"x{suffix}", (quarters(number, 128) for number in range(count)))
@@ -159,11 +156,8 @@ def test_a_film_appears_whole_or_not_at_all(tmp_path, suffix):
 
 
 def test_names_and_speeds_are_checked(tmp_path):
-    for name, fps, told in (
-        ("x.avi", 30, "end in .mp4 or .gif"),
-        ("x", 30, "end in .mp4 or .gif"),
-        ("x.gif", 51, "at most 50"),
-    ):
+    ends = "end in .mp4 or .gif"
+    for name, fps, told in (("x.avi", 30, ends), ("x", 30, ends), ("x.gif", 51, "at most 50")):
         with pytest.raises(UserError, match=told):
             check_film(tmp_path / name, fps=fps)
     check_film(tmp_path / "x.GIF", fps=50)
