@@ -52,9 +52,7 @@ def main(argv: list[str]) -> int:
     except UnknownKey as error:
         raise error.among(sorted(parser()._option_string_actions)) from None
     folder = Path(out).resolve()
-    subject = subject_class(config, folder, options.device)
-    study = Study(options.subject, subject, folder, list(config.all_seeds), keep_runs=config.keep_runs)
-    document = study.run(options.minutes)
+    document = Study(options.subject, subject_class(config, folder, options.device)).run(options.minutes)
     command = shlex.join(["python", "study.py", *argv])
     page = write_study_page(folder, document, command=command, config=to_tree(config))
     if options.json:

@@ -63,11 +63,10 @@ def survey(spec: str) -> Survey:
         if not sides:
             raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
         seconds = (time.perf_counter() - started) / len(rows)
-        apart = "test" in source.splits
-    held_out = 0
-    if apart:
-        with open_source(spec, split="test") as source:
-            held_out = len(source)
+        held_out = 0
+        if "test" in source.splits:
+            with open_source(spec, split="test") as test:
+                held_out = len(test)
     return Survey(
         source=spec,
         count=count,

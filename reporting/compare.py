@@ -14,7 +14,6 @@ from duetgan.reporting.run_files import Run
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.script import exit_cli
-from duetgan.utils.versions import environment
 
 SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")  # images in eval/
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]
@@ -23,10 +22,8 @@ KINDS = {"better": "good", "worse": "bad"}
 
 def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
     """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare` found."""
-    from duetgan.metrics.comparison.compare import (
-        cells,  # these two know the figures, whose functions bring torch along
-    )
-    from duetgan.reporting.report import render
+    from duetgan.metrics.comparison.compare import cells  # both know the figures, whose functions bring torch along
+    from duetgan.reporting.report import write_page
 
     names = list(document["runs"])
     runs = {name: Run(name.partition(",")[0]) for name in names}  # of seeds alike the first
@@ -34,7 +31,9 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
         {"title": f"{each['run']} against {names[0]}", "rows": [(row, cells(row)) for row in each["figures"]]}
         for each in document["comparisons"]
     ]
-    text = render(
+    write_atomic(folder / "comparison.json", as_json(document))
+    return write_page(
+        folder / "comparison.html",
         "comparison.html.j2",
         title=" and ".join(dict.fromkeys(Path(name).name for name in names)),
         about=f"{document['task']}, {document['n']} images, seed {document['seed']}, data {document['data_hash'][:12]}",
@@ -45,11 +44,7 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
         curves=shared_charts(runs),
         notes=[f"{key}: {note}" for key, note in document["notes"].items()],
         command=" ".join(["python -m reporting.compare", *names]),
-        versions=environment(),
     )
-    write_atomic(folder / "comparison.json", as_json(document))
-    write_atomic(folder / "comparison.html", text.encode(errors="replace"))
-    return folder / "comparison.html"
 
 
 def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:

@@ -36,9 +36,8 @@ Picture = dict[str, str]  # caption, and the address inside the page; empty wher
 
 def pictures(run: Run) -> list[Picture]:
     """The images of the evaluation: samples and real ones first."""
-    beside = sorted((path for path in run.images if path.stem in BESIDE), key=lambda path: BESIDE.index(path.stem))
-    rest = [path for path in run.images if path not in beside]
-    return [picture(path, CAPTIONS.get(path.stem, path.stem.replace("_", " "))) for path in [*beside, *rest]]
+    ordered = sorted(run.images, key=lambda path: (*BESIDE, path.stem).index(path.stem))
+    return [picture(path, CAPTIONS.get(path.stem, path.stem.replace("_", " "))) for path in ordered]
 
 
 def samples(run: Run) -> list[Picture]:
@@ -54,12 +53,11 @@ def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str]
     from the page in `folder`, size), of films, exports and more images.
     """
     shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
-    files = [path for path in run.outputs if path not in shown]
-    links = []
-    for path in files:
-        size = path.stat().st_size
-        text = f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
-        links.append((path.relative_to(folder).as_posix(), text))
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in run.outputs if path not in shown}
+    links = [
+        (address, f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB")
+        for address, size in sizes.items()
+    ]
     return [picture(path, str(path.relative_to(run.folder))) for path in shown], links
 
 

@@ -47,13 +47,9 @@ FOLDED = "val/memorised_p/*"  # in spite of that
 
 def chart_of(key: str) -> str:
     """The title of a key's chart: `val/accuracy` and `accuracy/train` share one, all `logits/...` another."""
-    title = next((title for pattern, title in CHARTS.items() if fnmatchcase(key, pattern)), None)
     first, _, rest = key.partition("/")
-    if title is None and rest and first in ("val", "train"):
-        title = rest
-    if title is None:
-        title = f"{rest} loss" if first == "loss" else first
-    return title.replace("_", " ")
+    other = rest if rest and first in ("val", "train") else f"{rest} loss" if first == "loss" else first
+    return next((title for pattern, title in CHARTS.items() if fnmatchcase(key, pattern)), other).replace("_", " ")
 
 
 # --- the page
@@ -105,20 +101,14 @@ def _write(
     first: Sequence[Figure] = (),
     choices: Sequence[str] = (),
 ) -> Path:
-    text = render(
-        "report.html.j2",
-        title=title,
-        headline=first,
-        choices=choices,
-        runs=runs,
-        folder=path.parent,
-        figures=figures,
-        pictures=pictures,
-        curves_of=_charts,
-        commands=commands,
-        versions=environment(),
-    )
-    write_atomic(path, text.encode(errors="replace"))
+    page = {"title": title, "headline": first, "choices": choices, "runs": runs, "commands": commands}
+    how = {"folder": path.parent, "figures": figures, "pictures": pictures, "curves_of": _charts}
+    return write_page(path, "report.html.j2", **page, **how)
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Write a page of a template, which says the versions too, and return its path."""
+    write_atomic(path, render(template, versions=environment(), **values).encode(errors="replace"))
     return path
 
 

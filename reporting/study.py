@@ -9,9 +9,7 @@ from markupsafe import Markup
 
 from duetgan.reporting.figures import change, percent, plain
 from duetgan.reporting.pictures import picture
-from duetgan.reporting.report import render
-from duetgan.utils.files import write_atomic
-from duetgan.utils.versions import environment
+from duetgan.reporting.report import write_page
 
 HEADINGS = {"main": "The answer", "classes": "The same by class", "all arms": "Every arm"}
 KINDS = {"helps": "good", "hurts": "bad"}
@@ -27,7 +25,8 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
     pair = [(row["first"], row["second"]) for row in document["verdicts"]]  # of the first comparison a tile for a group
     first = [row for row, arms in zip(document["verdicts"], pair, strict=True) if arms == pair[0]]
     tiles = {row["figure"] or f"{row['group']} classes": row for row in first}
-    text = render(
+    return write_page(
+        folder / "report.html",
         "study.html.j2",
         title=document["title"],
         name=document["subject"],
@@ -46,25 +45,19 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
         images=[picture(folder / item["file"], item["caption"]) for item in document.get("pictures", [])],
         notes=document["notes"],
         command=command,
-        versions=environment(),
         config=yaml.safe_dump(dict(config), sort_keys=False),
     )
-    path = folder / "report.html"
-    write_atomic(path, text.encode(errors="replace"))
-    return path
 
 
 def _control(row: Mapping[str, Any]) -> list[str]:
-    share = row["figure"] is None
-    difference = "-" if row["difference"] is None else signed(row["difference"], share=share)
-    came = "as it must" if row["ok"] else "WRONG"
-    words = [row["arm"], row["against"], row["expected"], row["found"], difference]
+    share, came = row["figure"] is None, "as it must" if row["ok"] else "WRONG"
+    words = [row["arm"], row["against"], row["expected"], row["found"], signed(row["difference"], share=share)]
     return [*words, span(row["interval"], share=share), came, row["why"]]
 
 
-def signed(value: float, *, share: bool) -> str:
+def signed(value: float | None, *, share: bool) -> str:
     """A difference with its sign; of shares in percentage points."""
-    return f"{100 * value:+.1f}" if share else change(value)
+    return "-" if value is None else f"{100 * value:+.1f}" if share else change(value)
 
 
 def span(interval: Sequence[float] | None, *, share: bool) -> str:
@@ -72,26 +65,22 @@ def span(interval: Sequence[float] | None, *, share: bool) -> str:
 
 
 def chance(p: float | None) -> str:
-    if p is None:
-        return "-"
-    return "<0.0001" if p < 1e-4 else f"{p:.2g}"
+    return "-" if p is None else "<0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
 def drawn(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Markup:
     """A row's difference and its interval on a line, to one scale with those of `rows` that are of the same figure. It
     holds numbers alone.
     """
-    value, interval = row["difference"], row["interval"]
     alike = [each for each in rows if each["figure"] == row["figure"]]
     reach = max(1e-9, *(abs(end) for each in alike for end in (each["difference"], *(each["interval"] or []))))
 
     def place(x: float) -> str:
         return f"{WIDTH / 2 + (WIDTH / 2 - 5) * x / reach:.1f}"
 
-    middle = WIDTH / 2
-    parts = [f'<line class="zero" x1="{middle}" x2="{middle}" y1="0" y2="{2 * MIDDLE}"/>']
-    if interval is not None:
-        ends = f'x1="{place(interval[0])}" x2="{place(interval[1])}"'
-        parts.append(f'<line class="span" {ends} y1="{MIDDLE}" y2="{MIDDLE}"/>')
-    parts.append(f'<circle cx="{place(value)}" cy="{MIDDLE}" r="4"/>')
-    return Markup(f'<svg class="forest" viewBox="0 0 {WIDTH} {2 * MIDDLE}">{"".join(parts)}</svg>')
+    drawing = f'<line class="zero" x1="{WIDTH / 2}" x2="{WIDTH / 2}" y1="0" y2="{2 * MIDDLE}"/>'
+    if row["interval"]:
+        low, high = map(place, row["interval"])
+        drawing += f'<line class="span" x1="{low}" x2="{high}" y1="{MIDDLE}" y2="{MIDDLE}"/>'
+    drawing += f'<circle cx="{place(row["difference"])}" cy="{MIDDLE}" r="4"/>'
+    return Markup(f'<svg class="forest" viewBox="0 0 {WIDTH} {2 * MIDDLE}">{drawing}</svg>')

@@ -8,27 +8,23 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.reporting.figures import percent
 from duetgan.studies.config import StudyConfig
 from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TEST, TRAIN, even, expected_counts, write_subset
-from duetgan.studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints, share_of_batch
+from duetgan.studies.samples import Drawing, draw_rows, share_of_batch
 from duetgan.studies.subject import (
     GENERATOR,
     SEED,
     SELECTOR,
-    SELECTOR_SEED,
     UNTRAINED,
     Comparison,
     Conclusion,
     Control,
     Job,
-    Result,
     Results,
     Settings,
     Subject,
 )
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
-from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 
 REAL, HELD = "real only", "held-back real images"
@@ -97,16 +93,12 @@ class Augment(Subject):
     # --- what is made once
 
     def jobs(self) -> list[Job]:
-        config, recipe = self.config, self.config.classifier
-        control = [config.control_ratio]
-        jobs = [self.parts_job(), *self.generators(), self._samples(NOISE, UNTRAINED, control)]
+        config = self.config
+        jobs = [self.parts_job(), *self.generators(), self._samples(NOISE, UNTRAINED, [config.control_ratio])]
         jobs.append(Job(HELD, HELD, self._held_back, {"ratio": config.control_ratio}, (PARTS,)))
         jobs += [self._samples(SAMPLES, GENERATOR, config.ratios)] if SAMPLES in self.kinds else []
         if SELECTED in self.kinds:  # by a classifier of the training images alone, every class seen equally often
-            more = {"data.sampling": "balanced"}
-            how: dict[str, Any] = {"seed": SELECTOR_SEED, "key": self.recipe_key(), "more": more}
-            what = "training the classifier that selects samples"
-            jobs.append(self.training(SELECTOR, recipe, self.part(TRAIN), what=what, **how))
+            jobs.append(self.selector(config.classifier, self.recipe_key(), {"data.sampling": "balanced"}))
             jobs.append(self._samples(SELECTED, GENERATOR, config.ratios))
         return jobs
 
@@ -115,18 +107,13 @@ class Augment(Subject):
         and `counts`: what each file holds, fewer than asked for where the selection's pool has no more.
         """
         selection = self.config.selection
-        rule: dict[str, Any] = {}
-        if name == SELECTED:
-            rule = {"recognised": True, "confidence": (selection.low, selection.high)}
+        band = selection.low, selection.high
+        rule: dict[str, Any] = {"recognised": True, "confidence": band} if name == SELECTED else {}
         drawing, pool = Drawing(**rule), selection.pool if rule else None
 
         def make(_place: Path) -> Settings:
             files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
-            device = choose_device(self.device)
-            how: dict[str, Any] = {"seed": SEED, "drawing": drawing, "device": device, "pool": pool}
-            how["rule"] = self.selector(drawing, device)
-            kept = draw_samples(files, last_checkpoints(Path(self.run_of(generator)), 1), self.classes(), **how)
-            counts = {}
+            kept, counts = self.draw(files, generator, drawing, SEED, pool=pool), {}
             for file in files:
                 with Dataset(file) as reader:
                     counts[file.stem] = list(reader.meta.histogram)
@@ -172,12 +159,8 @@ class Augment(Subject):
             own |= {"data.synthetic.share": share_of_batch(ratio)}
             own |= {"data.synthetic.balance": "fill"} if self.tail else {}
             own |= self.config.mixing if family == SYNTHETIC else {}
-        make = partial(self._make, {"data.path": str(self.part(TRAIN)), **own, **images})
+        make = partial(self.learn, self.part(TRAIN), own | images)
         return Job(name, what, make, self.recipe_key(own), (PARTS, *([job] if job else [])), family)
-
-    def _make(self, overrides: Settings, folder: Path, seed: int) -> Result:
-        self.train(folder, self.config.classifier, overrides, seed)
-        return self.judge(folder)
 
     # --- answers
 
@@ -192,20 +175,16 @@ class Augment(Subject):
         families = {arm.name: arm.family for arm in self.arms()}
         classes, groups = self.classes(), self.class_groups(results)
         best, samples = (choose(results, families, family) for family in (CLASSIC, SYNTHETIC))
-        asked = [Comparison(first, samples, groups, asked=True) for first in dict.fromkeys((best, REAL))]
-        rest = [Comparison(REAL, name, groups, family="all arms") for name in families if name != REAL]
-        by_class = Comparison(best, samples, tuple(classes), family="classes")
-        rows = [
-            [name, percent(results.mean(name, "all", HELD_OUT)), *(percent(results.mean(name, of)) for of in groups)]
-            for name in families
-        ]
+        asked = [Comparison(first, samples, of, asked=True) for first in dict.fromkeys((best, REAL)) for of in groups]
+        by_class = [Comparison(best, samples, name, family="classes") for name in classes]
+        rest = [Comparison(REAL, arm, of, family="all arms") for arm in families if arm != REAL for of in groups]
+        rows = [[arm, *results.recalls(arm, ["all"], HELD_OUT), *results.recalls(arm, groups)] for arm in families]
         shown = list(dict.fromkeys([REAL, best, samples, HELD]))
-        of_classes = [
-            [name, f"{count:,}", *(percent(results.mean(arm, name)) for arm in shown)]
-            for name, count in zip(classes, self.counts(TRAIN), strict=True)
-        ]
+        recalls = zip(*(results.recalls(arm, classes) for arm in shown), strict=True)
+        counts = [f"{count:,}" for count in self.counts(TRAIN)]
+        of_classes = [[name, count, *row] for name, count, row in zip(classes, counts, recalls, strict=True)]
         return Conclusion(
-            comparisons=[*asked, by_class, *rest],
+            comparisons=[*asked, *by_class, *rest],
             choices={"best classic arm": best, "best arm with samples": samples},
             tables=[
                 ("Mean recall of the classes", ["", "held out", *(f"test, {group}" for group in groups)], rows),

@@ -5,18 +5,16 @@ to as many real images, and what each ingredient of GaFi (2305.10118) does to it
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.studies.config import Recipe, StudyConfig
 from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, write_subset
-from duetgan.studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints
+from duetgan.studies.samples import Drawing, draw_rows, last_checkpoints
 from duetgan.studies.subject import (
     GENERATOR,
     SELECTOR,
-    SELECTOR_SEED,
     UNTRAINED,
     Comparison,
     Conclusion,
@@ -26,12 +24,10 @@ from duetgan.studies.subject import (
     Results,
     Subject,
     ended,
-    run_config,
 )
 from duetgan.studies.verdict import difference
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.model import PositiveInt
-from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
@@ -63,7 +59,7 @@ class Cas(Subject):
         if gan.run is not None:
             resolve(gan.run)  # says so where there is none
             last_checkpoints(Path(gan.run), count)
-        elif (saving := run_config(gan).checkpoint).keep < count and not saving.keep_every:
+        elif (saving := gan.settings().checkpoint).keep < count and not saving.keep_every:
             raise UserError(
                 f"drawing.checkpoints {count}: a run of {gan.config} keeps {saving.keep}; set checkpoint.keep higher "
                 "in gan.overrides"
@@ -73,10 +69,8 @@ class Cas(Subject):
 
     def jobs(self) -> list[Job]:
         recipe = self.config.selector if self.config.selector.config else self.config.classifier
-        what, more = "training the classifier that selects", {"data.val_path": str(self.part(HELD_OUT))}
-        how: dict[str, Any] = {"seed": SELECTOR_SEED, "what": what, "key": recipe.key(), "more": more}
-        selector = self.training(SELECTOR, recipe, self.part(TRAIN), **how)
-        return [self.parts_job(), *self.generators(), selector]
+        more = {"data.val_path": str(self.part(HELD_OUT))}
+        return [self.parts_job(), *self.generators(), self.selector(recipe, recipe.key(), more)]
 
     # --- arms
 
@@ -96,11 +90,9 @@ class Cas(Subject):
 
     def _make(self, name: str, folder: Path, seed: int) -> Result:
         file, shares = folder.with_name(f"{folder.name}.lmdb"), folder.with_name(f"{folder.name}.kept")
-        if not ended(folder):
-            if not (file.exists() and shares.exists()):
-                shares.write_text(json.dumps(self._write(name, file, seed)))
-            self.train(folder, self.config.classifier, {"data.path": str(file), "data.val_path": None}, seed)
-        result = self.judge(folder)
+        if not (ended(folder) or (file.exists() and shares.exists())):
+            shares.write_text(json.dumps(self._write(name, file, seed)))
+        result = self.learn(file, {"data.val_path": None}, folder, seed)
         kept = json.loads(shares.read_text())
         result.figures["kept"] = float(np.mean(kept)) if kept else None
         file.unlink(missing_ok=True)
@@ -127,21 +119,11 @@ class Cas(Subject):
         if name in (REAL, CONTROL):
             self._write_real(file, TRAIN if name == REAL else HELD_BACK, counts, seed)
         else:
-            drawing, recipe = self.drawings.get(name, Drawing()), run_config(self.config.classifier)
+            drawing, training = self.drawings.get(name, Drawing()), self.config.classifier.settings()
             if drawing.fresh:  # as many as a training sees
-                counts = -(-counts * recipe.steps * recipe.batch_size // int(counts.sum()))
-            device = choose_device(self.device)
-            run = Path(self.run_of(UNTRAINED if name == NOISE else GENERATOR))
-            kept = draw_samples(
-                {file: counts.tolist()},
-                last_checkpoints(run, drawing.checkpoints),
-                self.classes(),
-                seed=seed,
-                drawing=drawing,
-                rule=self.selector(drawing, device),
-                stream=("study", "sample"),
-                device=device,
-            )
+                counts = -(-counts * training.steps * training.batch_size // int(counts.sum()))
+            generator = UNTRAINED if name == NOISE else GENERATOR
+            kept = self.draw({file: counts.tolist()}, generator, drawing, seed, stream=("study", "sample"))
         if seed == self.config.first_seed:
             draw_rows(file, self.picture(name))
         return kept
@@ -167,10 +149,15 @@ class Cas(Subject):
         arms, groups = list(self.drawings), self.class_groups(results)
         first, last = arms[0], arms[-1]
         gaps = [
-            Comparison(REAL, name, groups, family="gap to real images", asked=name in (first, last))
+            Comparison(REAL, name, of, family="gap to real images", asked=name in (first, last))
             for name in (last, *arms[:-1])
+            for of in groups
         ]
-        effects = [Comparison(PLAIN, name, groups, family="effect of an ingredient", asked=True) for name in arms[1:]]
+        effects = [
+            Comparison(PLAIN, name, of, family="effect of an ingredient", asked=True)
+            for name in arms[1:]
+            for of in groups
+        ]
         told = ", ".join(f"{name} {points(results, name, REAL)} points" for name in dict.fromkeys((first, last)))
         return Conclusion(
             comparisons=[*gaps, *effects],

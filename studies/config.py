@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Interval
 
+from duetgan.training.base.config import RunConfig
+from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
@@ -55,6 +57,10 @@ class Recipe(Config):
     def key(self) -> dict[str, Any]:
         """What defines a training: what the recipe says, not only its name."""
         return self.model_dump() | {"recipe": self.text()}
+
+    def settings(self) -> RunConfig:
+        """Those of its run. Raises UserError for what is wrong in them."""
+        return build_run_config(read_yaml(self.file), tokens(self.overrides), str(self.file))
 
 
 class StudyConfig(Config):

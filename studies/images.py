@@ -76,11 +76,9 @@ def divide(records: np.ndarray, labels: np.ndarray, classes: int, data: StudyDat
             f"class {small} has {len(order[small])} images that are not among the test images, too few to divide; add "
             "some, or lower data.held_out and data.held_back"
         )
-    drawn: dict[str, list[np.ndarray]] = {HELD_OUT: [], TRAIN: [], HELD_BACK: []}
-    for rows, first, count in zip(order, held, wanted, strict=True):
-        for name, members in zip(drawn, np.split(rows, [first, first + count]), strict=True):
-            drawn[name].append(members)
-    return {name: np.sort(np.concatenate(rows)) for name, rows in drawn.items()}
+    drawn = [np.split(rows, [first, first + count]) for rows, first, count in zip(order, held, wanted, strict=True)]
+    parts = [np.sort(np.concatenate(rows)) for rows in zip(*drawn, strict=True)]
+    return dict(zip((HELD_OUT, TRAIN, HELD_BACK), parts, strict=True))
 
 
 def _shares(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:

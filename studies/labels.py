@@ -103,7 +103,7 @@ class Labels(Subject):
                 self._arm(count, TUNED, "a network that starts as D", "few"),
             ]
         arms.append(self._arm(least, WRONG, "labels drawn by chance", "wrong", family="control"))
-        make = partial(self._train, self.part(TRAIN), {})
+        make = partial(self.learn, self.part(TRAIN), {})
         return [*arms, Job(ALL, "every training image with its label", make, self.recipe_key(), (PARTS,), "control")]
 
     def _arm(
@@ -118,6 +118,8 @@ class Labels(Subject):
 
     def _make(self, count: int, way: str, kind: str, own: Settings, folder: Path, seed: int) -> Result:
         images, samples = self._file(count, kind, seed), self._file(count, "samples", seed)
+        if not images.is_file():
+            raise UserError(f"{images}: is missing; remove this study's folder, and start it again")
         more = dict(own)
         if way in (HEAD, TUNED):
             more |= {"model.name": "discriminator", "model.weights": self.run_of(GENERATOR)}
@@ -125,13 +127,7 @@ class Labels(Subject):
             with Dataset(samples) as some, Dataset(images) as others:
                 share = share_of_batch(len(some) / len(others))
             more |= {"data.synthetic.path": str(samples), "data.synthetic.share": share}
-        return self._train(images, more, folder, seed)
-
-    def _train(self, images: Path, more: Settings, folder: Path, seed: int) -> Result:
-        if not images.is_file():
-            raise UserError(f"{images}: is missing; remove this study's folder, and start it again")
-        self.train(folder, self.config.classifier, {"data.path": str(images), **more}, seed)
-        return self.judge(folder)
+        return self.learn(images, more, folder, seed)
 
     # --- labels
 
@@ -147,7 +143,7 @@ class Labels(Subject):
             labels, classes = reader.labels(), reader.classes
             chosen = few_labels(labels, count, seed, classes)
             write_subset(reader, chosen, files["few"])
-            result = self._train(files["few"], {}, folder, seed)
+            result = self.learn(files["few"], {}, folder, seed)
             classifier = classifier_from(load(resolve(str(folder))), choose_device(self.device))
             rest = np.setdiff1d(np.arange(len(reader)), chosen)
             guessed, kept = self._sure(classifier, reader, rest)
@@ -188,8 +184,8 @@ class Labels(Subject):
             pairs = [("", way) for way in (GUESSED, WITH_SAMPLES, HEAD, TUNED)] + [(GUESSED, WITH_SAMPLES)]
             comparisons += [Comparison(arm_name(count, a), arm_name(count, b), asked=True) for a, b in pairs]
             means = [results.mean_figure(arm_name(count), name) for name in PSEUDO]
-            pseudo.append([arm_name(count), *("none" if mean is None else percent(mean) for mean in means)])
-        rows = [[arm.name, arm.what, percent(results.mean(arm.name, "all"))] for arm in self.arms()]
+            pseudo.append([arm_name(count), *map(percent, means)])
+        rows = [[arm.name, arm.what, *results.recalls(arm.name, ["all"])] for arm in self.arms()]
         return Conclusion(
             comparisons=comparisons,
             tables=[

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,17 +34,14 @@ SEEDS_ADDED = (
 )
 
 
-@dataclass
 class Study:
     """A subject's jobs and runs in a folder. Seeds come one after the other, each with all arms, so that what is there
     is always a whole table over fewer seeds.
     """
 
-    name: str
-    subject: Subject
-    folder: Path
-    seeds: Sequence[int]
-    keep_runs: bool = False
+    def __init__(self, name: str, subject: Subject) -> None:
+        self.name, self.subject, self.folder = name, subject, subject.folder
+        self.seeds = list(subject.config.all_seeds)
 
     def run(self, minutes: float | None = None) -> dict[str, Any]:
         """Make what is missing; returns study.json's document, which is written after every run. With `minutes` it ends
@@ -96,7 +92,7 @@ class Study:
 
         key = self._key(arm, arm=arm.name, seed=seed)
         if self._perform(place, self._result_file(arm, seed), key, arm.needs, make):
-            if not self.keep_runs:
+            if not self.subject.config.keep_runs:
                 shutil.rmtree(place / DISCARDED, ignore_errors=True)
             self.write()
 

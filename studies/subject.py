@@ -5,7 +5,7 @@ all subjects share: a folder with the images, trainings, and how classifiers are
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,23 +14,19 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
 from duetgan.models.restore import classifier_from
+from duetgan.reporting.figures import percent
 from duetgan.studies.config import Recipe, tokens
 from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, groups_of, make_parts
-from duetgan.studies.samples import Drawing, Selector
-from duetgan.training.base.config import RunConfig
+from duetgan.studies.samples import Drawing, Selector, draw_samples, last_checkpoints
 from duetgan.training.engine.run import train
-from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 
-QUIET = {"log.tensorboard": False, "log.samples_every": 0}  # what nobody looks at in one of many runs
 GENERATOR, UNTRAINED, SELECTOR = "generator", "untrained generator", "selector"  # jobs
 SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 SEED = 0  # of the generators and of what they draw
@@ -72,11 +68,11 @@ class Control:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Is the second arm better than the first? One answer for each group, corrected within the `family`."""
+    """Is the second arm better than the first? The answer is corrected within the `family`."""
 
     first: str
     second: str
-    groups: tuple[str, ...] = ("all",)  # of classes, or classes; ignored where a figure is named
+    group: str = "all"  # of classes, or a class; ignored where a figure is named
     figure: str | None = None  # of the runs' figures; None: hits
     larger_is_better: bool = True
     family: str = "main"  # Holm's correction is over all answers of a family
@@ -114,7 +110,7 @@ class Results:
         """Right or wrong by seed and image, bool [seeds, n]."""
         return np.stack([result.hits[split] for result in self.by_arm[arm]])
 
-    def figures(self, arm: str, name: str) -> list[float | None]:
+    def figures(self, arm: str, name: str) -> list[Any]:
         return [result.figures.get(name) for result in self.by_arm[arm]]
 
     def mean_figure(self, arm: str, name: str) -> float | None:
@@ -124,16 +120,16 @@ class Results:
     def weights(self, group: str, split: str = TEST) -> np.ndarray:
         """What each image counts in the group's figure, float64 [n] of sum 1: the mean of its classes' shares."""
         labels = self.labels[split]
-        counts = np.bincount(labels, minlength=max(self.groups[group]) + 1)
-        there = [label for label in self.groups[group] if counts[label]]
-        weights = np.zeros(len(labels))
-        for label in there:
-            weights[labels == label] = 1 / (len(there) * counts[label])
-        return weights
+        chosen = np.isin(labels, self.groups[group])
+        return chosen / (max(1, len(np.unique(labels[chosen]))) * np.bincount(labels)[labels])
 
     def mean(self, arm: str, group: str, split: str = TEST) -> float:
         """The mean recall of the group's classes, over all seeds."""
         return float(self.hits(arm, split).mean(0) @ self.weights(group, split))
+
+    def recalls(self, arm: str, groups: Iterable[str], split: str = TEST) -> list[str]:
+        """The mean recall of each group in writing."""
+        return [percent(self.mean(arm, group, split)) for group in groups]
 
 
 class Subject(ABC):
@@ -254,50 +250,59 @@ class Subject(ABC):
             of(UNTRAINED, what=UNTRAINED, key=key | {"untrained": True}, more=more | still, max_steps=1),
         ]
 
-    def selector(self, drawing: Drawing, device: torch.device) -> Selector | None:
-        """What keeps samples, by the job SELECTOR; None: all are kept."""
-        if not drawing.selects:
-            return None
-        classifier = classifier_from(load(resolve(self.run_of(SELECTOR))), device)
-        return Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
+    def selector(self, recipe: Recipe, key: Settings, more: Settings) -> Job:
+        """The classifier of the training images by which samples are selected."""
+        how: dict[str, Any] = {"what": "training the classifier that selects samples", "key": key, "more": more}
+        return self.training(SELECTOR, recipe, self.part(TRAIN), seed=SELECTOR_SEED, **how)
+
+    # --- what jobs and arms do
+
+    def draw(
+        self, files: Mapping[Path, Sequence[int]], generator: str, drawing: Drawing, seed: int, **how: Any
+    ) -> list[float | None]:
+        """Files of samples of a generator's job, selected by the job SELECTOR; see `draw_samples`."""
+        device = choose_device(self.device)
+        if drawing.selects:
+            classifier = classifier_from(load(resolve(self.run_of(SELECTOR))), device)
+            how["rule"] = Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
+        checkpoints = last_checkpoints(Path(self.run_of(generator)), drawing.checkpoints)
+        return draw_samples(files, checkpoints, self.classes(), seed=seed, drawing=drawing, device=device, **how)
 
     def train(self, folder: Path, recipe: Recipe, overrides: Settings, seed: int, max_steps: int | None = None) -> None:
-        quiet: dict[str, Any] = {**QUIET, "data.val_path": None}
-        if recipe is self.config.gan:
-            quiet["log.samples_every"] = 10**9  # at the end alone
-        overrides = {**quiet, **recipe.overrides, **overrides}
-        train_run(folder, str(recipe.file), overrides, seed=seed, device=self.device, max_steps=max_steps)
+        """Train a run of a recipe to its end, or resume it; what it prints goes into FOLDER.log. Nothing where it has
+        ended. Raises StoppedBySignal once it has saved, and what training raises.
+        """
+        if ended(folder, max_steps):
+            return
+        grids = 10**9 if recipe is self.config.gan else 0  # at the end alone, or none
+        quiet = {"log.tensorboard": False, "log.samples_every": grids, "data.val_path": None}
+        given = tokens({**quiet, **recipe.overrides, **overrides, "seed": seed})
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
+            redirect_stdout(log),
+            redirect_stderr(log),
+        ):
+            train(str(recipe.file), given, run_dir=str(folder), device=self.device, max_steps=max_steps)
 
     def judge(self, folder: Path) -> Result:
-        return judge_classifier(folder, {name: self.part(name) for name in self.sets}, device=self.device)
+        """The answers of a run's average classifier to every image of the sets, and accuracies."""
+        checkpoint, hits = load(resolve(str(folder))), {}
+        classifier = classifier_from(checkpoint, choose_device(self.device))
+        for name in self.sets:
+            with dataset_for_model(self.part(name), checkpoint) as reader:
+                check_classes(classifier, reader)
+                hits[name] = answers_of(classifier, reader, classify(classifier, reader, batch_size=250)).hits.numpy()
+        return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
+
+    def learn(self, images: Path, more: Settings, folder: Path, seed: int) -> Result:
+        """Train the recipe's classifier on images, and judge it."""
+        self.train(folder, self.config.classifier, {"data.path": str(images), **more}, seed)
+        return self.judge(folder)
 
 
 def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
-
-
-def train_run(
-    folder: Path,
-    config: str,  # a recipe
-    overrides: Settings,  # dotted keys
-    *,
-    seed: int,
-    device: str | None = None,
-    max_steps: int | None = None,
-) -> None:
-    """Train a run to its end, or resume it; what it prints goes into FOLDER.log. Nothing where it has ended.
-
-    Raises StoppedBySignal once it has saved, and what training raises.
-    """
-    if ended(folder, max_steps):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
-        redirect_stdout(log),
-        redirect_stderr(log),
-    ):
-        train(config, tokens({**overrides, "seed": seed}), run_dir=str(folder), device=device, max_steps=max_steps)
 
 
 def ended(folder: Path, max_steps: int | None = None) -> bool:
@@ -305,24 +310,6 @@ def ended(folder: Path, max_steps: int | None = None) -> bool:
     file = folder / "status.json"
     status = json.loads(file.read_text()) if file.is_file() else {"state": None}
     return status["state"] == "finished" or (max_steps is not None and status.get("step") == max_steps)
-
-
-def run_config(recipe: Recipe) -> RunConfig:
-    """The settings of a recipe's run. Raises UserError for what is wrong in them."""
-    return build_run_config(read_yaml(recipe.file), tokens(recipe.overrides), str(recipe.file))
-
-
-def judge_classifier(folder: Path, sets: Mapping[str, Path], *, device: str | None = None) -> Result:
-    """The answers of a run's average classifier to every image of the sets (name -> packed file), and accuracies."""
-    checkpoint = load(resolve(str(folder)))
-    classifier = classifier_from(checkpoint, choose_device(device))
-    hits: dict[str, np.ndarray] = {}
-    for name, path in sets.items():
-        with dataset_for_model(path, checkpoint) as reader:
-            check_classes(classifier, reader)
-            hits[name] = answers_of(classifier, reader, classify(classifier, reader, batch_size=250)).hits.numpy()
-    figures: dict[str, float | None] = {f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}
-    return Result(figures, hits)
 
 
 def require_trained_on(run: str, images: Path) -> None:

@@ -26,7 +26,6 @@ from duetgan.studies.subject import (
     Results,
     Settings,
     Subject,
-    run_config,
 )
 from duetgan.utils.checkpoint import Checkpoint, load, resolve
 from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
@@ -117,7 +116,7 @@ class Teach(Subject):
 
     def _make(self, name: str, overrides: Settings, share: float | None, folder: Path, seed: int) -> Result:
         gan = self.config.gan
-        steps = None if share is None else max(1, round(share * run_config(gan).steps))
+        steps = None if share is None else max(1, round(share * gan.settings().steps))
         self.train(folder, gan, overrides, seed, steps)
         checkpoint = load(resolve(str(folder)))
         if seed == self.config.first_seed:  # samples at the same latents for every arm, a row for each class
@@ -169,10 +168,9 @@ class Teach(Subject):
             if arm.family == "taught"
             for figure, larger in FIGURES.items()
         ]
-        rows = []
-        for arm in arms:
-            means = [results.mean_figure(arm.name, figure) for figure in FIGURES]
-            rows.append([arm.name, arm.what, *("none" if mean is None else plain(mean) for mean in means)])
+        rows = [
+            [arm.name, arm.what, *(plain(results.mean_figure(arm.name, figure)) for figure in FIGURES)] for arm in arms
+        ]
         return Conclusion(
             comparisons=comparisons,
             tables=[("Means over the seeds", ["", "what", *FIGURES], rows)],

@@ -20,12 +20,9 @@ def difference(results: Results, first: str, second: str, group: str, figure: st
     if figure is None:
         return by_seeds_and_images(results.hits(first), results.hits(second), results.weights(group))
     one, other = results.figures(first, figure), results.figures(second, figure)
-    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
-    if len(pairs) < len(one):
+    if None in (*one, *other):
         return None
-    if len(pairs) == 1:
-        return Difference(pairs[0][1] - pairs[0][0], None, None, "one seed")
-    return by_seeds(*zip(*pairs, strict=True))
+    return by_seeds(one, other) if len(one) > 1 else Difference(other[0] - one[0], None, None, "one seed")
 
 
 def answer(value: float, p: float | None, *, larger_is_better: bool = True) -> str:
@@ -36,20 +33,16 @@ def answer(value: float, p: float | None, *, larger_is_better: bool = True) -> s
 
 
 def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """An answer for each comparison and group: the comparison, `group`, both values, `difference`, its 95 % `interval`,
-    `p` (corrected after Holm within the family), `method`, `verdict`.
+    """An answer for each comparison: the comparison, both values, `difference`, its 95 % `interval`, `p` (corrected
+    after Holm within the family), `method`, `verdict`.
     """
     rows: list[dict[str, Any]] = []
-    for comparison in comparisons:
-        arms, figure = (comparison.first, comparison.second), comparison.figure
-        for group in comparison.groups if figure is None else ("all",):
-            found = difference(results, *arms, group, figure)
-            if found is None:
-                continue
+    for each in comparisons:
+        arms, group, figure = (each.first, each.second), each.group, each.figure
+        if found := difference(results, *arms, group, figure):
             values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
-            row = asdict(comparison) | {"group": group, "first_value": values[0], "second_value": values[1]}
-            del row["groups"]
-            rows.append(row | _outcome(found))
+            both = {"first_value": values[0], "second_value": values[1]}
+            rows.append(asdict(each) | both | _outcome(found))
     for family in dict.fromkeys(row["family"] for row in rows):
         tested = [row for row in rows if row["family"] == family and row["p"] is not None]
         for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):

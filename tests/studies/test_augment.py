@@ -23,7 +23,7 @@ from duetgan.studies.augment import (
     AugmentConfig,
     choose,
 )
-from duetgan.studies.config import quickened, tokens
+from duetgan.studies.config import quickened
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.studies.subject import Result, Results, Subject, require_trained_on
 from duetgan.training.engine.tasks import build_run_config
@@ -63,11 +63,11 @@ def test_every_recipe_is_one_of_a_study_whose_parts_fit_together(recipe, tmp_pat
 def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, monkeypatch):
     told: dict[str, Any] = {}
 
-    def note(folder, config, overrides, *, seed, device, max_steps=None):
-        told[folder.name] = build_run_config(read_yaml(config), tokens({**overrides, "seed": seed}), config)
+    def note(recipe, overrides, *, run_dir, **_more):
+        told[Path(run_dir).name] = build_run_config(read_yaml(recipe), overrides, recipe)
         raise KeyError  # before it is judged
 
-    monkeypatch.setattr("duetgan.studies.subject.train_run", note)
+    monkeypatch.setattr("duetgan.studies.subject.train", note)
     for arm in Augment(config_of(), tmp_path).arms():
         with pytest.raises(KeyError):
             arm.make(tmp_path / arm.name, 3)

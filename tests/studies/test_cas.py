@@ -32,12 +32,14 @@ def images_of(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
         return images.double().flatten(1).numpy(), reader.labels().copy()
 
 
-def quick_train(folder: Path, config: str, overrides: dict[str, Any], *, seed: int, **more: Any) -> None:
+def quick_train(
+    subject: Cas, folder: Path, recipe: Recipe, overrides: dict[str, Any], seed: int, steps: int | None = None
+) -> None:
     """Classes' mean images of a random half of the images; for a GAN's recipe a generator that nobody trained."""
-    assert Path(config).is_file()
+    assert recipe.file.is_file()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "status.json").write_text(json.dumps({"state": "finished", "step": 1}))
-    if "gan" in Path(config).stem:
+    if recipe is subject.config.gan:
         with forked(0, "init", "generator"):
             generator = Generator(GeneratorConfig(**TINY), resolution=16, channels=1, classes=10)
         with Dataset(overrides["data.path"]) as reader:
@@ -51,10 +53,10 @@ def quick_train(folder: Path, config: str, overrides: dict[str, Any], *, seed: i
     np.save(folder / "means.npy", np.stack(means))
 
 
-def quick_judge(folder: Path, sets: dict[str, Path], **more: Any) -> Result:
+def quick_judge(subject: Cas, folder: Path) -> Result:
     hits = {}
-    for name, path in sets.items():
-        images, labels = images_of(path)
+    for name in subject.sets:
+        images, labels = images_of(subject.part(name))
         distances = ((images[:, None] - np.load(folder / "means.npy")) ** 2).sum(2)
         hits[name] = distances.argmin(1) == labels
     return Result({f"{name}_accuracy": float(found.mean()) for name, found in hits.items()}, hits)
@@ -81,7 +83,7 @@ def settings(images: Path, **more: Any) -> CasConfig:
 
 def study(images: Path, folder: Path, **more: Any) -> Study:
     config = settings(images, **more)
-    return Study("cas", Cas(config, folder), folder, list(config.all_seeds))
+    return Study("cas", Cas(config, folder))
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +91,14 @@ def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
     """A study that was made, its document, and the images that each arm was trained on (first seed)."""
     folder, seen = tmp_path_factory.mktemp("study") / "cas", {}
 
-    def train(place: Path, config: str, overrides: dict[str, Any], **more: Any) -> None:
-        quick_train(place, config, overrides, **more)
+    def train(subject: Cas, place: Path, recipe: Recipe, overrides: dict[str, Any], *more: Any) -> None:
+        quick_train(subject, place, recipe, overrides, *more)
         if place.name.endswith("-s0"):
             seen[place.name[:-3]] = images_of(overrides["data.path"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("duetgan.studies.subject.train_run", train)
-        patch.setattr("duetgan.studies.subject.judge_classifier", quick_judge)
+        patch.setattr(Cas, "train", train)
+        patch.setattr(Cas, "judge", quick_judge)
         patch.chdir(folder.parent)  # recipes of configs/ are found from any folder
         document = study(images, folder).run()
     return folder, document, seen
@@ -159,8 +161,8 @@ def test_goes_on_to_the_same_document(made, images: Path) -> None:
     folder, document, _ = made
     (folder / "results" / "psi-s1.json").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("duetgan.studies.subject.train_run", quick_train)
-        patch.setattr("duetgan.studies.subject.judge_classifier", quick_judge)
+        patch.setattr(Cas, "train", quick_train)
+        patch.setattr(Cas, "judge", quick_judge)
         again = study(images, folder)
         assert again.write()["seeds"] == [0]
         for file in (folder / "runs" / "psi-s1").iterdir():
@@ -185,7 +187,7 @@ def test_keys_are_of_what_recipes_say(images: Path, tmp_path: Path) -> None:
 def test_more_than_the_control_can_have_is_refused(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duetgan.studies.subject.train_run", quick_train)
+    monkeypatch.setattr(Cas, "train", quick_train)
     with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
         study(images, tmp_path / "cas", n=401).run()
 

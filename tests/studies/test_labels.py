@@ -29,12 +29,12 @@ RECIPE = REPOSITORY / "configs/study_labels.yaml"
 def subject(tmp_path, monkeypatch):
     """The study over small files, whose classifiers are untrained; it notes each training's overrides."""
 
-    def train(folder, _config, overrides, *, seed, **_more):
-        made.notes[folder.name] = overrides
+    def train(self, folder, _recipe, overrides, seed):
+        self.notes[folder.name] = overrides
         if not folder.is_dir():
             classifier_run(folder, seed=seed)
 
-    monkeypatch.setattr("duetgan.studies.subject.train_run", train)
+    monkeypatch.setattr(Labels, "train", train)
     tree = read_yaml(RECIPE) | {"per_class": [4], "threshold": 0.35}
     made: Any = Labels(build(LabelsConfig, tree), tmp_path)
     made.notes = {}

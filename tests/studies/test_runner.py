@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from duetgan.reporting.study import write_study_page
+from duetgan.studies.config import StudyConfig
 from duetgan.studies.runner import Study, packed, unpacked
 from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Subject
 from duetgan.utils.errors import StoppedBySignal, UserError
@@ -23,8 +24,9 @@ class MadeUp(Subject):
 
     title = "Do they help?"
 
-    def __init__(self, folder, shares=SHARES, *, before=lambda call: None, setting=1):
-        self.folder, self.shares, self.before, self.setting = folder, shares, before, setting
+    def __init__(self, config, folder, shares=SHARES, *, before=lambda call: None, setting=1):
+        super().__init__(config, folder)
+        self.shares, self.before, self.setting = shares, before, setting
         self.calls = []
 
     def jobs(self):
@@ -64,15 +66,15 @@ class MadeUp(Subject):
         return {"all": [0, 1, 2, 3], "few": [3]}
 
     def conclude(self, results):
-        asked = Comparison("real", "samples", ("all", "few"), asked=True)
+        asked = [Comparison("real", "samples", of, asked=True) for of in ("all", "few")]
         rest = Comparison("real", "held back", family="all arms")
         table = "Recall", ["", "all"], [[name, f"{results.mean(name, 'all'):.3f}"] for name in self.shares]
-        return Conclusion([asked, rest], {"best": "samples"}, [table], {"none": "none"}, ["so"])
+        return Conclusion([*asked, rest], {"best": "samples"}, [table], {"none": "none"}, ["so"])
 
 
 def study(folder, seeds=3, **options):
-    subject = MadeUp(folder, **options)
-    return Study("made-up", subject, folder, list(range(seeds))), subject
+    subject = MadeUp(StudyConfig.model_construct(seeds=seeds), folder, **options)
+    return Study("made-up", subject), subject
 
 
 def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):

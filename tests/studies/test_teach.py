@@ -1,6 +1,7 @@
 """The study `teach`: what its arms train with, who judges them, and a tiny one from images to page."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import pytest
 import study as script
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
-from duetgan.studies.config import tokens
 from duetgan.studies.images import TEST
 from duetgan.studies.teach import (
     PLAIN,
@@ -40,12 +40,12 @@ def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
     told: dict[str, Any] = {}
     most: dict[str, Any] = {}
 
-    def note(folder, config, overrides, *, seed, device, max_steps=None):
-        told[folder.name] = build_run_config(read_yaml(config), tokens({**overrides, "seed": seed}), config)
-        most[folder.name] = max_steps
+    def note(recipe, overrides, *, run_dir, max_steps, **_more):
+        name = Path(run_dir).name
+        told[name], most[name] = build_run_config(read_yaml(recipe), overrides, recipe), max_steps
         raise KeyError  # before it is judged
 
-    monkeypatch.setattr("duetgan.studies.subject.train_run", note)
+    monkeypatch.setattr("duetgan.studies.subject.train", note)
     for arm in subject_in(tmp_path, teacher=[0.5]).arms():
         with pytest.raises(KeyError):
             arm.make(tmp_path / arm.name, 3)

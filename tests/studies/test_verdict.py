@@ -49,7 +49,8 @@ def test_a_groups_figure_is_the_mean_recall_of_its_classes():
 
 def test_what_helps_helps_and_what_hurts_hurts():
     results = made_up({"first": 0.6, "better": [0.6, 0.6, 0.6, 0.75], "worse": 0.4, "like": 0.6})
-    rows = compared(results, [Comparison("first", name, ("all", "few")) for name in ("better", "worse", "like")])
+    comparisons = [Comparison("first", name, of) for name in ("better", "worse", "like") for of in ("all", "few")]
+    rows = compared(results, comparisons)
     told = {(row["second"], row["group"]): row["verdict"] for row in rows}
     assert told["better", "few"] == "helps"
     assert told["worse", "all"] == told["worse", "few"] == "hurts"
