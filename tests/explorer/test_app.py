@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from duetgan.explorer import classifier, generator
 from duetgan.explorer.app import MOST_DRAWN
 from duetgan.explorer.classifier import training_images
 from duetgan.explorer.generator import FRAMES, Source, address
-from duetgan.explorer.runs import Shown
 from duetgan.inference.editing import Editor
 from duetgan.inference.influence import snapshot
 from duetgan.inference.influence_scores import influence, passes
@@ -27,25 +27,21 @@ from tests.metrics.conftest import CLASSES
 # --- the page
 
 
-def test_page_loads_nothing_from_elsewhere(client):
-    text = client.get("/").text
-    addresses = re.findall(r'(?:src|href)="([^"#]+)"', text)
+def test_page_loads_nothing_from_elsewhere_and_its_headers_forbid_it(client):
+    found = client.get("/")
+    policy = found.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "script-src 'self';" in policy
+    assert found.headers["X-Content-Type-Options"] == "nosniff"
+    assert found.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    addresses = re.findall(r'(?:src|href)="([^"#]+)"', found.text)
     assert {"page.js", "page.css", "report.css"} <= set(addresses)
     for place in addresses:
         if place != "data:,":
             assert client.get(f"/{place}").status_code == 200
     for name in ("page.js", "page.css", "page.html"):
-        assert "//" not in re.sub(
-            r"^\s*//.*|\s//\s.*", "", (Path(generator.__file__).parent / name).read_text(), flags=re.M
-        )
-
-
-def test_headers_forbid_all_but_our_own(client):
-    headers = client.get("/").headers
-    assert headers["Content-Security-Policy"].startswith("default-src 'none'; ")
-    assert "script-src 'self';" in headers["Content-Security-Policy"]
-    assert headers["X-Content-Type-Options"] == "nosniff"
-    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        text = (Path(generator.__file__).parent / name).read_text()
+        assert "//" not in re.sub(r"^\s*//.*|\s//\s.*", "", text, flags=re.M)
 
 
 def test_runs(client):
@@ -68,9 +64,6 @@ def test_a_sample_is_that_of_generate(client, shown):
     for image in images:
         sampler = Sampler(generator=shown[GAN].model, chosen=[1], seed=image["seed"], truncation_psi=0.7)
         assert (pixels(image["address"]) == sampler.images([0])[0, 0].numpy()).all()
-
-
-def test_the_last_seed_is_drawn(client):
     images = client.get("/api/draw", query_string=sample(seed=2**32 - 1, count=3)).json["images"]
     assert [image["seed"] for image in images] == [2**32 - 3, 2**32 - 2, 2**32 - 1]
 
@@ -201,14 +194,10 @@ def test_training_images_are_gathered_once(client, monkeypatch):
 
 
 def test_training_images_that_are_not_there_or_others(shown, tmp_path):
-    run = Shown(name="x", path=tmp_path / "x", checkpoint=shown[CLASSIFIER].checkpoint, model=shown[CLASSIFIER].model)
+    run = replace(shown[CLASSIFIER], path=tmp_path / "x")
     assert training_images(run) == "elsewhere/train.lmdb"
-    run.checkpoint["config"]["data"].pop("path")
-    try:
-        with pytest.raises(ValueError, match="start with --data"):
-            training_images(run)
-    finally:
-        run.checkpoint["config"]["data"]["path"] = "elsewhere/train.lmdb"
+    with pytest.raises(ValueError, match="start with --data"):
+        training_images(replace(run, checkpoint={"config": {}}))
 
 
 def test_nearest_image(client, monkeypatch):

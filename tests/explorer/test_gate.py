@@ -1,6 +1,7 @@
 """Who may ask the explorer, one thread with a bounded queue, and what happens when something fails."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from werkzeug.test import Client
@@ -72,15 +73,15 @@ def test_a_full_queue_refuses_and_the_page_is_served(shown):
         begun.set()
         going.wait(30)
 
-    slow = threading.Thread(target=app.worker.run, args=(work,))
-    slow.start()
+    pool = ThreadPoolExecutor()
+    slow = pool.submit(app.worker.run, work)
     assert begun.wait(30)
     answer = client.get("/api/draw", query_string=sample())
     assert "try again" in one_line(answer, 503)
     assert answer.headers["Retry-After"] == "2"
     assert client.get("/").status_code == 200
     going.set()
-    slow.join()
+    slow.result(30)
     assert client.get("/api/draw", query_string=sample()).status_code == 200
     app.worker.end()
 
@@ -93,11 +94,8 @@ def test_models_compute_in_one_thread_one_after_the_other():
         seen.add((threading.get_ident(), len(inside)))
         inside.pop()
 
-    threads = [threading.Thread(target=worker.run, args=(work,)) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(lambda _: worker.run(work), range(5)))
     worker.end()
     assert len(seen) == 1
     assert seen != {(threading.get_ident(), 1)}
@@ -115,22 +113,11 @@ def test_the_end_frees_those_who_wait_and_stops_a_search():
             ended.set()
             raise
 
-    errors = []
-
-    def wait():
-        try:
-            worker.run(search)
-        except Unavailable as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(30)
-    worker.end()
-    for thread in threads:
-        thread.join(10)
-    assert errors == ["the explorer is ending"] * 3
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(worker.run, search) for _ in range(3)]
+        assert begun.wait(30)
+        worker.end()
+        assert [str(each.exception(10)) for each in waiting] == ["the explorer is ending"] * 3
     assert ended.wait(10)
     with pytest.raises(Unavailable):
         worker.run(search)

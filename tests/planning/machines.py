@@ -52,19 +52,9 @@ def seen(
 ) -> Survey:
     """Images as `survey` describes them."""
     share = count // max(1, classes)
-    return Survey(
-        source=source,
-        count=count,
-        held_out=held_out,
-        classes=classes,
-        smallest_class=share,
-        largest_class=share,
-        side=side,
-        channels=channels,
-        transparent=False,
-        unreadable="",
-        seconds=0.003,
-    )
+    each = {"smallest_class": share, "largest_class": share, "side": side, "channels": channels, "seconds": 0.003}
+    own = {"source": source, "count": count, "held_out": held_out, "classes": classes}
+    return Survey(**own, **each, transparent=False, unreadable="")  # type: ignore[arg-type]
 
 
 SAMPLE = seen(10_000, 10, held_out=2000, side=28, channels=1)

@@ -31,11 +31,11 @@ def folder(tmp_path):
 
 def test_class_folders(folder):
     found = survey(str(folder))
-    assert (found.count, found.classes, found.held_out) == (20, 2, 0)
-    assert (found.smallest_class, found.largest_class) == (8, 12)
-    assert (found.side, found.channels, found.transparent, found.unreadable) == (20, 3, False, "")
-    assert found.seconds > 0
     assert found.text() == "20 images, 2 classes of 8 to 12, about 20 px, colour"
+    assert (found.held_out, found.unreadable) == (0, "")
+    assert found.seconds > 0
+    (folder / "cats" / "0.png").write_bytes(b"no image")
+    assert "0.png is not an image" in survey(str(folder)).unreadable
 
 
 def test_flat_folder_zip_and_csv(tmp_path, folder):
@@ -71,11 +71,6 @@ def test_grey_and_transparent_images_are_seen(tmp_path):
     assert "transparent" in survey(str(tmp_path / "clear")).text()
     draw(tmp_path / "grey" / "0.png", seed=1)  # one of them in colour
     assert survey(str(tmp_path / "grey")).channels == 3
-
-
-def test_images_that_cannot_be_read_are_named(folder):
-    (folder / "cats" / "0.png").write_bytes(b"no image")
-    assert "0.png is not an image" in survey(str(folder)).unreadable
 
 
 @pytest.mark.parametrize(
