@@ -17,7 +17,12 @@ LOG_FROM = 100.0  # a chart whose largest value is this many times its smallest 
 NAMES = ("c0", "c1", "c2", "c3", "soft", "line")  # of the page's colours
 COLOURS = {f"#00000{index}": f"var(--{name})" for index, name in enumerate(NAMES, 1)}
 *CURVES, SOFT, LINE = COLOURS  # stand-ins that no other part of a drawing has
-STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "duet", "font.family": "DejaVu Sans", "font.size": 8}
+STYLE: dict[Any, Any] = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "duet", "font.family": "DejaVu Sans", "font.size": 8},
+    **{"axes.edgecolor": SOFT, "axes.labelcolor": SOFT, "xtick.labelcolor": SOFT, "ytick.labelcolor": SOFT},
+    **{"axes.grid": True, "axes.grid.axis": "y", "grid.color": LINE, "xtick.major.size": 0, "ytick.major.size": 0},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+}
 
 
 def number(value: float) -> str:
@@ -83,11 +88,7 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: number(value))
         axes.minorticks_off()
-        axes.tick_params(length=0, labelcolor=SOFT)
-        axes.grid(axis="y", color=LINE)
-        axes.spines[["left", "bottom"]].set_color(SOFT)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("step", color=SOFT)
+        axes.set_xlabel("step")
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)

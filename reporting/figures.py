@@ -123,7 +123,6 @@ def tables(run: Run) -> list[Table]:
 
 
 def _dict(value: object) -> dict[str, Any]:
-    """What is a mapping; of anything else an empty one."""
     return value if isinstance(value, dict) else {}
 
 

@@ -6,7 +6,7 @@ One file, no scripts, nothing loaded from elsewhere; whatever a run has not writ
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from PIL import Image
 
 from duetgan.reporting import figures, pictures
 from duetgan.reporting.charts import Chart
-from duetgan.reporting.figures import Figure, headline
+from duetgan.reporting.figures import headline
 from duetgan.reporting.run_files import Run
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
@@ -66,7 +66,8 @@ def write_report(run_dir: str | Path) -> Path:
     commands = [shlex.join(train)] if config.is_file() else []
     if evaluation.is_file():
         commands += bounded.read_file(evaluation, bounded.TABLE).decode(errors="replace").strip().splitlines()
-    return _write(run.folder / "report.html", title, {"": run}, commands, headline(run))
+    page = {"title": title, "headline": headline(run), "choices": (), "runs": {"": run}, "commands": commands}
+    return write_page(run.folder / "report.html", "report.html.j2", **page)
 
 
 def refresh(output: Path) -> None:
@@ -90,25 +91,14 @@ def write_quickstart_report(
     first = [figure for run in runs.values() for figure in headline(run)]
     if seconds is not None:
         first.append((duration(seconds), "all steps together"))
-    return _write(Path(folder) / "report.html", "Duet quickstart", runs, commands, first, notes)
-
-
-def _write(
-    path: Path,
-    title: str,
-    runs: Mapping[str, Run],
-    commands: Sequence[str],
-    first: Sequence[Figure] = (),
-    choices: Sequence[str] = (),
-) -> Path:
-    page = {"title": title, "headline": first, "choices": choices, "runs": runs, "commands": commands}
-    how = {"folder": path.parent, "figures": figures, "pictures": pictures, "curves_of": _charts}
-    return write_page(path, "report.html.j2", **page, **how)
+    page = {"title": "Duet quickstart", "headline": first, "choices": notes, "runs": runs, "commands": commands}
+    return write_page(Path(folder) / "report.html", "report.html.j2", **page)
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Write a page of a template, which says the versions too, and return its path."""
-    write_atomic(path, render(template, versions=environment(), **values).encode(errors="replace"))
+    """Write a page of a template, which knows its folder and the versions too, and return its path."""
+    text = render(template, folder=path.parent, versions=environment(), **values)
+    write_atomic(path, text.encode(errors="replace"))
     return path
 
 
@@ -118,6 +108,7 @@ def render(template: str, **values: Any) -> str:
 
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.globals.update(figures=figures, pictures=pictures, curves_of=_charts)
     return page.get_template(template).render(**values)
 
 
