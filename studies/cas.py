@@ -174,7 +174,6 @@ class Cas(Subject):
         )
 
     def _gap_table(self, results: Results) -> tuple[str, list[str], list[list[str]]]:
-        """Accuracy, what is missing to real images and what an ingredient brings, in points."""
         rows = []
         for name in (REAL, CONTROL, *self.drawings, NOISE):
             kept = results.mean_figure(name, "kept")

@@ -155,7 +155,6 @@ class Study:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raise UserError while another process makes this study."""
         with (self.folder / ".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

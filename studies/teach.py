@@ -75,7 +75,6 @@ class Teach(Subject):
         ]
 
     def _wrong_labels(self, place: Path) -> Settings:
-        """The training images with their labels in a random order."""
         with Dataset(self.part(TRAIN)) as reader:
             order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(len(reader))
             images = (reader, range(len(reader)), reader.labels()[order])

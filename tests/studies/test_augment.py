@@ -1,12 +1,9 @@
 """The study `augment`: its arms, its choices, and a tiny one from images to page."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 import study as script
 from duetgan.data.reading.dataset import Dataset
@@ -25,16 +22,13 @@ from duetgan.studies.augment import (
 )
 from duetgan.studies.config import quickened
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN
-from duetgan.studies.subject import Result, Results, Subject, require_trained_on
-from duetgan.training.engine.tasks import build_run_config
+from duetgan.studies.subject import Result, Results, require_trained_on
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from tests.end_to_end.helpers import CLASSIFIER, GAN
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
-from tests.reporting.test_report import page
 
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
 
@@ -60,17 +54,8 @@ def test_every_recipe_is_one_of_a_study_whose_parts_fit_together(recipe, tmp_pat
             assert {control.arm, control.against} <= set(names)
 
 
-def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, monkeypatch):
-    told: dict[str, Any] = {}
-
-    def note(recipe, overrides, *, run_dir, **_more):
-        told[Path(run_dir).name] = build_run_config(read_yaml(recipe), overrides, recipe)
-        raise KeyError  # before it is judged
-
-    monkeypatch.setattr("duetgan.studies.subject.train", note)
-    for arm in Augment(config_of(), tmp_path).arms():
-        with pytest.raises(KeyError):
-            arm.make(tmp_path / arm.name, 3)
+def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
+    told = {name: config for name, (config, _) in asked(Augment(config_of(), tmp_path).arms()).items()}
     assert {config.seed for config in told.values()} == {3}
     assert len({config.steps for config in told.values()}) == 1
     assert told["samples 0.25"].data.synthetic.share == pytest.approx(0.2)
@@ -144,6 +129,10 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
         (["augment", "--data.source", "null"], "data: give either source"),
         (["augment", "--selection.low", "0.9", "--selection.high", "0.5"], "selection.low lies above"),
         (["augment", "--ratios", "[-1]"], "ratios[0] -1: must be a number above 0"),
+        (["labels", "--per-class", "[50, 10]"], "the smallest first"),
+        (["teach", "--teacher", "[]", "--head", "[]"], "teacher or head must have a weight"),
+        (["teach", "--gan.run", "runs/a"], "gan.run must be null"),
+        (["teach", "--short", "0"], "short 0: must be"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(argv, words, capsys, tmp_path):
@@ -158,56 +147,26 @@ def test_a_run_that_saw_other_images_is_refused(tmp_path, packed):
         require_trained_on(str(run), packed / "train.lmdb")
 
 
-def test_the_registry_names_what_there_is():
-    for name in SUBJECTS:
-        config, subject = load_subject(name)
-        assert config.__name__.endswith("Config")
-        assert issubclass(subject, Subject)
-        assert (REPOSITORY / f"configs/study_{name}.yaml").is_file()
-
-
-def write_recipe(folder: Path, packed: Path) -> Path:
-    """A study of seven arms whose trainings take seconds."""
-    common = "log: {every: 4, tensorboard: false}\nevaluation: {every: 0, n: 20}\n"
-    (folder / "gan.yaml").write_text(GAN + common)
-    (folder / "classifier.yaml").write_text(CLASSIFIER + common)
-    tree = {
-        "seeds": 1,
-        "selected": [True],
-        "data": {
-            **{"path": str(packed / "train.lmdb"), "test_path": str(packed / "test.lmdb")},
-            **{"largest": 8, "long_tail": 4.0, "held_out": 0.2, "held_back": 0.3},
-        },
-        "classifier": {"config": str(folder / "classifier.yaml"), "overrides": {"steps": 4}},
-        "gan": {"config": str(folder / "gan.yaml")},
-        "ratios": [0.5],
-        "selection": {"pool": 2, "low": 0.0},
-    }
-    path = folder / "study_tiny.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
+def test_every_study_has_a_recipe():
+    assert {recipe.stem.split("_")[1] for recipe in RECIPES} == set(SUBJECTS)
 
 
 @pytest.mark.slow
-def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp_path, packed, capsys):
-    recipe, out = write_recipe(tmp_path, packed), tmp_path / "whole"
-    assert run_cli(script.main, ["augment", "--config", str(recipe), "--out", str(out)]) == 0
-    assert "page: " in capsys.readouterr().out
-    found = json.loads((out / "study.json").read_text())
+def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp_path, tiny):
+    more = ["--data.long-tail", "4", "--ratios", "[0.5]", "--selected", "[true]"]
+    more += ["--selection.pool", "2", "--selection.low", "0"]
+    found, shown, printed = tiny("augment", tmp_path / "whole", *more)
+    assert "page: " in printed
     assert (found["complete"], found["runs"]) == (True, {"done": 7, "planned": 7})
     assert [arm["name"] for arm in found["arms"]][4:] == ["samples 0.5, selected", UNTRAINED, HELD]
     assert set(found["choices"]) == {"best classic arm", "best arm with samples"}
     assert found["void"] == any(not row["ok"] for row in found["controls"])
-    shown = page(out / "report.html")
     assert ("This study is void." in shown.text) == found["void"]
     assert shown.tags.count("img") == 3
-    for log in out.glob("runs/*.log"):
+    for log in (tmp_path / "whole").glob("runs/*.log"):
         assert "done: step 4 of 4" in log.read_text()
 
-    parts = tmp_path / "parts"
-    begun = ["augment", "--config", str(recipe), "--out", str(parts)]
-    assert run_cli(script.main, [*begun, "--minutes", "0.05", "--json"]) == 0
-    half = json.loads(capsys.readouterr().out)
+    half, _, printed = tiny("augment", tmp_path / "parts", *more, "--minutes", "0.05", "--json")
+    assert json.loads(printed) == half
     assert not half["complete"]
-    assert run_cli(script.main, begun) == 0
-    assert json.loads((parts / "study.json").read_text()) == found
+    assert tiny("augment", tmp_path / "parts", *more)[0] == found

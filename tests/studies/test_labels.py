@@ -1,12 +1,10 @@
 """The study `labels`: whose labels are known, what is labelled by whom, and a tiny one from images to page."""
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-import study as script
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
 from duetgan.inference.pseudo_labels import guesses
@@ -16,11 +14,8 @@ from duetgan.studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMP
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import CLASSES, classifier_run, pack
-from tests.reporting.test_report import page
-from tests.studies.test_augment import write_recipe
 
 RECIPE = REPOSITORY / "configs/study_labels.yaml"
 
@@ -114,22 +109,9 @@ def test_the_generator_is_given_no_label(subject):
         assert (unlabelled.read(range(60))[0] == train.read(range(60))[0]).all()
 
 
-def test_numbers_of_labels_are_in_order(tmp_path, capsys):
-    assert run_cli(script.main, ["labels", "--per-class", "[50, 10]", "--out", str(tmp_path)]) == 2
-    assert "the smallest first" in capsys.readouterr().err
-
-
 @pytest.mark.slow
-def test_a_tiny_study_from_images_to_page(tmp_path, packed, capsys):
-    made = read_yaml(write_recipe(tmp_path, packed))
-    made["data"] |= {"source": None, "long_tail": 1.0}
-    more = {f"--{key}": json.dumps(made[key]) for key in ("data", "classifier", "gan")}
-    options = [text for pair in more.items() for text in pair]
-    out = tmp_path / "out"
-    begun = ["labels", *options, "--seeds", "1", "--per-class", "[2]", "--out", str(out)]
-    assert run_cli(script.main, [*begun, "--threshold", "0.1"]) == 0
-    assert "page: " in capsys.readouterr().out
-    found = json.loads((out / "study.json").read_text())
+def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
+    found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1")
     assert found["runs"] == {"done": 7, "planned": 7}
     assert [row["second"] for row in found["comparisons"][:2]] == [arm_name(2, GUESSED), arm_name(2, WITH_SAMPLES)]
-    assert "Pseudo-labels" in page(out / "report.html").text
+    assert "Pseudo-labels" in shown.text

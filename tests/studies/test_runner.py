@@ -29,32 +29,30 @@ class MadeUp(Subject):
         self.shares, self.before, self.setting = shares, before, setting
         self.calls = []
 
+    def made(self, call, file):
+        self.calls.append(call)
+        self.before(call)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
     def jobs(self):
         def make(name):
-            def made(place):
-                self.calls.append(name)
-                self.before(name)
-                (place / "file").touch()
-                return {"name": name}
-
-            return made
+            return lambda place: self.made(name, place / "file") or {"name": name}
 
         first = Job("images", "", make("images"), key={"setting": self.setting})
         return [first, Job("generator", "", make("generator"), needs=("images",))]
 
     def arms(self):
-        return [self.arm(number, name, share) for number, (name, share) in enumerate(self.shares.items())]
+        def make(number, name, share):
+            def run(place, seed):
+                self.made((name, seed), place / "checkpoints/x")
+                hits = np.random.default_rng([number, seed]).random(len(LABELS)) < share
+                return Result({"accuracy": float(hits.mean())}, {"test": hits})
 
-    def arm(self, number, name, share):
-        def make(place, seed):
-            self.calls.append((name, seed))
-            self.before((name, seed))
-            (place / "checkpoints").mkdir(parents=True)
-            hits = np.random.default_rng([number, seed]).random(len(LABELS)) < share
-            return Result({"accuracy": float(hits.mean())}, {"test": hits})
+            needs = ("images", "generator") if name == "samples" else ("images",)
+            return Job(name, f"right on {share}", run, key={"share": share}, needs=needs, family="made up")
 
-        needs = ("images", "generator") if name == "samples" else ("images",)
-        return Job(name, f"right on {share}", make, key={"share": share}, needs=needs, family="made up")
+        return [make(number, *arm) for number, arm in enumerate(self.shares.items())]
 
     def controls(self):
         return [Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes")]
@@ -84,10 +82,7 @@ def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):
     assert subject.calls[:7] == order
     assert len(subject.calls) == 2 + 12
     assert (found["complete"], found["void"], found["seeds"]) == (True, False, [0, 1, 2])
-    assert [(row["group"], row["verdict"]) for row in found["verdicts"]] == [
-        ("all", "cannot tell"),
-        ("few", "cannot tell"),
-    ]
+    assert {row["group"]: row["verdict"] for row in found["verdicts"]} == dict.fromkeys(("all", "few"), "cannot tell")
     held = next(row for row in found["comparisons"] if row["second"] == "held back")
     assert held["verdict"] == "helps"
     assert found == json.loads((tmp_path / "a/study.json").read_text())
@@ -174,18 +169,14 @@ def test_what_was_begun_with_other_settings_is_not_taken_over(tmp_path, call, pl
     assert study(tmp_path, **changed)[0].run()["complete"]
 
 
-def test_what_an_older_version_began_goes_on(tmp_path):
-    (tmp_path / "runs/real-s0").mkdir(parents=True)
-    (tmp_path / "runs/real-s0/config.yaml").touch()
-    assert study(tmp_path)[0].run()["complete"]
-
-
-def test_two_at_once_are_refused(tmp_path):
+def test_what_an_older_version_began_goes_on_and_two_at_once_are_refused(tmp_path):
     def other(call):
         if call == "images":
             with pytest.raises(UserError, match="another process makes this study"):
                 study(tmp_path)[0].run()
 
+    (tmp_path / "runs/real-s0").mkdir(parents=True)
+    (tmp_path / "runs/real-s0/config.yaml").touch()
     assert study(tmp_path, before=other)[0].run()["complete"]
 
 
@@ -203,14 +194,8 @@ def test_a_study_whose_control_fails_says_that_it_is_void(tmp_path, wrong):
 def test_the_page_shows_the_answer_and_what_it_rests_on(tmp_path):
     found = study(tmp_path)[0].run()
     shown = page(write_study_page(tmp_path, found, command="python study.py <made-up>", config={"seeds": 3}))
-    for words in (
-        "Do they help?",
-        "cannot tell",
-        "finished: 12 of 12 runs, 3 complete seeds",
-        "as it must",
-        "<made-up>",
-    ):
-        assert words in shown.text
+    told = ("Do they help?", "cannot tell", "finished: 12 of 12 runs, 3 complete seeds", "as it must", "<made-up>")
+    assert [words for words in told if words not in shown.text] == []
     assert "void" not in shown.text
     assert shown.tags.count("circle") == 3  # a difference each
     empty = study(tmp_path / "b", before=lambda call: os.kill(os.getpid(), signal.SIGINT))[0]

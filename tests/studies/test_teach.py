@@ -1,32 +1,17 @@
 """The study `teach`: what its arms train with, who judges them, and a tiny one from images to page."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-import study as script
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.studies.images import TEST
-from duetgan.studies.teach import (
-    PLAIN,
-    SHORT,
-    WRONG_TEACHER,
-    Teach,
-    TeachConfig,
-)
-from duetgan.training.engine.tasks import build_run_config
+from duetgan.studies.teach import PLAIN, SHORT, WRONG_TEACHER, Teach, TeachConfig
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import classifier_run, gan_run, pack
-from tests.reporting.test_report import page
-from tests.studies.test_augment import write_recipe
 
 RECIPE = REPOSITORY / "configs/study_teach.yaml"
 
@@ -36,19 +21,9 @@ def subject_in(folder, **changes):
     return Teach(build(TeachConfig, read_yaml(RECIPE) | changes), folder)
 
 
-def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
-    told: dict[str, Any] = {}
-    most: dict[str, Any] = {}
-
-    def note(recipe, overrides, *, run_dir, max_steps, **_more):
-        name = Path(run_dir).name
-        told[name], most[name] = build_run_config(read_yaml(recipe), overrides, recipe), max_steps
-        raise KeyError  # before it is judged
-
-    monkeypatch.setattr("duetgan.studies.subject.train", note)
-    for arm in subject_in(tmp_path, teacher=[0.5]).arms():
-        with pytest.raises(KeyError):
-            arm.make(tmp_path / arm.name, 3)
+def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, asked):
+    configs = asked(subject_in(tmp_path, teacher=[0.5]).arms())
+    told = {name: config for name, (config, _) in configs.items()}
     plain, taught = told[PLAIN], told["teacher, weight 0.5"]
     assert taught.loss.classifier == str(tmp_path / "jobs/teacher/run")
     assert taught.loss.classifier_weight == told[WRONG_TEACHER].loss.classifier_weight == 0.5
@@ -58,7 +33,7 @@ def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
     for config in told.values():
         config.loss = plain.loss
     assert len({repr(config) for config in told.values()}) == 1
-    assert most == dict.fromkeys(told) | {SHORT: plain.steps // 10}
+    assert {name: steps for name, (_, steps) in configs.items() if steps} == {SHORT: plain.steps // 10}
 
 
 def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
@@ -79,23 +54,9 @@ def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
         subject.judged(wrongly)
 
 
-@pytest.mark.parametrize("more", [["--teacher", "[]", "--head", "[]"], ["--gan.run", "runs/a"], ["--short", "0"]])
-def test_what_cannot_be_is_refused(more, tmp_path, capsys):
-    assert run_cli(script.main, ["teach", *more, "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
-
-
 @pytest.mark.slow
-def test_a_tiny_study_from_images_to_page(tmp_path, packed, capsys):
-    made = read_yaml(write_recipe(tmp_path, packed))
-    made["data"] |= {"source": None, "long_tail": 1.0}
-    more = {f"--{key}": json.dumps(made[key]) for key in ("data", "classifier", "gan")}
-    options = [text for pair in more.items() for text in pair]
-    out = tmp_path / "out"
-    begun = ["teach", *options, "--seeds", "1", "--n", "20", "--short", "0.5", "--out", str(out)]
-    assert run_cli(script.main, [*begun, "--teacher", "[0.5]"]) == 0
-    assert "page: " in capsys.readouterr().out
-    found = json.loads((out / "study.json").read_text())
+def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
+    found, shown, _ = tiny("teach", tmp_path / "out", "--n", "20", "--short", "0.5", "--teacher", "[0.5]")
     assert found["runs"] == {"done": 6, "planned": 6}
     assert {row["figure"] for row in found["comparisons"]} == {"recognised", "frechet", "diversity"}
-    assert page(out / "report.html").tags.count("img") == 6
+    assert shown.tags.count("img") == 6

@@ -67,24 +67,22 @@ def test_holm_is_over_all_answers_of_a_family():
     assert [row["p"] for row in together] == pytest.approx(holm(alone))
 
 
-def test_the_held_back_images_must_help_and_the_untrained_generator_must_not():
-    controls = [Control("held back", "real", "helps", ""), Control("untrained", "real", "not helps", "")]
-    fine = made_up({"real": 0.6, "held back": 0.7, "untrained": 0.55})
-    assert [row["ok"] for row in checked(fine, controls)] == [True, True]
-    blind = made_up({"real": 0.6, "held back": 0.6, "untrained": 0.6})
-    assert [(row["ok"], row["found"]) for row in checked(blind, controls)] == [
-        (False, "cannot tell"),
-        (True, "cannot tell"),
-    ]
-    leak = made_up({"real": 0.6, "held back": 0.7, "untrained": 0.7})
-    assert [row["ok"] for row in checked(leak, controls)] == [True, False]
-
-
-def test_the_same_images_under_two_names_are_the_same():
-    """Of seeds of their own: the gap lies within the seeds' noise, and one beyond it does not."""
-    control = [Control("as samples", "real", "same", "")]
-    assert checked(made_up({"real": 0.6, "as samples": 0.6}), control)[0]["ok"]
-    assert not checked(made_up({"real": 0.6, "as samples": 0.5}), control)[0]["ok"]
+@pytest.mark.parametrize(
+    ("shares", "held_back", "untrained", "as_samples"),
+    [
+        ({"held back": 0.7, "untrained": 0.55, "as samples": 0.6}, ("helps", True), ("hurts", True), True),
+        ({"held back": 0.6, "untrained": 0.6, "as samples": 0.5}, ("cannot tell", False), ("cannot tell", True), False),
+        ({"held back": 0.7, "untrained": 0.7, "as samples": 0.6}, ("helps", True), ("helps", False), True),
+    ],
+    ids=["as it must be", "blind", "a leak"],
+)
+def test_controls_come_out_as_they_must_or_not(shares, held_back, untrained, as_samples):
+    """The same images under two names, of seeds of their own: a gap lies within the seeds' noise, or beyond it."""
+    expected = {"held back": "helps", "untrained": "not helps", "as samples": "same"}
+    controls = [Control(arm, "real", how, "") for arm, how in expected.items()]  # type: ignore[arg-type]
+    rows = checked(made_up({"real": 0.6, **shares}), controls)
+    assert [(row["found"], row["ok"]) for row in rows[:2]] == [held_back, untrained]
+    assert rows[2]["ok"] is as_samples
 
 
 def test_figures_are_compared_by_seeds():
