@@ -14,10 +14,13 @@ import torch
 from PIL import Image
 
 from duetgan.reporting.pictures import LARGEST_SIDE
-from duetgan.reporting.report import refresh, write_quickstart_report, write_report
+from duetgan.reporting.report import refresh, show_images, write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
 from duetgan.utils.images import grid, save_png
+from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_log import Events
 from duetgan.utils.versions import environment
+from tests.end_to_end.helpers import events_of
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 CHART = re.compile(r'<figure class="chart">.*?</figure>', re.DOTALL)
@@ -212,9 +215,6 @@ def test_quickstart_report_holds_both_runs(tmp_path):
     assert found.tags.count("details") >= 2  # both configurations, folded away
 
 
-# --- what a person asks first comes first (U9)
-
-
 def make_told_run(folder: Path) -> Path:
     """A run with all that the report tells of one."""
     make_gan(folder)
@@ -378,3 +378,21 @@ def test_what_a_note_is_about_is_said_as_the_page_says_it(tmp_path):
     told = ["frechet within classes: too few", "floor of the distances: none"]
     assert [words for words in [*told, "number of images: few images", "own thing: x"] if words not in text] == []
     assert "intra_class" not in text
+
+
+def test_images_are_added_at_the_checkpoints_step_unless_the_run_trains(tmp_path):
+    files = [tmp_path / "confusion.png"]
+    Image.fromarray(np.zeros((4, 6), np.uint8)).save(files[0])
+    show_images(tmp_path, 7, files)
+    assert not (tmp_path / "tensorboard").exists()  # nor is a run's folder made into one that logs
+    Events(tmp_path / "tensorboard").close()
+    training = RunFolder(tmp_path)
+    training.open()
+    show_images(tmp_path, 7, files)
+    assert events_of(tmp_path).Tags()["images"] == []
+    training.close()
+    show_images(tmp_path, 7, files)
+    (image,) = events_of(tmp_path).Images("evaluation/confusion")
+    assert (image.step, image.width, image.height) == (7, 6, 4)
+    training.open()  # the lock was given back
+    training.close()
