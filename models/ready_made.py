@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from duetgan.models.backbones import timm
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import backbone_of
-from duetgan.models.weights import find_weights, fitted, likeness, lineage_of, network_of, read_state_dict
+from duetgan.models.weights import find_weights, fitted, likeness, lineage_of, network_of, read_state_dict, read_tensors
 from duetgan.utils import bounded
 from duetgan.utils.checkpoint import (
     READY_MADE,
@@ -72,11 +70,9 @@ def read_weights(path: Path) -> Checkpoint:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    with bounded.reading(path, "export it again", SafetensorError, ValueError, RecursionError):
-        bounded.check(path, bounded.WEIGHTS)
-        with safe_open(str(path), framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(ENTRY, "null"))
-        tensors = load_file(str(path))
+    tensors, metadata = read_tensors(path, "export it again")
+    with bounded.reading(path, "export it again", ValueError, RecursionError):
+        about = json.loads(metadata.get(ENTRY, "null"))
     if not isinstance(about, dict) or any(key not in about for key in KEYS) or about["task"] not in tuple(NETWORKS):
         raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
     return checked(about | {"state": {NETWORKS[about["task"]]: tensors}}, str(path))

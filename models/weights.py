@@ -52,11 +52,8 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
     if path.suffix == ".safetensors":
-        with bounded.reading(path, remedy, SafetensorError):
-            bounded.check(path, bounded.WEIGHTS)
-            with safe_open(str(path), framework="pt") as file:
-                state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                return _plain_names(state), file.metadata() or {}
+        state, about = read_tensors(path, remedy)
+        return _plain_names(state), about
     content = read_plain(path, remedy)
     if isinstance(content, dict) and all(key in content for key in checkpoints.KEYS):
         return _ours(path, content)
@@ -64,6 +61,14 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     if not state:
         raise UserError(f"{path} is not a plain state dict (name -> tensor); {remedy}")
     return _plain_names(state), {}
+
+
+def read_tensors(path: Path, remedy: str) -> tuple[State, dict[str, str]]:
+    """The tensors of a `.safetensors` file, on the CPU, and its metadata. Raises UserError as `read_plain`."""
+    with bounded.reading(path, remedy, SafetensorError):
+        bounded.check(path, bounded.WEIGHTS)
+        with safe_open(str(path), framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def read_plain(path: Path, remedy: str) -> Any:

@@ -44,9 +44,7 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[s
             both = {"first_value": values[0], "second_value": values[1]}
             rows.append(asdict(each) | both | _outcome(found))
     for family in dict.fromkeys(row["family"] for row in rows):
-        tested = [row for row in rows if row["family"] == family and row["p"] is not None]
-        for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
-            row["p"] = p
+        holm(row for row in rows if row["family"] == family)
     for row in rows:
         row["verdict"] = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
     return rows

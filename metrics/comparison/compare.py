@@ -100,9 +100,7 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
     tables = [_differences(sets[0], other) for other in sets[1:]]
     for name in dict.fromkeys(name for table in tables for name in table):
         rows = [table[name] for table in tables if name in table]
-        tested = [row for row in rows if row["p"] is not None]
-        for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
-            row["p"] = p
+        holm(rows)
         for row in rows:
             better = (row["difference"] > 0) == (_row(name).better == "larger")
             unsure = row["p"] is None or row["p"] >= LEVEL

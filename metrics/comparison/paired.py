@@ -1,8 +1,9 @@
 """Is one of two figures larger than the other? Differences with 95 % intervals and p-values, all two-sided."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -141,12 +142,11 @@ def _normal(value: float, error: float, method: str) -> Difference:
     return Difference(value, [value - NORMAL * error, value + NORMAL * error], p, method)
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979): the chance of even one false alarm stays below the level."""
-    order = np.argsort(p, kind="stable")
-    corrected = [0.0] * len(p)
+def holm(rows: Iterable[dict[str, Any]]) -> None:
+    """Correct the `p` of the rows that have one for their number (Holm 1979): the chance of even one false alarm stays
+    below the level.
+    """
+    tested = sorted((row for row in rows if row["p"] is not None), key=lambda row: row["p"])
     largest = 0.0
-    for place, index in enumerate(order.tolist()):
-        largest = max(largest, min(1.0, (len(p) - place) * p[index]))
-        corrected[index] = largest
-    return corrected
+    for place, row in enumerate(tested):
+        row["p"] = largest = max(largest, min(1.0, (len(tested) - place) * row["p"]))

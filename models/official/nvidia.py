@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from duetgan.models.official.names import NETWORKS, Converted, Place, Source, by_their_names, number, renamed, sizes
 from duetgan.models.official.unpickle import Inert, Refused, module_state
+from duetgan.models.weights import read_tensors
 from duetgan.utils import bounded
 
 FILTER = [1, 3, 3, 1]
@@ -108,13 +108,12 @@ def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[s
 def from_file(path: Path) -> Converted:
     """The networks of a .safetensors file of `theirs`. Raises UserError if it is missing, too large or damaged."""
     states: dict[str, dict[str, Tensor]] = {}
-    with bounded.reading(path, "export it again", SafetensorError, ValueError, RecursionError):
-        bounded.check(path, bounded.WEIGHTS)
-        with safe_open(str(path), framework="pt") as file:
-            about, names = json.loads((file.metadata() or {}).get(ENTRY, "null")), list(file.keys())
-            for name in names if isinstance(about, dict) else ():
-                network, _, theirs = name.partition(".")
-                states.setdefault(network, {})[theirs] = file.get_tensor(name)
+    tensors, metadata = read_tensors(path, "export it again")
+    with bounded.reading(path, "export it again", ValueError, RecursionError):
+        about = json.loads(metadata.get(ENTRY, "null"))
+    for name, value in tensors.items() if isinstance(about, dict) else ():
+        network, _, theirs = name.partition(".")
+        states.setdefault(network, {})[theirs] = value
     if "G_ema" not in states or not states.keys() <= {"G", "G_ema", "D"}:
         raise Refused("it holds no networks in NVIDIA's names (export.py --format nvidia writes such files)")
     return converted(about.get("G"), about.get("D"), states)

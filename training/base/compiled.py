@@ -22,20 +22,18 @@ class Compiled:
         self, function: Callable[..., Any], name: str, *, setting: CompileSetting, device: torch.device
     ) -> None:
         self.function, self.name = function, name
-        self._run = function
         self._trying = setting == "on" or (setting == "auto" and device.type != "cpu")
-        if self._trying:
-            self._run = torch.compile(function, dynamic=False)
+        self._run = torch.compile(function, dynamic=False) if self._trying else function
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if not self._trying:
-            return self._run(*arguments, **options)
         try:
             result = self._run(*arguments, **options)
         except TorchDynamoException as error:  # InductorError is one of them
+            if not self._trying:
+                raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             say_main(f"compile: {self.name} runs uncompiled ({reason[:160]})")
-            self._run, self._trying = self.function, False
-            return self._run(*arguments, **options)
-        self._trying = False  # it works: later errors are not the compiler's
+            self._run = self.function
+            result = self._run(*arguments, **options)
+        self._trying = False  # it works, or never will: later errors are not the compiler's
         return result

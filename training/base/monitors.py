@@ -1,8 +1,9 @@
 """What watches a training's figures: spikes of the loss, and early stopping."""
 
+import copy
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
@@ -11,6 +12,19 @@ from duetgan.utils.config.model import AboveOne, Config, NonNegativeFloat, Posit
 
 LEAST = 30  # steps that must have been seen before one can be told to be unusual
 GAUSS = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
+
+
+class Fields:
+    """What a checkpoint holds as some of its attributes, which are plain data."""
+
+    STATE: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy({name: getattr(self, name) for name in self.STATE})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.STATE:
+            setattr(self, name, copy.deepcopy(state[name]))
 
 
 class SpikesConfig(Config):
@@ -24,8 +38,10 @@ class SpikesConfig(Config):
     limit: PositiveInt = 3  # roll-backs; at one more training stops itself
 
 
-class SpikeDetector:
+class SpikeDetector(Fields):
     """Compares every step's value with the median of those before; non-finite values are ignored."""
+
+    STATE = ("history", "unusual")
 
     def __init__(self, config: SpikesConfig) -> None:
         self.config = config
@@ -56,12 +72,6 @@ class SpikeDetector:
         spread = max(spread, 1e-3 * abs(median))  # of a loss that hardly moves
         return median if value - median > self.config.factor * spread else None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"history": list(self.history), "unusual": self.unusual}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.history, self.unusual = list(state["history"]), state["unusual"]
-
 
 class EarlyStoppingConfig(Config):
     """When to stop before the last step, by the figure that chooses the best checkpoint."""
@@ -70,8 +80,10 @@ class EarlyStoppingConfig(Config):
     min_delta: NonNegativeFloat = 0.0  # by more than this a figure must be better to count
 
 
-class EarlyStopping:
+class EarlyStopping(Fields):
     """Counts evaluations without a better figure. `best` is the last figure that counted as better."""
+
+    STATE = ("best", "waited")
 
     def __init__(self, config: EarlyStoppingConfig, metric: str, *, lower_is_better: bool) -> None:
         self.config, self.metric, self.lower_is_better = config, metric, lower_is_better
@@ -95,9 +107,3 @@ class EarlyStopping:
         best = "nothing" if self.best is None else f"{self.best:.4g}"
         margin = f" by more than {self.config.min_delta:g}" if self.config.min_delta else ""
         return f"early stopping: {self.waited} evaluations without {self.metric} better than {best}{margin}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]

@@ -33,10 +33,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a part of a training step: "data", "forward", "generator/backward", ... (docs/training.md lists them).
-
-        Phases may be nested: time belongs to the innermost one, but a penalty keeps what is inside it (`WHOLE`).
-        """
+        """See `phase`."""
         whole = self._open[-1] in WHOLE
         self._charge()
         self._open.append(self._open[-1] if whole else name)

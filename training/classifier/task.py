@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,14 +28,13 @@ from duetgan.training.base.task import Outline, Task
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
-from duetgan.training.classifier.micro_batch import MicroBatch
 from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater, restore_where_
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.collectives import by_device
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.images import grid
 from duetgan.utils.memory import ran_out
 from duetgan.utils.provenance import Lineage
@@ -42,12 +42,55 @@ from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 
 
-class Prepared(NamedTuple):
-    """A process's share of a step: augmented uint8 images, what they show, and how they are mixed if they are."""
+class MicroBatch:
+    """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share and is halved when
+    memory runs out, with several processes in the first steps only; what was found is its state.
+    """
 
-    images: Tensor
-    targets: Targets
-    mixed: tuple[Tensor, Mixing] | None = None  # with which images, and how
+    optional = True  # a run that was started with a number has no such state
+    tries = 0  # steps that several processes first try without sending
+
+    def __init__(self, setting: int | Literal["auto"] | None, share: int) -> None:
+        self.auto, self.share = setting == "auto", share
+        self.size = share if setting is None or setting == "auto" else min(setting, share)
+
+    def parts(self) -> list[slice]:
+        """The share in as few slices as possible, as equal as can be: a short last one would give BatchNorm poor
+        statistics.
+        """
+        count = -(-self.share // self.size)
+        ends = [self.share * number // count for number in range(count + 1)]
+        return [slice(start, end) for start, end in pairwise(ends)]
+
+    def look_again(self) -> None:
+        """Other parameters train from now on, or images are larger: two steps tell what memory that takes, the
+        optimizer's state included.
+        """
+        self.tries = 2 if self.auto else 0
+
+    def halve(self) -> str:
+        """Go on with half of it; returns what to say. Raises TrainingHalted when a single sample is too much."""
+        if self.size == 1:
+            raise TrainingHalted(
+                "memory ran out with a single sample per forward pass; take smaller images (--data.resolution), a "
+                "smaller model, or model.activation_checkpointing"
+            )
+        before, self.size = self.size, -(-self.size // 2)
+        return (
+            f"micro_batch: memory ran out with {before} samples per forward pass and process; going on with "
+            f"{self.size}. The global batch and its gradient's mean stay, but BatchNorm normalises by, and averages, "
+            f"the statistics of {self.size} samples instead of {before}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.size = min(int(state["size"]), self.share)
+
+
+# a process's share of a step: augmented uint8 images, what they show, and with which images and how they are mixed
+Prepared = tuple[Tensor, Targets, tuple[Tensor, Mixing] | None]
 
 
 class ClassifierTask(Task):
@@ -252,15 +295,15 @@ class ClassifierTask(Task):
         if batch.synthetic is not None and (weight := config.data.synthetic.weight) != 1:
             others = partners(batch.synthetic) if mixed else None
             targets = targets._replace(weights=sample_weights(batch.synthetic, weight, others, targets.own))
-        return Prepared(images, targets, mixed)
+        return images, targets, mixed
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
-        images = to_float(prepared.images[rows], channels_last=self.config.channels_last)
-        if prepared.mixed is not None:
-            others, mixing = prepared.mixed
-            others = to_float(others[rows], channels_last=self.config.channels_last)
-            images = mix_images(images, others, mixing.rows(rows))
-        return images, prepared.targets.rows(rows)
+        (share, targets, mixed), layout = prepared, {"channels_last": self.config.channels_last}
+        images = to_float(share[rows], **layout)
+        if mixed is not None:
+            others, mixing = mixed
+            images = mix_images(images, to_float(others[rows], **layout), mixing.rows(rows))
+        return images, targets.rows(rows)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """At the start, the first training images as the network will see them; later nothing new."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import EarlyStopping, SpikeDetector
+from duetgan.training.base.monitors import EarlyStopping, Fields, SpikeDetector
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Task
 from duetgan.training.engine import health
@@ -30,8 +30,10 @@ from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import Metrics, RunLog, say, say_main
 
 
-class Loop:
+class Loop(Fields):
     """Trains `task` on `loader` and keeps the run folder; its own state is the step, the best figure and counters."""
+
+    STATE = ("step", "images", "best", "updates", "roll_backs")
 
     def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder) -> None:
         self.config, self.task, self.loader, self.folder = config, task, loader, folder
@@ -62,20 +64,11 @@ class Loop:
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "images": self.images,
-            "best": dict(self.best),
-            "updates": dict(self.updates),
-            "stopping": self.stopping.state_dict(),
-            "spikes": self.spikes.state_dict(),
-            "roll_backs": self.roll_backs,
-            "damaged": sorted(self.damaged),
-        }
+        parts = {"stopping": self.stopping.state_dict(), "spikes": self.spikes.state_dict()}
+        return super().state_dict() | parts | {"damaged": sorted(self.damaged)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.images, self.roll_backs = state["step"], state["images"], state["roll_backs"]
-        self.best, self.updates = dict(state["best"]), dict(state["updates"])
+        super().load_state_dict(state)
         self.stopping.load_state_dict(state["stopping"])
         self.spikes.load_state_dict(state["spikes"])
         self.damaged |= set(state["damaged"])

@@ -5,18 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duetgan.training.base.monitors import Fields
 from duetgan.utils.distributed import collectives
 
 
-class MetricWindow:
+class MetricWindow(Fields):
     """Means of the metrics since the last log tick, on the device until `fold`. Of `watched` every value is kept."""
+
+    STATE = ("sums", "counts", "values")
 
     def __init__(self, watched: str | None = None) -> None:
         self.watched = watched
         self.values: list[float] = []  # of the watched metric, a step each
         self._pending: dict[str, list[Tensor]] = {}
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
@@ -34,29 +37,26 @@ class MetricWindow:
         for name in names:
             values = [next(totals) for _ in self._pending[name]]
             for value in values:
-                self._sums[name] = self._sums.get(name, 0.0) + value
-            self._counts[name] = self._counts.get(name, 0) + len(values)
+                self.sums[name] = self.sums.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + len(values)
             if name == self.watched:
                 self.values += values
         self._pending.clear()
 
     def total(self, prefix: str) -> float:
         """Sum of the folded metrics `prefix/...` so far."""
-        return sum(total for name, total in self._sums.items() if name.startswith(f"{prefix}/"))
+        return sum(total for name, total in self.sums.items() if name.startswith(f"{prefix}/"))
 
     def means(self) -> dict[str, float]:
         self.fold()
-        return {name: total / self._counts[name] for name, total in self._sums.items()}
+        return {name: total / self.counts[name] for name, total in self.sums.items()}
 
     def take(self) -> dict[str, float]:
         """The means, and start anew; `values` are the caller's to take before."""
         means = self.means()
-        self._sums, self._counts, self.values = {}, {}, []
+        self.sums, self.counts, self.values = {}, {}, []
         return means
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "counts": dict(self._counts), "values": list(self.values)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending, self._sums, self._counts = {}, dict(state["sums"]), dict(state["counts"])
-        self.values = list(state["values"])
+        super().load_state_dict(state)
+        self._pending.clear()

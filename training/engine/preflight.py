@@ -38,10 +38,10 @@ def state_bytes(task: Task) -> int:
     total = 0
     for part in task.registry().values():
         leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, Tensor)]
-        total += sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        total += sum(leaf.nbytes for leaf in leaves)
         if isinstance(part, Updater) and not part.optimizer.state:
             copies = MOMENTS[part.config.name]
-            total += sum(copies * p.numel() * p.element_size() for p in part.parameters)
+            total += sum(copies * p.nbytes for p in part.parameters)
     return total
 
 
@@ -70,7 +70,7 @@ def check_memory(
     try:
         with torch.device("meta"):
             needs = {
-                name: copies * sum(p.numel() * p.element_size() for p in network.parameters())
+                name: copies * sum(p.nbytes for p in network.parameters())
                 for name, (network, copies) in outline().items()
             }
     except NotImplementedError:  # of the meta device: a fault of the network
@@ -223,7 +223,7 @@ def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> 
         parameter.requires_grad_(task.trains(name, key))
     two = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)  # BatchNorm refuses one sample
     activations = activation_bytes(clone, two) / len(two[0]) * micro
-    weights = 5 * sum(p.numel() * p.element_size() for p in network.parameters())
+    weights = 5 * sum(p.nbytes for p in network.parameters())
     memory = (
         f"memory of its training step: about {(activations + weights) / GIB:.2f} GiB (activations "
         f"{activations / MIB:.0f} MiB in fp32 at {micro} samples; weights, gradients, moments and average "

@@ -72,32 +72,32 @@ def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
     Sets `config.init_from`: of a fresh run to the checkpoint's file, of one that goes on to what it was at its start,
     whatever is asked for now. Raises UserError for a file that is missing, damaged or of another task.
     """
-    config.init_from, donor = collectives.from_main_process(lambda: _find(config, folder))
+
+    def find() -> tuple[str | None, Donor | None]:
+        asked = config.init_from
+        if checkpoints.newest_first(folder.checkpoints):
+            if asked is not None:
+                say(f"--init-from {asked} is ignored: {folder.path} resumes from its own checkpoint")
+            return (folder.saved_config() or {}).get("init_from"), None
+        if asked is None:
+            return None, None
+        path = checkpoints.resolve(asked)
+        content = checkpoints.load(path)
+        if content["task"] != config.task:
+            raise UserError(
+                f"--init-from {path}: is a checkpoint of task {content['task']!r}, but this run trains a "
+                f"{config.task!r}; give a checkpoint of a {config.task!r}"
+            )
+        there, here = (tree.get("architecture", DEFAULT) for tree in (content["config"], to_tree(config)))
+        if there != here:
+            raise UserError(
+                f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
+                f"checkpoint of {here!r}, or set architecture to {there!r}"
+            )
+        return str(path), Donor(str(path), content["step"], checkpoints.file_sha256(path), recorded(content))
+
+    config.init_from, donor = collectives.from_main_process(find)
     return donor
-
-
-def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, Donor | None]:
-    asked = config.init_from
-    if checkpoints.newest_first(folder.checkpoints):
-        if asked is not None:
-            say(f"--init-from {asked} is ignored: {folder.path} resumes from its own checkpoint")
-        return (folder.saved_config() or {}).get("init_from"), None
-    if asked is None:
-        return None, None
-    path = checkpoints.resolve(asked)
-    content = checkpoints.load(path)
-    if content["task"] != config.task:
-        raise UserError(
-            f"--init-from {path}: is a checkpoint of task {content['task']!r}, but this run trains a {config.task!r}; "
-            f"give a checkpoint of a {config.task!r}"
-        )
-    there, here = (tree.get("architecture", DEFAULT) for tree in (content["config"], to_tree(config)))
-    if there != here:
-        raise UserError(
-            f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
-            f"checkpoint of {here!r}, or set architecture to {there!r}"
-        )
-    return str(path), Donor(str(path), content["step"], checkpoints.file_sha256(path), recorded(content))
 
 
 def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, classes: Sequence[str]) -> str:

@@ -1,10 +1,9 @@
 """Watches a GAN's metrics for the failures that everyone meets, and says in words what it sees and what to try."""
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from duetgan.training.base.monitors import Fields
 from duetgan.training.gan.losses import OBJECTIVES, Objective
 from duetgan.utils.config.model import AboveOne, Config, InnerShare, NonNegativeFloat, PositiveInt, Share
 from duetgan.utils.errors import UserError
@@ -15,7 +14,6 @@ NORMS = {  # whose sudden growth or loss is told
     "path_length/mean": "the mean path length",
 }
 MEANS = ("logits/real", "logits/fake", "logits/margin", "logits/real_sign", "loss/discriminator", "ada/p")
-STATE = ("images", "said", "means", "norms", "figures", "streaks")
 ADA = "set ada.mode to adaptive (fixed with loss.objective relativistic or wasserstein)"
 GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
 CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
@@ -63,11 +61,13 @@ class WatchConfig(Config):
 Finding = tuple[str, bool | None, str]
 
 
-class Watch:
+class Watch(Fields):
     """Reads every row of metrics; a failure is said once, and again only after it has been away.
 
     What it says is a function of the rows alone: all ranks say the same, and a resumed run what an unbroken one says.
     """
+
+    STATE = ("images", "said", "means", "norms", "figures", "streaks")
 
     def __init__(self, config: WatchConfig, objective: Objective = OBJECTIVES["nonsaturating"]) -> None:
         self.config, self.objective = config, objective
@@ -77,13 +77,6 @@ class Watch:
         self.norms: dict[str, float] = {}  # of logarithms: `fast/...` of the last rows, `slow/...` of the last quarter
         self.figures: dict[str, float] = {}  # of the last evaluation, and the best ones
         self.streaks: dict[str, int] = {}  # evaluations in a row
-
-    def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy({name: getattr(self, name) for name in STATE})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in STATE:
-            setattr(self, name, copy.deepcopy(state[name]))
 
     def observe(self, step: int, row: Mapping[str, float]) -> list[str]:
         """Take a row of the log (it has `images`) or of an evaluation (keys `val/...`); returns what there is to say.

@@ -124,13 +124,15 @@ def test_holm_by_a_slow_loop():
     for _ in range(50):
         values = np.round(draw.random(5) * 0.2, 3).tolist()
         order = sorted(range(5), key=lambda i: values[i])
+        rows = [*({"p": p} for p in values), {"p": None}]
+        holm(rows)
+        assert rows.pop() == {"p": None}
         for level in (0.01, 0.05, 0.1):
             rejected, step = set(), 0
             while step < 5 and values[order[step]] * (5 - step) < level:
                 rejected.add(order[step])
                 step += 1
-            assert {i for i, p in enumerate(holm(values)) if p < level} == rejected
-    assert holm([]) == []
+            assert {i for i, row in enumerate(rows) if row["p"] < level} == rejected
 
 
 def test_seeds_and_images_are_hillis_formula():

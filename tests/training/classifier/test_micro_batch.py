@@ -8,8 +8,7 @@ import torch
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.config import check_batches
-from duetgan.training.classifier.micro_batch import MicroBatch
-from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.classifier.task import ClassifierTask, MicroBatch
 from duetgan.training.engine.health import explain
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import TrainingHalted, UserError
