@@ -16,8 +16,8 @@ from duetgan.metrics.classification.calibration import judged_temperature, negat
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
 from duetgan.metrics.comparison.predictions import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input
-from duetgan.metrics.features.passes import shared_pass
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.features.sets import shared_pass
 from duetgan.metrics.figures import CLASSIFIER, measured
 from duetgan.metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
 from duetgan.metrics.lineage import leaks, training_images

@@ -96,13 +96,13 @@ class ThisMachine(Machine):
         import torch
 
         import duetgan.training.engine.speed  # noqa: F401
-        from duetgan.metrics.features.extractors import ResNet50Features, find_weights
+        from duetgan.metrics.features.extractors import find_weights, resnet50_features
 
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder, self.cores = folder, cores()
         self.weights = weights_at_hand(weights) if tuning else None
         if (features := find_weights(None)) is not None:
-            extractor, images = ResNet50Features(features), torch.zeros(16, 3, side, side, dtype=torch.uint8)
+            extractor, images = resnet50_features(features), torch.zeros(16, 3, side, side, dtype=torch.uint8)
             extractor(images)
             started = time.perf_counter()
             extractor(images)

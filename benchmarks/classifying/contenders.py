@@ -16,10 +16,10 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.training.base.config import PrecisionName
+from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.base.phases import PhaseClock, listening, phase
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.task import ClassifierTask
-from duetgan.training.engine.metric_window import MetricWindow
 from duetgan.utils.errors import UserError
 from duetgan.utils.memory import tune_malloc
 

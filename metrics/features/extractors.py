@@ -4,9 +4,9 @@ import hashlib
 import importlib
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,49 +26,40 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage
 
 
-class Extractor(Protocol):
+@dataclass
+class Extractor:
     """A deterministic function of images: uint8 [n, C, H, W] on any device -> float32 [n, dim]."""
 
     name: str  # which figures carry, e.g. `resnet50`
     dim: int  # number of features
-    source: str  # where its weights come from; empty if it has none
+    compute: Callable[[Tensor], Tensor]
     device: torch.device  # where it computes
-    lineage: Lineage  # what its weights have seen
+    source: str = ""  # where its weights come from; empty if it has none
+    lineage: Lineage = field(default_factory=Lineage.of)  # what its weights have seen
 
-    def __call__(self, images: Tensor) -> Tensor: ...
+    def __call__(self, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.compute(images)
 
 
-class PixelFeatures:
+def pixel_features(channels: int) -> Extractor:
     """Images averaged down to 8x8 pixels, in [0, 1]: no weights and no time, for quick looks during training only."""
 
-    name = "pixels"
-    source = ""
-    device = torch.device("cpu")
-    lineage = Lineage.of()
+    def compute(images: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(images.to("cpu", torch.float32) / 255, 8).flatten(1)
 
-    def __init__(self, channels: int) -> None:
-        self.dim = channels * 64
-
-    def __call__(self, images: Tensor) -> Tensor:
-        inputs = images.to(self.device, torch.float32) / 255
-        return F.adaptive_avg_pool2d(inputs, 8).flatten(1)
+    return Extractor("pixels", channels * 64, compute, torch.device("cpu"))
 
 
-class ClassifierFeatures:
-    """Pooled features of one of our classifiers, before its head."""
+def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
+    """Pooled features of one of our classifiers, before its head; `name` as in `classifier:runs/x`."""
 
-    def __init__(self, classifier: Classifier, *, name: str) -> None:
-        """`name` as in `classifier:runs/x`."""
-        self.name = name
-        self.source = fingerprint(classifier)
-        self.device = device_of(classifier)
-        self.lineage = classifier.lineage
-        self._classifier = classifier
-        self.dim = classifier.feature_dim
+    def compute(images: Tensor) -> Tensor:
+        with evaluating(classifier):
+            return classifier.features(classifier_input(classifier, images)).float()
 
-    def __call__(self, images: Tensor) -> Tensor:
-        with evaluating(self._classifier):
-            return self._classifier.features(classifier_input(self._classifier, images)).float()
+    about = device_of(classifier), fingerprint(classifier), classifier.lineage
+    return Extractor(name, classifier.feature_dim, compute, *about)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -117,31 +108,24 @@ def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Pat
     return path
 
 
-class ResNet50Features:
-    """2048 pooled features of an ImageNet ResNet-50, float32. Calling it: uint8 [n, C, H, W] -> float32 [n, 2048].
+def resnet50_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
+    """2048 pooled features of an ImageNet ResNet-50.
 
     Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly; grey is repeated to three channels.
     """
+    path, place = needed_weights(weights, "extractor resnet50 needs a weights file"), torch.device(device)
+    known_by = file_hash(path)
+    network = load_resnet50(path).to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    name = "resnet50"
-    dim = 2048
-
-    def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
-        path = needed_weights(weights, "extractor resnet50 needs a weights file")
-        self.device = torch.device(device)
-        known_by = file_hash(path)
-        self.source, self.lineage = f"{path.name} {known_by}", Lineage.of(pretrained=[known_by])
-        self._network = load_resnet50(path).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def __call__(self, images: Tensor) -> Tensor:
-        inputs = images.to(self.device, torch.float32) / 255  # [n, C, H, W] in [0, 1]
+    def compute(images: Tensor) -> Tensor:
+        inputs = images.to(place, torch.float32) / 255  # [n, C, H, W] in [0, 1]
         side = 64 if max(inputs.shape[-2:]) <= 64 else 224
         if inputs.shape[-2:] != (side, side):
             # antialias matters only when shrinking; without it a large image would lose detail by aliasing
             inputs = F.interpolate(inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
-        inputs = normalize(inputs)
-        with torch.no_grad():
-            return self._network(inputs.contiguous(memory_format=torch.channels_last))
+        return network(normalize(inputs).contiguous(memory_format=torch.channels_last))
+
+    return Extractor("resnet50", 2048, compute, place, f"{path.name} {known_by}", Lineage.of(pretrained=[known_by]))
 
 
 def load_resnet50(path: Path) -> nn.Module:
@@ -161,38 +145,32 @@ def load_resnet50(path: Path) -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
-class InceptionFeatures:
+def inception_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
     """2048 pooled features of the Inception network that published FID figures use, through torch-fidelity.
 
     It does its own scaling to 299 px, bit for bit as the TensorFlow original.
     """
+    try:
+        library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
+    except ImportError as error:
+        raise UserError("extractor inception needs torch-fidelity; `pip install torch-fidelity`") from error
+    path, source, place = None, "torch-fidelity's download", torch.device(device)
+    if weights:
+        path, source = str(weights), Path(weights).name
+        read_state_dict(Path(weights))  # torch-fidelity itself would unpickle anything
+    try:
+        network = library.FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=path)
+    except (OSError, RuntimeError) as error:  # no network (URLError is an OSError), or not Inception's state dict
+        raise UserError(
+            f"Inception's weights could not be downloaded ({str(error).splitlines()[0]}); give torch-fidelity's "
+            "weights-inception-2015-12-05-6726825d.pth with --weights, or take --extractor resnet50"
+        ) from error
+    network = network.to(place)
 
-    name = "inception"
-    dim = 2048
-    lineage = Lineage.of()
+    def compute(images: Tensor) -> Tensor:
+        return network(images.to(place).expand(-1, 3, -1, -1))[0].float()
 
-    def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
-        try:
-            library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
-        except ImportError as error:
-            raise UserError("extractor inception needs torch-fidelity; `pip install torch-fidelity`") from error
-        self.device = torch.device(device)
-        path, self.source = None, "torch-fidelity's download"
-        if weights:
-            path, self.source = str(weights), Path(weights).name
-            read_state_dict(Path(weights))  # torch-fidelity itself would unpickle anything
-        try:
-            network = library.FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=path)
-        except (OSError, RuntimeError) as error:  # no network (URLError is an OSError), or not Inception's state dict
-            raise UserError(
-                f"Inception's weights could not be downloaded ({str(error).splitlines()[0]}); give torch-fidelity's "
-                "weights-inception-2015-12-05-6726825d.pth with --weights, or take --extractor resnet50"
-            ) from error
-        self._network = network.to(self.device)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self._network(images.to(self.device).expand(-1, 3, -1, -1))[0].float()
+    return Extractor("inception", 2048, compute, place, source)
 
 
 EXTRACTORS = ("classifier", "resnet50", "inception", "pixels")
@@ -226,17 +204,16 @@ def build(
         )
     built: dict[str, Extractor] = {}
     for kind, _, argument in parts:
-        extractor: Extractor
         if kind == "classifier":
             run = argument or classifier
             if not run:
                 raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
             loaded = judge if judge is not None and run == classifier else classifier_from(read(resolve(run)), device)
-            extractor = ClassifierFeatures(loaded, name=f"classifier:{run}")
+            extractor = classifier_features(loaded, name=f"classifier:{run}")
         elif kind == "pixels":
-            extractor = PixelFeatures(channels)
+            extractor = pixel_features(channels)
         else:
-            extractor = (ResNet50Features if kind == "resnet50" else InceptionFeatures)(weights, device=device)
+            extractor = (resnet50_features if kind == "resnet50" else inception_features)(weights, device=device)
         if extractor.name in built:
             raise UserError(f"extractor {extractor.name} is named twice; name it once")
         built[extractor.name] = extractor

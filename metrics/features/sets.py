@@ -1,8 +1,8 @@
-"""From images to features: which images are taken, and one pass over them for all extractors."""
+"""From images to features: which images are taken, and passes over them that all processes share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,9 +10,14 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import Extractor, extract
-from duetgan.metrics.features.passes import shared_pass
+from duetgan.utils.distributed import collectives
+from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import numpy_generator
 
+T = TypeVar("T")
+
+MOST, LEAST = 64, 4  # images of a chunk
+PIXELS = 2**20  # of a chunk, between these bounds: what a network needs of memory does not grow with the image size
 Source = Callable[[range], tuple[Tensor, Any]]
 """Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""
 
@@ -41,6 +46,39 @@ def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int =
         wanted[np.flatnonzero(labels[order] == label)[:per_class]] = True
     order = np.concatenate([order[:n], order[n:][wanted[n:]]])
     return Selection(order, labels[order], f"{role} {seed} {n} {per_class}")
+
+
+def chunk_size(side: int) -> int:
+    """Images of `side` px that networks compute together: 64 up to 128 px, 16 at 256 px, 4 from 512 px on."""
+    return max(LEAST, min(MOST, PIXELS // side**2))
+
+
+def shared_pass(
+    count: int,  # images
+    work: Callable[[range], T],  # what is made of the images of a chunk: plain data, and tensors on the CPU
+    *,
+    side: int,  # of the images, in px
+    batch_size: int,  # images that a process takes before the results are sent, in whole chunks and at least one
+    multiple: int = 1,  # of which a chunk's size must be one
+    what: str = "",  # the images on a progress bar; empty: there is none
+) -> Iterator[T]:
+    """The results of `work` for every chunk of images: on rank 0 all of them in order, on the others none.
+
+    The chunks begin at fixed images whatever the batch size and the number of processes, and each is computed as a
+    whole by one process: the last bits of a network's float32 outputs depend on the images they are computed with. All
+    ranks must exhaust it. A UserError of one rank is raised on all of them.
+    """
+    size = max(1, chunk_size(side) // multiple) * multiple
+    chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    each = max(1, batch_size // size)
+    rank, world = collectives.rank(), collectives.world_size()
+    with Bar(total=count, desc=what, unit="image", disable=not (what and rank == 0)) as bar:
+        for first in range(0, len(chunks), each * world):
+            own = chunks[first + rank * each : first + (rank + 1) * each]
+            for results in collectives.gather_to_main(lambda own=own: [work(rows) for rows in own]):  # type: ignore[misc]
+                for result in results:
+                    yield result
+                    bar.update(min(size, count - bar.n))
 
 
 def feature_sets(

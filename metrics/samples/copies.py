@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.features.extractors import ClassifierFeatures, Extractor, PixelFeatures
+from duetgan.metrics.features.extractors import Extractor, pixel_features
 from duetgan.metrics.features.precision import full_float32
 from duetgan.metrics.features.sets import Selection, select
 from duetgan.metrics.samples.memorisation import RealSet, memorisation
@@ -24,7 +24,7 @@ def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
     To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out images
     without being copies. Where there is no other extractor, pixels serve.
     """
-    return next((each for each in extractors if not isinstance(each, ClassifierFeatures)), PixelFeatures(channels))
+    return next((each for each in extractors if not each.name.startswith("classifier:")), pixel_features(channels))
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:

@@ -16,7 +16,7 @@ import yaml
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_classifier import classify, evaluate_classifier
 from duetgan.metrics.evaluate_gan import evaluate_generator
-from duetgan.metrics.features.extractors import ClassifierFeatures, PixelFeatures
+from duetgan.metrics.features.extractors import classifier_features, pixel_features
 from duetgan.metrics.features.sets import RealFeatures
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
@@ -63,7 +63,7 @@ def gan_figures(folder: Path, batch_size: int) -> dict[str, Any]:
                 reader,
                 n=COUNT - 20,
                 seed=3,
-                extractors=[ClassifierFeatures(judge, name="classifier:x"), PixelFeatures(1)],
+                extractors=[classifier_features(judge, name="classifier:x"), pixel_features(1)],
                 classifier=judge,
                 train_reader=train,
                 real=real,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from duetgan.training.base.data import make_loader, open_training
-from duetgan.training.engine.metric_window import MetricWindow
+from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.distributed import collectives
 from tests.slim import slim_down

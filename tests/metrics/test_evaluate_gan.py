@@ -7,7 +7,7 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import evaluate_generator
-from duetgan.metrics.features.extractors import ClassifierFeatures, PixelFeatures, extract
+from duetgan.metrics.features.extractors import Extractor, classifier_features, extract, pixel_features
 from duetgan.metrics.features.sets import RealFeatures, select
 from duetgan.metrics.figures import GAN, Samples, history, measured
 from duetgan.metrics.samples.copies import neighbour_images
@@ -22,7 +22,7 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
 
-PIXELS = PixelFeatures(1)
+PIXELS = pixel_features(1)
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ class Whimsical(Classifier):
         return torch.nn.functional.one_hot(((x + 1) * 127.5).round().sum((1, 2, 3)).long() % 3, 3).float()
 
 
-class Counting(PixelFeatures):
+class Counting(Extractor):
     """Counts the images that it is shown."""
 
     def __init__(self, name="counting"):
-        super().__init__(1)
-        self.name, self.seen = name, 0
+        super().__init__(name, PIXELS.dim, PIXELS.compute, PIXELS.device)
+        self.seen = 0
 
     def __call__(self, images):
         self.seen += len(images)
@@ -206,7 +206,7 @@ def test_copies_are_looked_for_in_features_that_never_saw_the_training_images(
     generator, test_reader, train_reader, judge
 ):
     """A classifier's features serve only where it stands beside others; then pixels do, and no distance is added."""
-    features, other = ClassifierFeatures(judge, name="classifier:x"), Counting("other")
+    features, other = classifier_features(judge, name="classifier:x"), Counting("other")
     alone = evaluate(generator, test_reader, extractors=[features], train_reader=train_reader)
     assert [row["extractor"] for row in alone["distances"]] == ["classifier:x"]
     assert alone["memorisation"] == evaluate(generator, test_reader, train_reader=train_reader)["memorisation"]
@@ -220,7 +220,7 @@ def test_fewer_images_are_searched_and_the_floor_stays(generator, test_reader, t
     few, all_ = (evaluate(generator, test_reader, train_reader=train_reader, searched=n) for n in (40, 5000))
     assert (few["memorisation"]["searched"], all_["memorisation"]["searched"]) == (40, 90)
     assert few["distances"] == all_["distances"]
-    features = [ClassifierFeatures(judge, name="classifier:x")]  # nothing is looked for in them
+    features = [classifier_features(judge, name="classifier:x")]  # nothing is looked for in them
     alone, beside = (
         evaluate(generator, test_reader, extractors=features, train_reader=train_reader, searched=n) for n in (0, 5000)
     )

@@ -22,8 +22,8 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.model_parallel import Share, place
 from duetgan.models.weights import load_pretrained
 from duetgan.training.base.compiled import Compiled
+from duetgan.training.base.data import label_shares
 from duetgan.training.base.phases import phase
-from duetgan.training.base.sampling import label_shares
 from duetgan.training.base.task import Outline, Task
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain

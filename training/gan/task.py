@@ -13,17 +13,15 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.metrics.evaluate_gan import evaluate_generator
 from duetgan.metrics.features.extractors import build, fingerprint
-from duetgan.metrics.features.passes import shared_pass
 from duetgan.metrics.features.precision import evaluating
-from duetgan.metrics.features.sets import RealFeatures
+from duetgan.metrics.features.sets import RealFeatures, shared_pass
 from duetgan.metrics.figures import GAN, history
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import StageGenerator, generate
 from duetgan.models.registry import architecture_of
 from duetgan.models.restore import classifier_from
-from duetgan.training.base.data import check_same_classes
+from duetgan.training.base.data import check_same_classes, label_shares
 from duetgan.training.base.phases import phase
-from duetgan.training.base.sampling import label_shares
 from duetgan.training.base.task import Outline, Task
 from duetgan.training.gan.ada import Ada
 from duetgan.training.gan.config import GanConfig

@@ -7,17 +7,17 @@ from torch import nn
 
 from duetgan.data.augment.transforms import to_float
 from duetgan.metrics.features.extractors import (
-    ClassifierFeatures,
-    InceptionFeatures,
-    PixelFeatures,
+    Extractor,
     build,
+    classifier_features,
     classifier_input,
     extract,
+    inception_features,
+    pixel_features,
 )
 from duetgan.metrics.features.precision import evaluating, full_float32
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
-from duetgan.utils.provenance import Lineage
 from tests.metrics.conftest import classifier_run
 
 CPU = torch.device("cpu")
@@ -34,16 +34,16 @@ def sample_images(n=4, channels=1, side=8):
 
 
 def test_pixels_are_averages_in_0_to_1():
-    features = extract(PixelFeatures(3), sample_images(channels=3, side=16))
+    features = extract(pixel_features(3), sample_images(channels=3, side=16))
     expected = sample_images(channels=3, side=16).float().view(4, 3, 8, 2, 8, 2).mean((3, 5)) / 255
     torch.testing.assert_close(features, expected.flatten(1))
-    assert features.shape[1] == PixelFeatures(3).dim
+    assert features.shape[1] == pixel_features(3).dim
 
 
 def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
     model = classifier()
     expected = model.features(to_float(sample_images()))
-    extractor = ClassifierFeatures(model.train(), name="classifier:x")
+    extractor = classifier_features(model.train(), name="classifier:x")
     torch.testing.assert_close(extract(extractor, sample_images()), expected)
     assert expected.shape == (4, extractor.dim)
     assert model.training  # put back
@@ -51,10 +51,10 @@ def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
 
 def test_fingerprint_tells_weights_apart():
     model = classifier()
-    before = ClassifierFeatures(model, name="classifier:x").source
-    assert before == ClassifierFeatures(model, name="classifier:x").source
+    before = classifier_features(model, name="classifier:x").source
+    assert before == classifier_features(model, name="classifier:x").source
     model.network.fc.bias += 1e-3
-    assert ClassifierFeatures(model, name="classifier:x").source != before
+    assert classifier_features(model, name="classifier:x").source != before
 
 
 def test_images_are_fitted_to_the_classifier():
@@ -74,7 +74,7 @@ def test_names_stand_in_the_extractors_and_the_judge_is_not_loaded_again(tmp_pat
     run, judge = classifier_run(tmp_path / "a"), classifier()
     built = build([f"classifier:{run}", "pixels", "classifier"], **SETTINGS, classifier="runs/b", judge=judge)
     assert [extractor.name for extractor in built] == [f"classifier:{run}", "pixels", "classifier:runs/b"]
-    assert built[2].source == ClassifierFeatures(judge, name="b").source != built[0].source
+    assert built[2].source == classifier_features(judge, name="b").source != built[0].source
 
 
 @pytest.mark.parametrize(
@@ -100,33 +100,28 @@ def test_missing_weights_are_told(no_weights):
         build(["resnet50"], **SETTINGS)
 
 
-class TwoFeatures:
-    name, dim, source, device, lineage = "two", 2, "", CPU, Lineage.of()
-
-    def __call__(self, images):
-        return torch.full((len(images), 2), float("nan"))
-
-
 def test_features_that_are_not_finite_are_told():
     with pytest.raises(UserError, match="extractor two gives features that are not finite"):
-        extract(TwoFeatures(), sample_images())
+        extract(Extractor("two", 2, lambda images: torch.full((len(images), 2), torch.nan), CPU), sample_images())
 
 
 def test_inception_without_its_library_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
     with pytest.raises(UserError, match="pip install torch-fidelity"):
-        InceptionFeatures()
+        inception_features()
 
 
 class FakeLibrary:
     """Stands in for torch-fidelity's module: the same call, no weights."""
+
+    asked: tuple[object, ...] = ()
 
     class FeatureExtractorInceptionV3(nn.Module):
         def __init__(self, name, features_list, feature_extractor_weights_path=None):
             super().__init__()
             if feature_extractor_weights_path is None:
                 raise OSError("<urlopen error no network>\nmore lines")
-            self.asked = (name, features_list, feature_extractor_weights_path)
+            FakeLibrary.asked = (name, features_list, feature_extractor_weights_path)
 
         def forward(self, images):
             assert images.dtype == torch.uint8
@@ -141,20 +136,20 @@ def fake_library(monkeypatch):
 
 def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
     torch.save({"a": torch.zeros(1)}, tmp_path / "weights.pth")
-    extractor = InceptionFeatures(tmp_path / "weights.pth")
-    assert extractor._network.asked == ("inception", ["2048"], str(tmp_path / "weights.pth"))
+    extractor = inception_features(tmp_path / "weights.pth")
+    assert FakeLibrary.asked == ("inception", ["2048"], str(tmp_path / "weights.pth"))
     features = extract(extractor, sample_images())
     torch.testing.assert_close(features, sample_images().float().mean((2, 3)).expand(-1, 3))
 
 
 def test_inceptions_weights_that_cannot_be_had_are_told(fake_library, tmp_path):
     with pytest.raises(UserError, match=r"could not be downloaded \(<urlopen error no network>\)"):
-        InceptionFeatures()
+        inception_features()
     with pytest.raises(UserError, match="no such file"):
-        InceptionFeatures(tmp_path / "absent.pth")
+        inception_features(tmp_path / "absent.pth")
     (tmp_path / "text.pth").write_text("not weights")
     with pytest.raises(UserError, match="not a plain state dict"):
-        InceptionFeatures(tmp_path / "text.pth")
+        inception_features(tmp_path / "text.pth")
 
 
 def test_precision_and_modes_come_back():

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 import torchvision
 from safetensors.torch import save_file
 
-from duetgan.metrics.features.extractors import ResNet50Features, extract, find_weights, load_resnet50
+from duetgan.metrics.features.extractors import extract, find_weights, load_resnet50, resnet50_features
 from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.utils.errors import UserError
@@ -50,7 +50,7 @@ def reference(state, images, side, *, he_strides):
 
 
 def test_features_follow_the_protocol(he_file, state, images):
-    extractor = ResNet50Features(he_file)
+    extractor = resnet50_features(he_file)
     assert (extractor.name, extractor.dim) == ("resnet50", 2048)
     features = extract(extractor, images)
     assert features.dtype == torch.float32
@@ -69,9 +69,9 @@ def test_stride_placement_is_the_files(state, he_file, images, tmp_path):
     for stage in ("layer2", "layer3", "layer4"):
         assert he.get_submodule(f"{stage}.0.conv1").stride == (2, 2) == plain.get_submodule(f"{stage}.0.conv2").stride
         assert he.get_submodule(f"{stage}.0.conv2").stride == (1, 1) == plain.get_submodule(f"{stage}.0.conv1").stride
-    found = extract(ResNet50Features(tmp_path / "plain.pth"), images)
+    found = extract(resnet50_features(tmp_path / "plain.pth"), images)
     torch.testing.assert_close(found, reference(state, images, 64, he_strides=False), rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(found, extract(ResNet50Features(he_file), images), rtol=1e-2)
+    assert not torch.allclose(found, extract(resnet50_features(he_file), images), rtol=1e-2)
 
 
 def test_a_file_without_batch_counters_loads(state, tmp_path):
@@ -111,7 +111,7 @@ def test_search_order(tmp_path, monkeypatch, no_weights):
         path.touch()
     assert find_weights() is None
     with pytest.raises(UserError, match=r"--weights|weights/"):
-        ResNet50Features()
+        resnet50_features()
     monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", (tmp_path / "absent", lying))
     assert find_weights() == lying
     monkeypatch.setenv("DUET_WEIGHTS", str(named))

@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 from duetgan.data.sources import open_source
 from duetgan.data.sources.base import ArraySource
-from duetgan.metrics.features.extractors import PixelFeatures
+from duetgan.metrics.features.extractors import pixel_features
 from duetgan.metrics.samples.membership_inference import (
     LEVEL,
     attack,
@@ -136,7 +136,7 @@ def clothes():
     source = open_source("sample", split="train", root=None)
     assert isinstance(source, ArraySource)
     images = torch.from_numpy(source.images.transpose(0, 3, 1, 2).copy())
-    return torch.cat([PixelFeatures(1)(part) for part in images.split(1000)])
+    return torch.cat([pixel_features(1)(part) for part in images.split(1000)])
 
 
 def test_real_images_no_false_alarms_and_copies_are_found(clothes):

@@ -17,7 +17,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.weighted_sampling import class_weights
 from duetgan.data.records import add_image, pack_arrays
-from duetgan.training.base import data, sampling
+from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan import task as gan
@@ -186,14 +186,14 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
 
 def test_weights(folder: Path) -> None:
     reader = Dataset(folder / "train.lmdb")
-    shares = sampling.label_shares
+    shares = data.label_shares
 
     def weights(**options: Any) -> np.ndarray:
-        found = sampling.sampling_weights(config_of(folder, **options).data, reader)
+        found = data.sampling_weights(config_of(folder, **options).data, reader)
         assert found is not None
         return found
 
-    assert sampling.sampling_weights(config_of(folder).data, reader) is None
+    assert data.sampling_weights(config_of(folder).data, reader) is None
     assert shares(config_of(folder).data, reader) == [6, 3, 1]
     np.testing.assert_allclose(np.bincount(LABELS, weights(sampling="balanced")), 1)
     rates = {"dog": 2.0, "emu": 0.0}
@@ -217,7 +217,7 @@ def test_loader_follows_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch
     loader = data.make_loader(config, training, torch.device("cpu"))
     assert loader.prefetch == 0  # the step itself wants the cores
     assert data.make_loader(config, training, torch.device("meta")).prefetch == 3
-    weights, groups = sampling.sampling_weights(config.data, training), training.labels()
+    weights, groups = data.sampling_weights(config.data, training), training.labels()
     expected = GlobalSampler(10, batch_size=4, seed=5, weights=weights, groups=groups, rank=1, world_size=2)
     assert loader.state_dict() == expected.state_dict()
     for _ in range(6):

@@ -13,7 +13,7 @@ from duetgan.data.reading.mixture import MixedDataset
 from duetgan.data.records import pack_arrays
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
-from duetgan.training.base.sampling import label_shares, real_label_shares, share_of
+from duetgan.training.base.data import label_shares, real_label_shares, share_of
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import train
+from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.lr_find import Curve, Sweep, search, valley, write
-from duetgan.training.engine.metric_window import MetricWindow
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.config import OptimizerConfig

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from duetgan.training.engine.metric_window import MetricWindow
+from duetgan.training.base.monitors import MetricWindow
 
 VALUES = [0.1, 0.7, 1e-9, 3.3, 1e8, 0.2, 5.5]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from duetgan.training.gan.loss_gradients import PerLossGradients
+from duetgan.training.gan.generator_step import PerLossGradients
 from duetgan.training.optim.updater import Precision
 
 CPU = torch.device("cpu")

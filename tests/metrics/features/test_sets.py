@@ -1,6 +1,6 @@
 import pytest
 
-from duetgan.metrics.features.passes import chunk_size, shared_pass
+from duetgan.metrics.features.sets import chunk_size, shared_pass
 from duetgan.utils.errors import UserError
 
 
