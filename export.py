@@ -2,11 +2,10 @@
 
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from duetgan.inference.settings import FORMATS, ExportConfig
+from duetgan.inference.settings import FORMATS
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_import_option, positive
 from duetgan.utils.script import run_cli
@@ -28,14 +27,13 @@ def parser() -> Parser:
     add("--format", required=True, choices=FORMATS, help=FORMAT_HELP)
     add("--out", required=True, type=Path, metavar="FILE", help="the file, or folder, to write")
     add("--overwrite", action="store_true", help="replace --out if it exists (files only)")
-    add("--licence", "--license", default=ExportConfig.licence, help="that a model card names (default: unknown)")
+    add("--licence", "--license", default="unknown", help="that a model card names (default: unknown)")
     add("--data", metavar="X.lmdb", help="images of the check (default: the run's held-out, else training images)")
     add("--calibration", metavar="X.lmdb", help="images for int8's ranges (default: the run's training images)")
-    counts = {"n": "images of the check", "calibrated": "images for int8's ranges"}
-    counts |= {"batch_size": "the larger batch that is timed", "repeats": "of the timing, medians"}
-    for name, text in counts.items():
-        default = getattr(ExportConfig, name)
-        add(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} (default: {default})")
+    add("--n", type=positive, default=1000, metavar="N", help="images of the check, at most")
+    add("--calibrated", type=positive, default=256, metavar="N", help="images for int8's ranges, at most")
+    add("--batch-size", type=positive, default=64, metavar="N", help="the larger batch that is timed")
+    add("--repeats", type=positive, default=5, metavar="N", help="of the timing, medians")
     add("--json", action="store_true", help="print one JSON document instead of a table; logs go to stderr")
     return options
 
@@ -44,29 +42,30 @@ def main(argv: list[str]) -> int:
     """Export, print what the check found; CheckFailed (exit code 4) where the file is not as good as the original."""
     options = parser().parse_args(argv)
     resolve_for_people(options.checkpoint, options.which)  # is it there?
-    job = ExportConfig(**{field.name: getattr(options, field.name) for field in fields(ExportConfig)})
     import torch  # now that the options are known to be right
 
-    from duetgan.inference.export.check import document, export, failed, table
+    from duetgan.inference.export.check import CheckFailed, document, export, table
     from duetgan.models.ready_made import open_checkpoint
     from duetgan.reporting.report import refresh
 
     path, checkpoint = open_checkpoint(options.checkpoint, options.which)
-    rows, subject, wrong = export(job, checkpoint)
+    rows, subject, wrong = export(options, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:
         head: dict[str, Any] = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"]}
-        head |= {"format": job.format, "file": str(job.out), "passed": wrong is None, "reason": wrong}
-        head |= {"checked": checked, "batch_size": job.batch_size, "threads": torch.get_num_threads()}
+        head |= {"format": options.format, "file": str(options.out), "passed": wrong is None, "reason": wrong}
+        head |= {"checked": checked, "batch_size": options.batch_size, "threads": torch.get_num_threads()}
         print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
     else:
         what = "images" if subject.is_classifier else "samples"
         print(f"checked on {checked} {what}; {torch.get_num_threads()} threads; speeds against fp32 eager")
-        print(table(rows, batch=job.batch_size))
+        print(table(rows, batch=options.batch_size))
     if wrong is not None:
-        raise failed(job, wrong)
-    print(f"wrote {job.out}, {rows[-1].bytes / 2**20:.2f} MiB", file=sys.stderr)
-    refresh(job.out)
+        kept = "; the one that was there is as it was" if options.out.exists() else ""
+        remedy = ", or calibrate with more or other images (--calibration)" if options.format == "int8" else ""
+        raise CheckFailed(f"{options.out}: not written, {wrong}{kept}; choose another --format{remedy}")
+    print(f"wrote {options.out}, {rows[-1].bytes / 2**20:.2f} MiB", file=sys.stderr)
+    refresh(options.out)
     return 0
 
 

@@ -12,15 +12,16 @@ from duetgan.inference.settings import (
     DATASET,
     ENCODINGS,
     FEATURES,
+    FPS,
+    FRAMES,
     GRID,
     SPACES,
     EditConfig,
-    FilmConfig,
     ProjectionConfig,
     check_film,
     check_suffix,
 )
-from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.classes import require_same_classes
 from duetgan.utils.config.cli import Parser, add_model_options, number, positive
 from duetgan.utils.files import check_writable
@@ -29,7 +30,7 @@ from duetgan.utils.script import run_cli
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from duetgan.inference.samples import Sampler
 
-FILM, SEARCH, EDIT = FilmConfig(), ProjectionConfig(), EditConfig()  # the defaults
+SEARCH, EDIT = ProjectionConfig(), EditConfig()  # the defaults
 PSI, WEIGHT, ABOVE_0 = number(float, -10, 10), number(float, 0), number(float, 0, inner=True)
 
 
@@ -72,7 +73,7 @@ def parser() -> Parser:
 
     add_film_options(begin(interpolate, "interpolate", "a film from sample to sample, .mp4 or .gif"))
     text = "the nearest images to a given one, in w and in w+"
-    add_projection_options(begin(project, "project", text, without="noise, psi"))
+    add_projection_options(begin(find_image, "project", text, without="noise, psi"))
     text = "strips of images on their way from one class of a classifier to another, the rest staying"
     add_edit_options(begin(edit, "edit", text, without="classes"))
 
@@ -86,9 +87,9 @@ def parser() -> Parser:
 def add_film_options(add: Callable[..., Any]) -> None:
     add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
     through = "samples to go through (default: 8, or one a class up to 16)"
-    add("--n", type=number(int, 2), dest="keyframes", metavar="N", help=through)
-    add("--frames", type=positive, default=FILM.frames, help="from one to the next")
-    add("--fps", type=positive, default=FILM.fps, help="frames a second")
+    add("--n", type=number(int, 2), metavar="N", help=through)
+    add("--frames", type=positive, default=FRAMES, help="from one to the next")
+    add("--fps", type=positive, default=FPS, help="frames a second")
     add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")
 
 
@@ -152,25 +153,26 @@ def draw_table(options: Namespace) -> str:
 
 
 def interpolate(options: Namespace) -> str:
-    config = chosen(options, FilmConfig)
     check_film(options.out, fps=options.fps)
     sampler, *_ = open_sampler(options)
-    from duetgan.inference.interpolate import draw_film
+    from duetgan.inference.interpolate import Journey, draw_film
 
-    count = draw_film(sampler, options.out, config)
+    journey = Journey(sampler, options.space, options.n, options.frames)
+    count = draw_film(journey, options.out, fps=options.fps, scale=options.scale)
     return f"wrote {count} frames, {count / options.fps:.1f} s, to {options.out}"
 
 
-def project(options: Namespace) -> str:
+def find_image(options: Namespace) -> str:
     check_suffix(options.out, ".png")
     if options.save is not None:
         check_suffix(options.save, ".safetensors", "latents are kept in a .safetensors file", option="--save")
     config = chosen(options, ProjectionConfig)
     sampler, checkpoint, _ = open_sampler(options)
-    from duetgan.inference import projection
+    from duetgan.inference.inputs import read_target
+    from duetgan.inference.projection import project
 
-    target = projection.read_target(options.image, checkpoint, resize=options.resize)
-    lines = projection.project(sampler, checkpoint["classes"], target, options.out, config, save_to=options.save)
+    target = read_target(options.image, checkpoint, options.resize)[None]
+    lines = project(sampler, checkpoint["classes"], target, options.out, config, save_to=options.save)
     return "\n".join([*lines, f"wrote {options.out}" + (f" and {options.save}" if options.save else "")])
 
 
@@ -180,12 +182,13 @@ def edit(options: Namespace) -> str:
     config = chosen(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.editing import Editor, pair_of
-    from duetgan.inference.projection import read_target
+    from duetgan.inference.inputs import read_target
     from duetgan.inference.strips import counterfactual, make_strips, save_strips, summary
     from duetgan.metrics.lineage import load_judge
+    from duetgan.models.ready_made import read
     from duetgan.models.restore import classifier_from
 
-    guide = load(resolve_for_people(options.classifier))
+    guide = read(resolve_for_people(options.classifier))
     names = guide["classes"]
     if sampler.generator.classes:
         require_same_classes("the generator", checkpoint["classes"], f"the classifier {options.classifier}", names)
@@ -196,7 +199,7 @@ def edit(options: Namespace) -> str:
         about = {"option": "--judge", "guide": options.classifier}
         how["judge"] = load_judge(options.judge, checkpoint, names, sampler.device, None, **about)
     if options.image is not None:
-        image = read_target(options.image, checkpoint, resize=options.resize)
+        image = read_target(options.image, checkpoint, options.resize)[None]
         strip, direction = counterfactual(editor, image, source, target, steps=options.steps, **how)
         strips = [strip]
     else:
@@ -229,10 +232,11 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     check_writable(options.out.parent)
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.inference.samples import Sampler, chosen_classes
+    from duetgan.models.ready_made import read
     from duetgan.models.restore import generator_from
     from duetgan.utils.distributed.collectives import choose_device
 
-    checkpoint = load(path)
+    checkpoint = read(path)
     generator = generator_from(checkpoint, choose_device(options.device))
     classes = checkpoint["classes"] if generator.classes else []
     sampler = Sampler(

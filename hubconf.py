@@ -73,22 +73,12 @@ def _generator(name: str) -> _Any:
         content = _content(checkpoint, which, sizes)
         found = content["config"].get("architecture", _registry.DEFAULT)
         if content["task"] == "gan" and found != name:
-            wrong = f"{checkpoint}: its generator is of architecture {found}; load {found!r}"
-            raise _UserError(wrong)
-        return _restored_generator(content, device)
+            raise _UserError(f"{checkpoint}: its generator is of architecture {found}; load {found!r}")
+        model = _restore.generator_from(content, device)
+        return _described(model, content["classes"] if model.classes else ())
 
     entry.__name__, entry.__doc__ = name, _GENERATOR.format(name)
     return entry
-
-
-def _any_generator(checkpoint: str, which: str, device: str) -> _Any:
-    """The checkpoint's generator, of whatever architecture (`duetgan.load_generator`)."""
-    return _restored_generator(_content(checkpoint, which, {}), device)
-
-
-def _restored_generator(content: dict, device: str) -> _Any:
-    model = _restore.generator_from(content, device)
-    return _described(model, content["classes"] if model.classes else ())
 
 
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:

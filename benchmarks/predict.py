@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def ours(folder: Path, model: Any, checkpoint: dict[str, Any], out: Path) -> Non
     """What predict.py does between its options and its last line."""
     classes = checkpoint["classes"]
     how: dict[str, Any] = {"resize": None, "top": len(classes), "batch_size": BATCH}
-    with Inputs([str(folder)]) as inputs, csv_file(out, classes, None) as write:
+    with ExitStack() as stack, csv_file(out, classes, None) as write:
+        inputs = Inputs([str(folder)], stack)
         for given, answer in predict(model, checkpoint, inputs, **how):
             write(given, answer)
 

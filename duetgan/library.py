@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,9 +13,7 @@ import PIL.Image
 import torch
 from torch import Tensor, nn
 
-from duetgan.data.errors import ImageError
-from duetgan.data.images import fit, from_pillow, to_channels, trained_mode
-from duetgan.inference.predictions import read_image
+from duetgan.inference.inputs import Image, Transform
 from duetgan.inference.projection import Projection, find
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig, label_of
@@ -29,61 +26,8 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
 from duetgan.utils.memory import cores, ran_out
 
-Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor"
 BATCH = 64  # images at first; halved where memory runs out
 FARTHEST = 2.0  # generated images leave [-1, 1] by a little; what leaves it by more is in another range
-
-
-@dataclass(frozen=True)
-class Transform:
-    """An image as a network takes it: float32 [channels, resolution, resolution] in [-1, 1].
-
-    Brings it to size as the images of the network's training were. Takes a file's name; a PIL image; an array [H, W],
-    [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]. Can be sent to the workers of a DataLoader. Raises
-    UserError for an image that cannot be read, and for floats outside [0, 1].
-    """
-
-    channels: int
-    resolution: int
-    mode: str  # of data.images.fit: crop, pad, or as a ready-made network has it
-
-    def __call__(self, image: Image) -> Tensor:
-        return self.pixels(image).float() / 127.5 - 1
-
-    def pixels(self, image: Image) -> Tensor:
-        """The same as uint8 [channels, resolution, resolution]."""
-        try:
-            if isinstance(image, str | os.PathLike):
-                shape = {"channels": self.channels, "resolution": self.resolution}
-                return read_image(Path(image), {"shape": shape}, resize=self.mode)
-            if isinstance(image, PIL.Image.Image):
-                pixels = from_pillow(image, self.channels)
-            else:
-                pixels = to_channels(_hwc(image), self.channels)
-            return torch.from_numpy(fit(pixels, self.resolution, self.mode).transpose(2, 0, 1).copy())
-        except ImageError as error:
-            name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
-            raise UserError(f"{name} {error}") from error
-
-
-def _hwc(image: np.ndarray | Tensor) -> np.ndarray:
-    """An array or a tensor as uint8 [H, W, C]."""
-    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
-    if array.ndim == 2:
-        array = array[:, :, None]
-    elif isinstance(image, Tensor) and array.ndim == 3:
-        array = array.transpose(1, 2, 0)
-    if array.ndim != 3 or array.shape[2] not in (1, 3):
-        layout = "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
-        raise ImageError(f"is of shape {list(image.shape)}; give {layout} with 1 or 3 channels")
-    if array.dtype == np.uint8:
-        return array
-    if not np.issubdtype(array.dtype, np.floating):
-        raise ImageError(f"is of type {array.dtype}; give uint8, or floats in [0, 1]")
-    low, high = float(array.min()), float(array.max())
-    if not (low >= 0 and high <= 1):
-        raise ImageError(f"has values from {low:.3g} to {high:.3g}; floats are taken as [0, 1]")
-    return np.asarray((array * 255).round(), dtype=np.uint8)
 
 
 class Predictions(NamedTuple):
@@ -101,9 +45,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.network = classifier_from(checkpoint, device)
         self.class_names: list[str] = list(checkpoint["classes"])
-        side = checkpoint["shape"]["resolution"]
-        self.transform = Transform(self.network.channels, side, trained_mode(checkpoint))
-        self.image_shape, self.image_range = (self.network.channels, side, side), (-1.0, 1.0)
+        self.transform = Transform.of(checkpoint)
+        self.image_shape, self.image_range = self.transform.shape, (-1.0, 1.0)
         self._batch = BATCH
 
     def forward(self, images: Tensor) -> Tensor:
@@ -155,9 +98,8 @@ class Generator(nn.Module):
         self.network: ImageGenerator = generator_from(checkpoint, device)
         self.class_names: list[str] = list(checkpoint["classes"]) if self.network.classes else []
         self.z_dim = self.network.z_dim
-        channels, side = self.network.channels, self.network.resolution
-        self.image_shape, self.image_range = (channels, side, side), (-1.0, 1.0)
-        self.transform = Transform(channels, side, trained_mode(checkpoint))
+        self.transform = Transform.of(checkpoint)
+        self.image_shape, self.image_range = self.transform.shape, (-1.0, 1.0)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """Images [N, channels, H, H] in about [-1, 1] of z [N, z_dim] (normal) and labels int64 [N], places in

@@ -10,9 +10,10 @@ import torch
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.explorer.generator import address
 from duetgan.explorer.runs import Shown
-from duetgan.inference.influence import check_data, checkpoint_files, images_of, snapshot
-from duetgan.inference.influence_scores import Part, influence, most, passes
-from duetgan.inference.predictions import default_layer, image_heat, image_of, overlay
+from duetgan.inference.influence import checkpoint_files
+from duetgan.inference.influence_scores import Part, check_data, images_of, influence, most, passes, snapshot
+from duetgan.inference.inputs import Transform
+from duetgan.inference.predictions import default_layer, image_heat, overlay
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
 from duetgan.utils.errors import UserError
@@ -27,7 +28,7 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
 
     Raises ImageError for what is no image.
     """
-    classifier, image = shown.model, image_of(content, shown.checkpoint)
+    classifier, image = shown.model, Transform.of(shown.checkpoint).read(content)
     row = judge_images(classifier, image[None])[0]
     order = row.sort(descending=True, stable=True).indices[:CLASSES].tolist()
     layer = default_layer(classifier)
@@ -47,7 +48,7 @@ def spoke_for(shown: Shown, content: bytes, data: str | None = None) -> dict[str
 
     Raises ImageError for what is no image, UserError where the training images are not there or have other classes.
     """
-    image = image_of(content, shown.checkpoint)
+    image = Transform.of(shown.checkpoint).read(content)
     label = int(judge_images(shown.model, image[None])[0].argmax())
     files, path = tuple(checkpoint_files(str(shown.path))), data or training_images(shown)
     with dataset_for_model(path, shown.checkpoint) as reader:

@@ -13,11 +13,11 @@ from torch import Tensor
 from duetgan.data.images import encode
 from duetgan.explorer.runs import Shown
 from duetgan.inference.editing import Editor, pair_of
+from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
-from duetgan.inference.predictions import image_of
 from duetgan.inference.projection import find
 from duetgan.inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
-from duetgan.inference.settings import FilmConfig, ProjectionConfig
+from duetgan.inference.settings import ProjectionConfig
 from duetgan.models.gan import NoiseMode
 from duetgan.utils.classes import require_same_classes
 
@@ -58,9 +58,10 @@ def draw(shown: Shown, sources: Sequence[Source]) -> dict[str, Any]:
 
 def mix(shown: Shown, pair: tuple[Source, Source], layers: Sequence[int]) -> dict[str, Any]:
     """The addresses of `a`, `b`, and `mixed`: A with B's styles and noise at `layers`."""
-    generator = with_styles(shown.model, "style mixing")
-    of_a, of_b = (truncated_styles(source.sampler(shown), generator, [0], source.psi) for source in pair)
-    images = [synthesize(generator, 1, *how)[0] for how in (of_a, of_b, mixed(of_a, of_b, 0, layers))]
+    with_styles(shown.model, "style mixing")
+    samplers = [source.sampler(shown) for source in pair]
+    of_a, of_b = (truncated_styles(sampler, [0]) for sampler in samplers)
+    images = [synthesize(samplers[0], how)[0] for how in (of_a, of_b, mixed(of_a, of_b, 0, layers))]
     return dict(zip(("a", "b", "mixed"), map(address, images), strict=True))
 
 
@@ -81,7 +82,7 @@ class _Pair(Sampler):
 def walk(shown: Shown, pair: tuple[Source, Source]) -> dict[str, Any]:
     """The `frames`, FRAMES + 1 addresses from A to B: straight in w, or along a great circle in z if there is no w."""
     a, b = (source.sampler(shown) for source in pair)
-    journey = Journey(_Pair(**vars(a), other=b), FilmConfig(keyframes=2, frames=FRAMES))
+    journey = Journey(_Pair(**vars(a), other=b), keyframes=2, frames=FRAMES)
     frames = [torch.from_numpy(frame.transpose(2, 0, 1)) for frame in itertools.islice(journey, FRAMES + 1)]
     return {"frames": list(map(address, frames))}
 
@@ -91,7 +92,7 @@ def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[st
 
     Raises ImageError for what is no image, UserError for a generator without w.
     """
-    target = image_of(content, shown.checkpoint)[None]
+    target = Transform.of(shown.checkpoint).read(content)[None]
     sampler = Sampler(generator=shown.model, chosen=range(shown.model.classes), noise_mode="const")
     result = find(sampler, target, SEARCH, tick=tick)
     words = {"w": "one style for all layers", "w+": "a style for each layer"}

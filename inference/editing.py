@@ -14,17 +14,17 @@ conditional manipulation (section 2.3).
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from duetgan.inference.samples import Sampler, truncated_styles, with_styles
+from duetgan.inference.samples import Sampler, Start, truncated_styles, with_styles
 from duetgan.inference.settings import EditConfig, label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.classifier import Classifier, fit_images
-from duetgan.models.gan import NoiseMode, StyledGenerator, to_uint8
+from duetgan.models.gan import StyledGenerator, to_uint8
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.seeding import seed_of
@@ -33,36 +33,6 @@ OTHERS = 8  # classes at most whose logits shall stay: those that the classifier
 DRAWS = 4  # vectors for each image that tell how its pixels change
 PATIENCE = 50  # samples are drawn for each one that is wanted; what is not found by then is not there
 GRID = 24  # steps at which an image may arrive
-
-
-@dataclass(frozen=True)
-class Start:
-    """Images that edits start from; what does not change with w or z stays as it is."""
-
-    code: Tensor  # the styles [n, num_ws, w_dim], or z [n, z_dim]
-    labels: Tensor | None  # int64 [n] beside z; None without classes, and beside w, which has the class in it
-    noise: list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name
-
-    def __len__(self) -> int:
-        return len(self.code)
-
-    def take(self, rows: Any) -> "Start":
-        """Some of the images: a slice, numbers or a mask."""
-        noise = self.noise if isinstance(self.noise, str) else [level[rows] for level in self.noise]
-        return Start(self.code[rows], None if self.labels is None else self.labels[rows], noise)
-
-    def batches(self, size: int) -> Iterator["Start"]:
-        """All images in parts of at most `size`."""
-        return (self.take(slice(first, first + size)) for first in range(0, len(self), size))
-
-    @staticmethod
-    def join(parts: Sequence["Start"]) -> "Start":
-        """All images of several; they are of one generator and one mode of noise."""
-        labels = [part.labels for part in parts if part.labels is not None]
-        noise = parts[0].noise
-        if not isinstance(noise, str):
-            noise = [torch.cat(levels) for levels in zip(*(part.noise for part in parts), strict=True)]
-        return Start(torch.cat([part.code for part in parts]), torch.cat(labels) if labels else None, noise)
 
 
 @dataclass(frozen=True)
@@ -97,11 +67,7 @@ class Editor:
 
     def start(self, sampler: Sampler, numbers: Sequence[int]) -> Start:
         """The sampler's images as a start."""
-        if self.space == "z":
-            return Start(*sampler.latents(numbers))
-        generator = cast(StyledGenerator, self.generator)
-        styles, noise = truncated_styles(sampler, generator, numbers, sampler.truncation_psi)
-        return Start(styles, None, noise)
+        return Start(*sampler.latents(numbers)) if self.space == "z" else truncated_styles(sampler, numbers)
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
         """The images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size]; differentiable."""

@@ -5,8 +5,11 @@ By hand: captum's TracInCP gives the same numbers for the head in the same time,
 for other layers, and needs as many lines around it; cleanlab brings pandas and scikit-learn for one formula.
 """
 
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.data.reading.loader import evaluation_batches
+from duetgan.inference.inputs import read_target
+from duetgan.inference.settings import label_of
+from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.classifier import Classifier
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load
+from duetgan.utils.classes import require_same_classes
+from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 
 MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
@@ -44,11 +55,6 @@ class Gradients:
     def squared_norms(self) -> Tensor:
         """[n]: the dot product of each with itself."""
         return self.errors.square().sum(1) * (self.inputs.square().sum(1) + self.bias)
-
-    def full(self) -> Tensor:
-        """The gradients themselves, [n, P]: K F of the weight, then K of the bias."""
-        weight = (self.errors[:, :, None] * self.inputs[:, None]).flatten(1)
-        return torch.cat([weight, self.errors], 1) if self.bias else weight
 
 
 def sample_gradients(
@@ -237,3 +243,84 @@ def most(scores: Tensor, count: int) -> list[int]:
     """The places of the largest scores, largest first; those above 0 only."""
     order = scores.argsort(descending=True, stable=True)[:count]
     return [place for place in order.tolist() if scores[place] > 0]
+
+
+# --- the command
+
+
+def answer(options: Namespace, files: list[Path]) -> dict[str, Any]:
+    """What `inference.influence` is asked for of these checkpoints, in words and numbers; writes its grid."""
+    device, last = choose_device(options.device), load(files[-1])
+    snapshots = [snapshot(file, device) for file in files]
+    with dataset_for_model(options.data, last) as reader:
+        check_data(reader, last, options.data)
+        parts = passes(snapshots, reader, batch_size=options.batch_size)
+        if options.mislabelled:
+            return _mislabelled(options, parts, reader)
+        return _explain(options, parts, reader, read_target(options.image, last), snapshots[-1].load())
+
+
+def snapshot(file: Path, device: torch.device) -> Snapshot:
+    """A classifier's checkpoint. Raises UserError for another task's."""
+    checkpoint = load(file, verify=False)
+    if checkpoint["task"] != "classifier":
+        raise UserError(f"{file}: is a checkpoint of task {checkpoint['task']!r}; give one of a classifier")
+    # read again when its turn comes: all of a run's networks at once may not fit into memory
+    return Snapshot(rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
+
+
+def check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
+    """Raise UserError unless the images have the classifier's classes; note where they are not its training's."""
+    remedy = "give the images that it was trained on"
+    require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
+    if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
+        print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
+
+
+def images_of(reader: Dataset, rows: list[int]) -> list[Tensor]:
+    """Records of a packed file, uint8 [C, H, W]."""
+    return list(torch.from_numpy(reader.read(rows)[0])) if rows else []
+
+
+def _explain(
+    options: Namespace, parts: Iterable[Part], reader: Dataset, image: Tensor, model: Classifier
+) -> dict[str, Any]:
+    classes, top = reader.classes, options.top
+    probabilities = judge_images(model, image[None])[0]
+    named = int(probabilities.argmax())
+    label = named if options.label is None else label_of(options.label, classes, "--label")
+    scores = influence(parts, len(reader), image, label)
+    labels, blank = reader.labels(), image.new_full(image.shape, 255)
+    first, head = image, f"named {classes[named]} {probabilities[named]:.2f}"
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    images, captions = [], []
+    for kind, rows in (("helped", most(scores, top)), ("hurt", most(-scores, top))):
+        kinds[kind] = [{"record": row, "label": classes[labels[row]], "score": float(scores[row])} for row in rows]
+        told = [f"{item['record']}: {item['label']}\n{item['score']:+.3g}" for item in kinds[kind]]
+        images += [first, *images_of(reader, rows), *[blank] * (top - len(rows))]
+        captions += [f"{head}\n{kind} {classes[label]}:", *told, *[""] * (top - len(rows))]
+        first, head = blank, ""
+    save_captioned(images, captions, options.out, columns=top + 1)
+    about = {"image": options.image, "named": classes[named], "probability": float(probabilities[named])}
+    return {**about, "label": classes[label], **kinds}
+
+
+def _mislabelled(options: Namespace, parts: Iterable[Part], reader: Dataset) -> dict[str, Any]:
+    result, classes = suspicion(parts, reader), reader.classes
+    measure = options.by or "probability"
+    rows = result.order(measure)[: options.top].tolist()
+    others = result.probabilities.scatter(1, result.labels[:, None], -1).max(1)  # the likeliest class but the given
+    suspects = [
+        {
+            "record": row,
+            "label": classes[int(result.labels[row])],
+            "given": float(result.given[row]),
+            "named": classes[int(others.indices[row])],
+            "probability": float(others.values[row]),
+            "self_influence": float(result.self_influence[row]),
+        }
+        for row in rows
+    ]
+    captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in suspects]
+    save_captioned(images_of(reader, rows), captions, options.out, columns=min(10, len(rows)))
+    return {"measure": measure, "issues": int((result.issues() >= 0).sum()), "mislabelled": suspects}

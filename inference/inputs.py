@@ -1,20 +1,106 @@
-"""What predict.py is given: images, folders, patterns, archives, packed files and lists, as one row of images."""
+"""An image of a user's as a network takes it; and what predict.py is given: images, folders, patterns, archives, packed
+files and lists, as one row of images.
+"""
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import PIL.Image
+import torch
+from torch import Tensor
 
 from duetgan.data.errors import ImageError
+from duetgan.data.images import decode_file, fit, from_pillow, to_channels, trained_mode
 from duetgan.data.sources import is_source, open_images
 from duetgan.data.sources.base import Source
 from duetgan.data.sources.files import LocalSource, read_file
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
+
+Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """An image as a network takes it: float32 [channels, resolution, resolution] in [-1, 1].
+
+    Brings it to size as the images of the network's training were. Takes a file's name; a PIL image; an array [H, W],
+    [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]. Can be sent to the workers of a DataLoader. Raises
+    UserError for an image that cannot be read, and for floats outside [0, 1].
+    """
+
+    channels: int
+    resolution: int
+    mode: str  # of data.images.fit: crop, pad, or as a ready-made network has it
+
+    def __call__(self, image: Image) -> Tensor:
+        return self.pixels(image).float() / 127.5 - 1
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], resize: str | None = None) -> "Transform":
+        """That of a checkpoint's network; `resize`: crop or pad instead of what its training did."""
+        shape = checkpoint["shape"]
+        return cls(shape["channels"], shape["resolution"], resize or trained_mode(checkpoint))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of what it gives."""
+        return self.channels, self.resolution, self.resolution
+
+    def read(self, image: "Image | bytes") -> Tensor:
+        """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's name."""
+        if isinstance(image, str | os.PathLike):
+            image = read_file(Path(image))
+        if isinstance(image, bytes):
+            pixels = decode_file(image, self.channels)
+        elif isinstance(image, PIL.Image.Image):
+            pixels = from_pillow(image, self.channels)
+        else:
+            pixels = to_channels(_hwc(image), self.channels)
+        return torch.from_numpy(fit(pixels, self.resolution, self.mode).transpose(2, 0, 1).copy())
+
+    def pixels(self, image: Image) -> Tensor:
+        """The same as uint8 [channels, resolution, resolution]."""
+        try:
+            return self.read(image)
+        except ImageError as error:
+            name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
+            raise UserError(f"{name} {error}") from error
+
+
+def _hwc(image: np.ndarray | Tensor) -> np.ndarray:
+    """An array or a tensor as uint8 [H, W, C]."""
+    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    elif isinstance(image, Tensor) and array.ndim == 3:
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] not in (1, 3):
+        layout = "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
+        raise ImageError(f"is of shape {list(image.shape)}; give {layout} with 1 or 3 channels")
+    if array.dtype == np.uint8:
+        return array
+    if not np.issubdtype(array.dtype, np.floating):
+        raise ImageError(f"is of type {array.dtype}; give uint8, or floats in [0, 1]")
+    low, high = float(array.min()), float(array.max())
+    if not (low >= 0 and high <= 1):
+        raise ImageError(f"has values from {low:.3g} to {high:.3g}; floats are taken as [0, 1]")
+    return np.asarray((array * 255).round(), dtype=np.uint8)
+
+
+def read_target(path: str | Path, checkpoint: Mapping[str, Any], resize: str | None = None) -> Tensor:
+    """The image that `--image` names, as `Transform.pixels`. Raises UserError if it cannot be read."""
+    try:
+        return Transform.of(checkpoint, resize).read(path)
+    except ImageError as error:
+        raise UserError(f"--image {path}: {error}; give another image") from error
 
 
 class Input(NamedTuple):
@@ -28,7 +114,7 @@ def file_input(path: str | Path) -> Input:
     return Input(str(path), partial(read_file, Path(path)))
 
 
-class Inputs(AbstractContextManager["Inputs"]):
+class Inputs:
     """The images that `given` names, in order: image files; folders (with all that lies below) and patterns like
     `a/**/*.jpg`; zip, tar, CSV, Parquet, Arrow and LMDB files; .txt files, which name an image in each line.
 
@@ -36,19 +122,12 @@ class Inputs(AbstractContextManager["Inputs"]):
     for sources without images, before any image is read.
     """
 
-    def __init__(self, given: Sequence[str]) -> None:
-        self._sources = ExitStack()
+    def __init__(self, given: Sequence[str], stack: ExitStack) -> None:
+        """Args: `stack` closes the files."""
         self._parts: list[tuple[str, Source | list[str]]] = []
-        with ExitStack() as opened:
-            for name in given:
-                part = _part(name)
-                if isinstance(part, Source):
-                    opened.enter_context(part)
-                self._parts.append((name, part))
-            self._sources = opened.pop_all()
-
-    def __exit__(self, *error: object) -> None:
-        self._sources.close()
+        for name in given:
+            part = _part(name)
+            self._parts.append((name, stack.enter_context(part) if isinstance(part, Source) else part))
 
     def __len__(self) -> int:
         return sum(len(part) for _, part in self._parts)
@@ -71,11 +150,9 @@ class Inputs(AbstractContextManager["Inputs"]):
     def __iter__(self) -> Iterator[Input]:
         names = self.names()
         for _, part in self._parts:
-            if isinstance(part, list):
-                yield from (file_input(next(names)) for _ in part)
-                continue
             for index in range(len(part)):
-                yield Input(next(names), _content(part, index))
+                name = next(names)
+                yield file_input(name) if isinstance(part, list) else Input(name, _content(part, index))
 
 
 def _part(name: str) -> Source | list[str]:

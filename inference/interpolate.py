@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from duetgan.inference.samples import Sampler, default_count, with_styles
-from duetgan.inference.settings import FilmConfig, check_film
+from duetgan.inference.settings import FPS, FRAMES, check_film
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.gan import NoiseMode, one_hot, to_uint8
 from duetgan.utils.errors import UserError
@@ -22,16 +22,14 @@ from duetgan.utils.files import building
 from duetgan.utils.runlog.progress import Bar
 
 
-def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:
+def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
     """Write the film to an .mp4 or .gif file; returns how many frames it has. Memory does not grow with their number.
 
-    Frame k of a segment lies k / `frames` of the way from its sample to the next, and after the last sample comes the
-    first. Noise maps are those of the first sample all through, so that nothing flickers. Raises UserError.
+    Args: `scale`: each pixel becomes scale x scale; None: to about 256 px. Raises UserError.
     """
-    journey = Journey(sampler, config)
-    scale = enlargement(sampler.generator.resolution, config.scale)
+    scale = enlargement(journey.sampler.generator.resolution, scale)
     bar = Bar(total=len(journey), desc="frames", unit="frame")
-    with bar, film(out, fps=config.fps, scale=scale) as add:
+    with bar, film(out, fps=fps, scale=scale) as add:
         for frame in journey:
             add(frame)
             bar.update()
@@ -39,13 +37,22 @@ def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:
 
 
 class Journey:
-    """The frames of a film, uint8 [H, W, C] one after the other; made batch by batch, each time anew."""
+    """The frames of a film, uint8 [H, W, C] one after the other; made batch by batch, each time anew.
 
-    def __init__(self, sampler: Sampler, config: FilmConfig) -> None:
-        self.sampler = sampler
-        self.space: Literal["z", "w"] = config.space or ("w" if sampler.generator.has_styles else "z")
-        self.keyframes = config.keyframes or default_count(sampler)
-        self.frames = config.frames
+    Frame k of a segment lies k / `frames` of the way from its sample to the next, and after the last sample comes the
+    first. Noise maps are those of the first sample all through, so that nothing flickers.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        space: Literal["z", "w"] | None = None,  # where the way is straight; None: w if the generator has one, else z
+        keyframes: int | None = None,  # samples it goes through, two at least; None: 8, or one of each class up to 16
+        frames: int = FRAMES,  # from one sample to the next
+    ) -> None:
+        self.sampler, self.frames = sampler, frames
+        self.space = space or ("w" if sampler.generator.has_styles else "z")
+        self.keyframes = keyframes or default_count(sampler)
         if self.space == "w":
             with_styles(sampler.generator, "interpolate --space w")
 
@@ -54,8 +61,7 @@ class Journey:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         noise = self.sampler.latents([0])[2]
-        for start in range(0, len(self), self.sampler.batch_size):
-            places = range(start, min(start + self.sampler.batch_size, len(self)))
+        for places in self.sampler.batches(len(self)):
             with torch.no_grad(), full_float32(self.sampler.device):
                 images = to_uint8(self._images(places, noise)).cpu()
             yield from (image.numpy().transpose(1, 2, 0) for image in images)

@@ -1,23 +1,32 @@
-"""Where predict.py's answers go, one by one: a table for people, JSON, CSV, and images sorted into a folder a class."""
+"""Where predict.py's answers go, one by one: a table for people, JSON, CSV, images sorted into a folder a class, and
+what is drawn beside them.
+"""
 
 import csv
 import itertools
 import json
 import os
+import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from duetgan.inference.inputs import Input
+from duetgan.inference.inputs import Input, Inputs
+from duetgan.inference.predictions import Maps, default_layer, output_files
+from duetgan.inference.settings import label_of
+from duetgan.inference.strips import Counterfactuals
+from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building, check_writable, write_atomic
 from duetgan.utils.images import save_png
+from duetgan.utils.text import printable
 
-Sink = Callable[[Input, dict[str, Any]], None]  # takes an image and the answer of `inference.predictions.predict`
+Sink = Callable[[Input, dict[str, Any]], object]  # takes an image and the answer of `inference.predictions.predict`
 
 
 @contextmanager
@@ -40,15 +49,13 @@ def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Si
     """
     places = range(2, (top or 0) + 1)
     more = [f"{name}_{place}" for place in places for name in ("label", "probability")] if top else classes
-    with building(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["file", "label", "probability", *more])
+    with _rows(path, ["file", "label", "probability", *more]) as add:
 
         def write(given: Input, answer: dict[str, Any]) -> None:
             shares: dict[str, float] = answer.get("probabilities", {})
             pairs = list(itertools.chain(*shares.items()))
             row = pairs if top else [*pairs[:2], *(shares[name] for name in classes if name in shares)]
-            writer.writerow([given.name, *row, *[""] * (2 + len(more) - len(row))])
+            add([given.name, *row, *[""] * (2 + len(more) - len(row))])
 
         yield write
 
@@ -56,10 +63,16 @@ def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Si
 @contextmanager
 def error_file(path: Path) -> Iterator[Sink]:
     """`file` and `error` of the images that cannot be read, as CSV. Raises UserError as `building`."""
+    with _rows(path, ["file", "error"]) as add:
+        yield lambda given, answer: add([given.name, answer["error"]]) if "error" in answer else None
+
+
+@contextmanager
+def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object]], object]]:
     with building(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["file", "error"])
-        yield lambda given, answer: writer.writerow([given.name, answer["error"]]) if "error" in answer else None
+        writer.writerow(head)
+        yield writer.writerow
 
 
 def sorter(folder: Path) -> Sink:
@@ -95,3 +108,74 @@ def _free(place: Path) -> Path:
     """`place`, numbered where there is something else."""
     numbered = (place.with_stem(f"{place.stem}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([place], numbered) if not os.path.lexists(path))
+
+
+def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
+    """Where the answers go."""
+    if options.json:
+        yield stack.enter_context(json_array(sys.stdout))
+    elif not (options.csv or options.sort_into):
+        yield lambda _, answer: print(line(answer))
+    if options.csv:
+        yield stack.enter_context(csv_file(options.csv, classes, options.top))
+    if options.errors:
+        yield stack.enter_context(error_file(options.errors))
+    if options.sort_into:
+        yield sorter(options.sort_into)
+
+
+def line(result: dict[str, Any]) -> str:
+    """A result as text."""
+    if "error" in result:
+        return printable(f"{result['file']}: {result['error']}")
+    text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
+    text = f"{result['file']}: {text}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
+    strip = result.get("counterfactual")
+    if strip and "error" in strip:
+        text += f"; no counterfactual: {strip['error']}"
+    elif strip:
+        where = "" if strip["arrived"] else "never there, at best "
+        text += f"; {where}{strip['class']} {strip['probability']:.3f}"
+        text += f", pixels change by {strip['pixel_change']:.3f} ({strip['image']})"
+    return printable(text)
+
+
+# --- what is drawn beside the answers
+
+
+def asked(
+    options: Namespace, kind: str, other: str, inputs: Inputs, classes: list[str]
+) -> tuple[list[Path], int | None] | None:
+    """What `--KIND DIR` and `--KIND-class` ask for: each image's file, and the class; `other`: its further option.
+
+    Raises UserError for an unknown class, options without DIR, and a folder that cannot be written.
+    """
+    folder, name = getattr(options, kind), getattr(options, f"{kind}_class")
+    if folder is None:
+        if name is not None or getattr(options, other) is not None:
+            raise UserError(f"--{kind}-class and --{other.replace('_', '-')} belong to --{kind} DIR; add it")
+        return None
+    label = None if name is None else label_of(name, classes, f"--{kind}-class")
+    return output_files(folder, list(inputs.names()), kind), label
+
+
+def gradcam(options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier) -> Maps | None:
+    """What `--gradcam` asks for. Raises UserError as `asked`."""
+    if not (found := asked(options, "gradcam", "gradcam_layer", inputs, classes)):
+        return None
+    return Maps(iter(found[0]), found[1], options.gradcam_layer or default_layer(classifier))
+
+
+def counterfactuals(
+    options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
+) -> Counterfactuals | None:
+    """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does not fit."""
+    if options.counterfactual and options.generator is None:
+        raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
+    if options.counterfactual and not inputs.are_files:
+        raise UserError("--counterfactual is for image files and folders; unpack the images first")
+    if not (found := asked(options, "counterfactual", "generator", inputs, classes)):
+        return None
+    files = dict(zip(inputs.names(), found[0], strict=True))
+    how = {"target": found[1], "steps": options.steps, "batch_size": options.batch_size}
+    return Counterfactuals(options.generator, classifier, classes, files, **how)

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.feature_extraction import create_feature_extractor
 
 from duetgan.metrics.features.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
 from duetgan.models.backbones.base import normalize
@@ -24,6 +23,8 @@ class ResNetFeatures:
 
     def __init__(self, network: nn.Module) -> None:
         """Args: `network` a torchvision ResNet in evaluation mode whose parameters want no gradient."""
+        from torchvision.models.feature_extraction import create_feature_extractor  # half a second
+
         self._dtype = network.get_parameter("conv1.weight").dtype
         self._stages = create_feature_extractor(network, ["relu", "layer1", "layer2", "layer3", "layer4"])
 

@@ -5,7 +5,7 @@ an image are evidence for a class (Selvaraju et al., 1610.02391).
 import contextlib
 import itertools
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import decode_file, fit, to_channels, trained_mode
-from duetgan.inference.inputs import Input, file_input
+from duetgan.inference.inputs import Input, Transform
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
@@ -33,23 +32,6 @@ STRENGTH = 0.65  # opacity of the hottest part
 MAPS_SIDE = 4  # places a side of the coarsest maps that Grad-CAM looks at unasked
 RESNET = ("layer1", "layer2", "layer3", "layer4")  # its stages
 LONGEST = 180  # bytes of a file's name that are kept
-
-
-def read_image(path: str | Path, checkpoint: Mapping[str, Any], *, resize: str | None = None) -> Tensor:
-    """An image file as uint8 [C, H, H], brought to size as the images of the checkpoint's training were.
-
-    Args: `resize` crop or pad instead. Raises ImageError if it cannot be read.
-    """
-    return image_of(file_input(path).content(), checkpoint, resize=resize)
-
-
-def image_of(content: bytes | np.ndarray, checkpoint: Mapping[str, Any], *, resize: str | None = None) -> Tensor:
-    """The bytes of an image file, or pixels uint8 [H, W, C], as `read_image` gives them. Raises ImageError."""
-    shape = checkpoint["shape"]
-    channels = shape["channels"]
-    pixels = to_channels(content, channels) if isinstance(content, np.ndarray) else decode_file(content, channels)
-    pixels = fit(pixels, shape["resolution"], resize or trained_mode(checkpoint))
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
 
 class Maps(NamedTuple):
@@ -77,16 +59,14 @@ def predict(
     With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
     classes: list[str] = checkpoint["classes"]
-    with contextlib.closing(read_batches(inputs, checkpoint, batch_size=batch_size, resize=resize)) as batches:
+    transform = Transform.of(checkpoint, resize)
+    with contextlib.closing(read_batches(inputs, transform, batch_size=batch_size)) as batches:
         for batch in batches:
-            results: list[dict[str, Any]] = [{"file": given.name} for given, _ in batch]
+            results: list[dict[str, Any]] = [
+                {"file": given.name} | ({"error": image} if isinstance(image, str) else {}) for given, image in batch
+            ]
             places = list(itertools.islice(maps.files, len(batch))) if maps else []
-            read: dict[int, Tensor] = {}  # place in the batch -> image
-            for place, (_, image) in enumerate(batch):
-                if isinstance(image, str):
-                    results[place]["error"] = image
-                else:
-                    read[place] = image
+            read = {place: image for place, (_, image) in enumerate(batch) if isinstance(image, Tensor)}
             if read:
                 images = torch.stack(list(read.values()))
                 probabilities = judge_images(fast or classifier, images)
@@ -103,16 +83,16 @@ def predict(
 
 
 def read_batches(
-    inputs: Iterable[Input], checkpoint: Mapping[str, Any], *, batch_size: int, resize: str | None
+    inputs: Iterable[Input], transform: Transform, *, batch_size: int
 ) -> Generator[list[tuple[Input, Tensor | str]], None, None]:
-    """The images by batches, in order: each as `read_image` gives it, or why it cannot be read.
+    """The images by batches, in order: each as `transform.pixels` gives it, or why it cannot be read.
 
     A thread for each core decodes. While the caller works on a batch they read the next one, and no further.
     """
 
     def read(given: Input) -> tuple[Input, Tensor | str]:
         try:
-            return given, image_of(given.content(), checkpoint, resize=resize)
+            return given, transform.read(given.content())
         except ImageError as error:
             return given, str(error)
 

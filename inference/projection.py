@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from duetgan.data.errors import ImageError
 from duetgan.inference.perceptual import Distance, build_features
-from duetgan.inference.predictions import read_image
 from duetgan.inference.samples import Sampler, with_styles
 from duetgan.inference.settings import SPACES, ProjectionConfig, Space
 from duetgan.metrics.features.precision import device_of, full_float32
@@ -166,17 +164,6 @@ def normalise_(maps: Sequence[Tensor]) -> None:
 
 
 CELL = 192  # px that smaller images are enlarged to
-
-
-def read_target(path: Path, checkpoint: dict[str, Any], *, resize: Literal["crop", "pad"] | None = None) -> Tensor:
-    """An image file as the generator's training images were made: uint8 [1, C, H, H].
-
-    Raises UserError if it cannot be read.
-    """
-    try:
-        return read_image(path, checkpoint, resize=resize)[None]
-    except ImageError as error:
-        raise UserError(f"--image {path}: {error}; give another image") from error
 
 
 @dataclass(frozen=True)

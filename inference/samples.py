@@ -2,10 +2,10 @@
 tables of them: a grid, truncation and style mixing.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class Sampler:
     @property
     def device(self) -> torch.device:
         return device_of(self.generator)
+
+    def batches(self, count: int) -> list[range]:
+        """The numbers of `count` samples, batch by batch."""
+        size = self.batch_size
+        return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
         """The samples' classes int64 [n] on the CPU; None if the generator is unconditional."""
@@ -135,9 +140,7 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
     """
     kinds = len(sampler.chosen)
     count = count or GRID[0] * kinds or GRID[1]
-    starts = range(0, count, sampler.batch_size)
-    batches = (range(start, min(start + sampler.batch_size, count)) for start in starts)
-    bar: Iterable[range] = Bar(batches, "samples", len(starts), unit="batch", delay=1)
+    bar: Iterable[range] = Bar(sampler.batches(count), "samples", unit="batch", delay=1)
     if out.suffix.lower() != ".png":
         for numbers in bar:
             words = captions(sampler, names, numbers) if kinds else [""] * len(numbers)
@@ -167,10 +170,9 @@ def draw_truncation(
     psi 1 is the sample as it is, 0 the mean image (StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg)).
     Args: `names` of all classes by label. Raises UserError for a generator without w.
     """
-    generator = with_styles(sampler.generator, "truncation")
+    with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
-    styles = [truncated_styles(sampler, generator, numbers, psi) for psi in psis]
-    rows = [synthesize(generator, sampler.batch_size, ws, noise) for ws, noise in styles]
+    rows = [synthesize(sampler, truncated_styles(sampler, numbers, psi)) for psi in psis]
     heads = [f"psi {psi:g}" for psi in psis]
     save_table(rows, out, row_heads=heads, column_heads=captions(sampler, names, numbers))
     return len(numbers)
@@ -184,15 +186,14 @@ def draw_mix(
     Style mixing of StyleGAN, section 3.1. Noise follows its layer's style, so that all layers give B itself and none A.
     Returns the number of sources on a side. Raises UserError for a generator without w.
     """
-    generator = with_styles(sampler.generator, "mix")
+    with_styles(sampler.generator, "mix")
     count = count or default_count(sampler, most=8)
     kinds = max(1, len(sampler.chosen))
     sides = [[(2 * (i // kinds) + side) * kinds + i % kinds for i in range(count)] for side in (0, 1)]
-    a, b = (truncated_styles(sampler, generator, numbers, sampler.truncation_psi) for numbers in sides)
-    rows: list[list[Tensor | None]] = [[None, *synthesize(generator, sampler.batch_size, *b)]]
-    sources = synthesize(generator, sampler.batch_size, *a)
-    for row in range(count):
-        rows.append([sources[row], *synthesize(generator, sampler.batch_size, *mixed(a, b, row, layers))])
+    a, b = (truncated_styles(sampler, numbers) for numbers in sides)
+    rows: list[list[Tensor | None]] = [[None, *synthesize(sampler, b)]]
+    for row, source in enumerate(synthesize(sampler, a)):
+        rows.append([source, *synthesize(sampler, mixed(a, b, row, layers))])
     heads = [captions(sampler, names, numbers) for numbers in sides]
     save_table(
         rows,
@@ -217,37 +218,60 @@ def draw_style_tables(checkpoint: Checkpoint, out: Path, *, seed: int, device: t
     return ["truncation.png", "mixing.png"]
 
 
-Noise = list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name
-Styled = tuple[Tensor, Noise]  # styles [n, num_ws, w_dim] and the noise of n samples
+@dataclass(frozen=True)
+class Start:
+    """What images are drawn from; an edit leaves what does not change with w or z as it is."""
+
+    code: Tensor  # the styles [n, num_ws, w_dim], or z [n, z_dim]
+    labels: Tensor | None  # int64 [n] beside z; None without classes, and beside w, which has the class in it
+    noise: list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name
+
+    def __len__(self) -> int:
+        return len(self.code)
+
+    def take(self, rows: Any) -> "Start":
+        """Some of the images: a slice, numbers or a mask."""
+        noise = self.noise if isinstance(self.noise, str) else [level[rows] for level in self.noise]
+        return Start(self.code[rows], None if self.labels is None else self.labels[rows], noise)
+
+    def batches(self, size: int) -> Iterator["Start"]:
+        """All images in parts of at most `size`."""
+        return (self.take(slice(first, first + size)) for first in range(0, len(self), size))
+
+    @staticmethod
+    def join(parts: Sequence["Start"]) -> "Start":
+        """All images of several; they are of one generator and one mode of noise."""
+        labels = [part.labels for part in parts if part.labels is not None]
+        noise = parts[0].noise
+        if not isinstance(noise, str):
+            noise = [torch.cat(levels) for levels in zip(*(part.noise for part in parts), strict=True)]
+        return Start(torch.cat([part.code for part in parts]), torch.cat(labels) if labels else None, noise)
 
 
-def truncated_styles(sampler: Sampler, generator: StyledGenerator, numbers: Sequence[int], psi: float) -> Styled:
-    """The truncated styles and the noise of samples."""
+def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
+    """The truncated styles and the noise of samples of a generator with w; the sampler's psi unless one is given."""
     z, labels, noise = sampler.latents(numbers)
+    psi, generator = sampler.truncation_psi if psi is None else psi, cast(StyledGenerator, sampler.generator)
     with torch.no_grad(), full_float32(sampler.device):
         ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
-        return generator.truncate(ws, psi, sampler.truncation_cutoff), noise
+        return Start(generator.truncate(ws, psi, sampler.truncation_cutoff), None, noise)
 
 
-def mixed(a: Styled, b: Styled, row: int, layers: Sequence[int]) -> Styled:
+def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
     """Source `row` of A with the styles and noise of each source of B at `layers`."""
-    (ws_a, noise_a), (ws_b, noise_b) = a, b
-    ws = ws_a[row : row + 1].repeat(len(ws_b), 1, 1)
-    ws[:, layers] = ws_b[:, layers]
-    if isinstance(noise_a, str) or isinstance(noise_b, str):
-        return ws, noise_a
-    own = [level[row : row + 1].expand(len(ws_b), -1, -1, -1) for level in noise_a]
-    return ws, [noise_b[layer] if layer in layers else level for layer, level in enumerate(own)]
+    own = a.take([row] * len(b))
+    own.code[:, layers] = b.code[:, layers]
+    if isinstance(own.noise, str) or isinstance(b.noise, str):
+        return own
+    return replace(own, noise=[b.noise[i] if i in layers else level for i, level in enumerate(own.noise)])
 
 
-def synthesize(generator: StyledGenerator, batch_size: int, ws: Tensor, noise: Noise) -> list[Tensor]:
-    """Images uint8 [C, H, W] on the CPU for styles [n, num_ws, w_dim] and noise; batch by batch."""
+def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
+    """Images uint8 [C, H, W] on the CPU of styles; batch by batch."""
     images: list[Tensor] = []
-    for start in range(0, len(ws), batch_size):
-        part = slice(start, start + batch_size)
-        maps = noise if isinstance(noise, str) else [m[part] for m in noise]
-        with torch.no_grad(), full_float32(ws.device):
-            images += to_uint8(generator.synthesis(ws[part], maps)).cpu()
+    for part in start.batches(sampler.batch_size):
+        with torch.no_grad(), full_float32(sampler.device):
+            images += to_uint8(cast(StyledGenerator, sampler.generator).synthesis(part.code, part.noise)).cpu()
     return images
 
 

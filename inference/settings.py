@@ -12,21 +12,11 @@ GRID, DATASET = (8, 64), (1000, 10_000)  # images of a class, and of a generator
 ENCODINGS = ("raw", "png", "jpeg")  # of a data set
 FEATURES = ("resnet50", "pixels")  # that a projection compares
 FORMATS = ("safetensors", "torch-export", "onnx", "int8", "executorch", "nvidia", "rosinality", "folder")
+FRAMES, FPS = 30, 30  # of a film: from one sample to the next, and a second
 FASTEST_GIF = 50  # frames a second: viewers show shorter delays than 2/100 s as 10/100 s
 
 Space = Literal["w", "w+"]
 SPACES: dict[str, tuple[Space, ...]] = {"w": ("w",), "w+": ("w+",), "both": ("w", "w+")}  # that a projection searches
-
-
-@dataclass(kw_only=True)
-class FilmConfig:
-    """What a film shows and how."""
-
-    space: Literal["z", "w"] | None = None  # where the way is straight; None: w if the generator has one, else z
-    keyframes: int | None = None  # samples it goes through, two at least; None: 8, or one of each class up to 16
-    frames: int = 30  # from one sample to the next
-    fps: int = 30  # frames a second
-    scale: int | None = None  # each pixel becomes scale x scale; None: to about 256 px
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +44,6 @@ class EditConfig:
     keep_weight: float = 0.1  # of the change of other classes' logits that it avoids
     reach: float = 0.5  # probability of the class asked for at which an image has arrived
     limit: float = 4.0  # the largest step, in units of the samples' spread
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """One export."""
-
-    format: str  # one of FORMATS
-    out: Path
-    overwrite: bool = False
-    licence: str = "unknown"  # that a model card names
-    data: str | None = None  # packed images of the check; None: as the config says
-    calibration: str | None = None  # likewise, for int8's ranges
-    n: int = 1000  # images of the check, at most
-    calibrated: int = 256  # images of the calibration, at most
-    batch_size: int = 64
-    repeats: int = 5
 
 
 def check_film(path: Path, *, fps: int) -> None:

@@ -10,15 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
-from duetgan.inference.editing import Direction, Editor, Start
-from duetgan.inference.predictions import read_image
+from duetgan.inference.editing import Direction, Editor
+from duetgan.inference.inputs import Transform
 from duetgan.inference.projection import find
-from duetgan.inference.samples import Sampler, with_styles
+from duetgan.inference.samples import Sampler, Start, with_styles
 from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.features.precision import device_of
 from duetgan.models.classifier import Classifier
+from duetgan.models.ready_made import read
 from duetgan.models.restore import generator_from
-from duetgan.utils.checkpoint import load, resolve_for_people
+from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.classes import require_same_classes
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_captioned
@@ -124,13 +125,13 @@ class Counterfactuals:
         names: Sequence[str],  # of its classes
         files: Mapping[str, Path],  # where each image's strip goes
         *,
-        target: int | None = None,  # the class asked for; None: the most probable one but the first
-        steps: int = ProjectionConfig().steps,
-        batch_size: int = 64,
+        target: int | None,  # the class asked for; None: the most probable one but the first
+        steps: int,  # of each of the projection's two searches
+        batch_size: int,
     ) -> None:
         """Raises UserError where generator and classifier do not fit each other."""
         self.files, self.target, self.steps = files, target, steps
-        self.checkpoint = load(resolve_for_people(generator))
+        self.checkpoint = read(resolve_for_people(generator))
         model = with_styles(generator_from(self.checkpoint, device_of(classifier)), "--counterfactual")
         if model.classes:
             require_same_classes(f"the generator {generator}", self.checkpoint["classes"], "the classifier", names)
@@ -145,7 +146,7 @@ class Counterfactuals:
         names = self.editor.names
         source, target = names.index(label), self.target
         try:
-            image = read_image(file, self.checkpoint, resize=resize)[None]
+            image = Transform.of(self.checkpoint, resize).read(file)[None]
             if target is None:
                 shares = self.editor.probabilities(image)[0]
                 shares[source] = -1

@@ -10,7 +10,7 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import open_source
-from duetgan.inference.pseudo_labels import write_labelled
+from duetgan.inference.dataset import write_labelled
 from duetgan.studies.config import StudyData
 from duetgan.utils.classes import require_same_classes
 from duetgan.utils.errors import UserError

@@ -8,8 +8,7 @@ import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
-from duetgan.inference.dataset import write_dataset
-from duetgan.inference.pseudo_labels import guesses, write_labelled
+from duetgan.inference.dataset import guesses, write_dataset, write_labelled
 from duetgan.inference.samples import Sampler
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from

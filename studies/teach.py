@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.inference.pseudo_labels import write_labelled
+from duetgan.inference.dataset import write_labelled
 from duetgan.metrics.evaluate_gan import evaluate_generator
 from duetgan.metrics.features.extractors import build
 from duetgan.metrics.lineage import load_judge

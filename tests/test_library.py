@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import duetgan
-from duetgan.inference.predictions import read_image
+from duetgan.inference.inputs import Transform
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
@@ -60,7 +60,7 @@ def test_exported_names_change_on_purpose():
 def test_whatever_holds_an_image_is_prepared_as_a_files_is(classifier, runs, photo, tmp_path):
     checkpoint = load(resolve(runs["classifier"]))
     PIL.Image.fromarray(photo).save(tmp_path / "a.png")
-    expected = read_image(tmp_path / "a.png", checkpoint)
+    expected = Transform.of(checkpoint).read(tmp_path / "a.png")
     tensor = torch.from_numpy(photo).permute(2, 0, 1)
     for image in (tmp_path / "a.png", str(tmp_path / "a.png"), PIL.Image.fromarray(photo), photo, tensor, tensor / 255):
         assert classifier.transform.pixels(image).equal(expected)

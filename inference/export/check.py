@@ -6,7 +6,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from duetgan.inference.export.subject import (
     classifier_subject,
     generator_subject,
 )
-from duetgan.inference.settings import ExportConfig
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.files import check_writable, replace_file
 from duetgan.utils.runlog.run_log import say
@@ -49,9 +49,9 @@ class Row:
     name: str
     bytes: int  # of its weights, or of its file
     largest_difference: float  # of an output from the original's
-    agreement: float | None  # share of images that get the original's class
-    accuracy: float | None  # None where true classes are not known
-    accuracy_change: float | None
+    agreement: float | None = None  # share of images that get the original's class
+    accuracy: float | None = None  # None where true classes are not known
+    accuracy_change: float | None = None
     batch1_ms: float = math.nan  # median
     images_per_second: float = math.nan  # at the large batch, median
     batch1_speedup: float = math.nan  # against the original
@@ -66,7 +66,7 @@ def outputs(run: Runner, batches: Sequence[Inputs]) -> Tensor:
 def compare(name: str, size: int, found: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool) -> Row:
     """A row from outputs [n, ...] and the original's; `classes`: they are logits."""
     difference = float((found - original).abs().max()) if found.shape == original.shape else math.inf
-    row = Row(name=name, bytes=size, largest_difference=difference, agreement=None, accuracy=None, accuracy_change=None)
+    row = Row(name=name, bytes=size, largest_difference=difference)
     if classes:
         predicted, before = found.argmax(1), original.argmax(1)
         row.agreement = float((predicted == before).double().mean())
@@ -95,55 +95,52 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
     return None
 
 
-def measure_speed(
-    runs: Mapping[str, Runner], subject: Subject, rows: Mapping[str, Row], *, batch: int, repeats: int
-) -> None:
+def measure_speed(rows: Sequence[Row], runs: Sequence[Runner], subject: Subject, *, batch: int, repeats: int) -> None:
     """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after one to prepare."""
     calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
+    seconds: list[tuple[list[float], list[float]]] = [([], []) for _ in runs]
     with torch.inference_mode():
         for turn in range(repeats + 1):
-            for name, run in runs.items():
-                for taken, (inputs, times) in zip(seconds[name], calls, strict=True):
+            for run, both in zip(runs, seconds, strict=True):
+                for taken, (inputs, times) in zip(both, calls, strict=True):
                     for _ in range(times if turn else 1):
                         started = time.perf_counter()
                         run(inputs)
                         taken += [time.perf_counter() - started] if turn else []
-    medians = {name: [statistics.median(taken) for taken in both] for name, both in seconds.items()}
-    single, whole = next(iter(medians.values()))
-    for name, row in rows.items():
-        row.batch1_ms, row.batch1_speedup = 1000 * medians[name][0], single / medians[name][0]
-        row.images_per_second, row.batch_speedup = batch / medians[name][1], whole / medians[name][1]
+    medians = [[statistics.median(taken) for taken in both] for both in seconds]
+    for row, (single, whole) in zip(rows, medians, strict=True):
+        row.batch1_ms, row.batch1_speedup = 1000 * single, medians[0][0] / single
+        row.images_per_second, row.batch_speedup = batch / whole, medians[0][1] / whole
 
 
-def examine(
-    subject: Subject, exported: tuple[str, int, Runner], form: Format, *, batch: int, repeats: int
-) -> tuple[list[Row], str | None]:
+def examine(subject: Subject, exported: tuple[str, int, Runner], job: Namespace) -> tuple[list[Row], str | None]:
     """The table's rows, the original's first and the exported file's last, and what is wrong with the file or None.
 
     `exported` is its name, its bytes and how it runs. Raises UserError if the original's own outputs are not finite.
     """
-    bf16 = InBfloat16(subject.fast(), autocast=not subject.is_classifier)  # a classifier whole
-    networks = {"fp32 eager": subject.network, "folded": subject.fast(), "bf16": bf16}
-    if not subject.is_classifier:
-        del networks["folded"]  # there is nothing to fold
-    name, size, run_exported = exported
-    runs = {what: as_runner(network) for what, network in networks.items()} | {name: run_exported}
-    sizes = {what: sum(t.nbytes for t in network.state_dict().values()) for what, network in networks.items()}
-    sizes[name] = size
-    original = outputs(runs["fp32 eager"], subject.batches)
+    networks = {"fp32 eager": subject.network}
+    if subject.is_classifier:  # else there is nothing to fold
+        networks["folded"] = subject.fast()
+    networks["bf16"] = InBfloat16(subject.fast(), autocast=not subject.is_classifier)  # a classifier whole
+    contenders = [
+        (what, sum(t.nbytes for t in network.state_dict().values()), as_runner(network))
+        for what, network in networks.items()
+    ]
+    contenders.append(exported)
+    original = outputs(contenders[0][2], subject.batches)
     if not bool(torch.isfinite(original).all()):
         raise UserError("the checkpoint's own outputs are not finite; export another one (--which, or an earlier file)")
-    rows: dict[str, Row] = {}
-    for what, run in runs.items():
+    rows: list[Row] = []
+    for what, size, run in contenders:
         say(f"comparing {what}")
-        result = original if what == "fp32 eager" else outputs(run, subject.batches)
-        rows[what] = compare(what, sizes[what], result, original, subject.labels, classes=subject.is_classifier)
-    wrong = judge(rows[name], form, original)
+        result = outputs(run, subject.batches) if rows else original
+        rows.append(compare(what, size, result, original, subject.labels, classes=subject.is_classifier))
+    wrong = judge(rows[-1], FORMATS[job.format], original)
     if wrong is None:
         say("measuring speed")
-        measure_speed(runs, subject, rows, batch=batch, repeats=repeats)
-    return list(rows.values()), wrong
+        runs = [run for *_, run in contenders]
+        measure_speed(rows, runs, subject, batch=job.batch_size, repeats=job.repeats)
+    return rows, wrong
 
 
 def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -169,7 +166,7 @@ def table(rows: Sequence[Row], *, batch: int) -> str:
 # --- an export
 
 
-def check_job(job: ExportConfig, checkpoint: dict[str, Any]) -> None:
+def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
     """Raise UserError for what can be checked before any work."""
     form, what = FORMATS[job.format], ""
     if form.folder and job.out.exists() and not (job.out.is_dir() and not any(job.out.iterdir())):
@@ -185,7 +182,7 @@ def check_job(job: ExportConfig, checkpoint: dict[str, Any]) -> None:
     check_writable(job.out.parent)
 
 
-def open_subject(job: ExportConfig, checkpoint: dict[str, Any]) -> Subject:
+def open_subject(job: Namespace, checkpoint: dict[str, Any]) -> Subject:
     """The network and what it is checked with; a classifier's images are read here."""
     if checkpoint["task"] == "gan":
         return generator_subject(checkpoint, batch_size=job.batch_size)
@@ -215,14 +212,15 @@ def _readable(
     raise UserError(f"no images to check the export with ({reason}); give packed ones with {option} X.lmdb")
 
 
-def export(job: ExportConfig, checkpoint: dict[str, Any]) -> tuple[list[Row], Subject, str | None]:
-    """Write, load again, check, rename. Returns the table's rows, what was exported and what is wrong, or None.
+def export(job: Namespace, checkpoint: dict[str, Any]) -> tuple[list[Row], Subject, str | None]:
+    """Write, load again, check, rename, as `job`, the options of export.py, says. Returns the table's rows, what was
+    exported and what is wrong, or None.
 
     Where something is wrong, no file is left behind and one that was there stays. Raises UserError.
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]
-    subject = replace(open_subject(job, checkpoint), title=job.out.name, licence=job.licence)
+    subject = replace(open_subject(job, checkpoint), licence=job.licence)
     try:
         job.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
@@ -231,7 +229,7 @@ def export(job: ExportConfig, checkpoint: dict[str, Any]) -> tuple[list[Row], Su
             form.write(subject, written)
             files = [path for path in written.rglob("*") if path.is_file()] if form.folder else [written]
             exported = (job.format, sum(path.stat().st_size for path in files), form.open(subject, written))
-            rows, wrong = examine(subject, exported, form, batch=job.batch_size, repeats=job.repeats)
+            rows, wrong = examine(subject, exported, job)
             if wrong is None and form.folder:
                 written.replace(job.out)
             elif wrong is None:
@@ -241,9 +239,3 @@ def export(job: ExportConfig, checkpoint: dict[str, Any]) -> tuple[list[Row], Su
             f"cannot write {job.out}: {error.strerror or error}; choose another place or make room"
         ) from error
     return rows, subject, wrong
-
-
-def failed(job: ExportConfig, wrong: str) -> CheckFailed:
-    kept = "; the one that was there is as it was" if job.out.exists() else ""
-    remedy = ", or calibrate with more or other images (--calibration)" if job.format == "int8" else ""
-    return CheckFailed(f"{job.out}: not written, {wrong}{kept}; choose another --format{remedy}")

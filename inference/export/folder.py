@@ -61,7 +61,7 @@ def write_folder(subject: Subject, path: Path) -> None:
     if not config["figures"]:
         say("note: the card has no figures; evaluate.py --checkpoint RUN finds some, which the next export takes up")
     texts = {"config.json": json.dumps(config, indent=1, allow_nan=False) + "\n", PAGE: inspect.getsource(page)}
-    for name, text in (texts | {"README.md": readme(subject.title, config, seed=seed)}).items():
+    for name, text in (texts | {"README.md": readme(path.name, config, seed=seed)}).items():
         (path / name).write_text(text, encoding="utf-8")
 
 

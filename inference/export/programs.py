@@ -1,7 +1,6 @@
 """A network as programs of torch.export whose weights are inputs, so that a file of weights serves them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,28 @@ def traced(network: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.ex
     return program
 
 
-class Bare(nn.Module):
-    """`forward(weights, *inputs)` of a network, without weights of its own: `names` says which they are, in order."""
+class Program(nn.Module):
+    """`forward(weights, *inputs)` of a network, without weights of its own: `names` are theirs in it, in order, and in
+    the file. `inputs`: what it is traced with; `stored`: from a name in the network to that in the file, "" for none.
+    """
 
-    def __init__(self, network: nn.Module, names: list[str]) -> None:
+    def __init__(self, network: nn.Module, inputs: tuple[Any, ...], stored: Callable[[str], str]) -> None:
         super().__init__()
-        self.names = names
         self.hidden = [network]  # in a list, torch does not see it
+        self.names = {name: there for name in network.state_dict() if (there := stored(name))}
+        self.inputs = inputs
 
     def forward(self, weights: list[Tensor], *inputs: Any) -> Tensor:
         return functional_call(self.hidden[0], dict(zip(self.names, weights, strict=True)), inputs)
+
+    def write(self, path: Path) -> None:
+        """Trace it, for any number of rows."""
+        state = self.hidden[0].state_dict()
+        weights = [state[name] for name in self.names]
+        batch = torch.export.Dim("batch", min=1)
+        rows = [[{0: batch} for _ in x] if isinstance(x, list) else {0: batch} for x in self.inputs]
+        program = traced(self.eval(), (weights, *self.inputs), ([None] * len(weights), tuple(rows)))
+        torch.export.save(program, path)
 
 
 class Synthesis(nn.Module):
@@ -47,30 +58,8 @@ class Synthesis(nn.Module):
         return self.generator.synthesis(ws, noise)
 
 
-@dataclass(frozen=True)
-class Program:
-    """A network, its weights' names in it with those in the file, and what it is traced with."""
-
-    network: nn.Module
-    names: dict[str, str]
-    inputs: tuple[Any, ...]
-
-    def write(self, path: Path) -> None:
-        """Trace it, for any number of rows."""
-        state = self.network.state_dict()
-        weights = [state[name] for name in self.names]
-        batch = torch.export.Dim("batch", min=1)
-        rows = [[{0: batch} for _ in x] if isinstance(x, list) else {0: batch} for x in self.inputs]
-        bare = Bare(self.network, list(self.names)).eval()
-        torch.export.save(traced(bare, (weights, *self.inputs), ([None] * len(weights), tuple(rows))), path)
-
-
 def programs(subject: Subject) -> dict[str, Program]:
     """The programs of a subject's network by their names; each name in the file is one of its checkpoint's state."""
-
-    def program(network: nn.Module, inputs: tuple[Any, ...], stored: Callable[[str], str]) -> Program:
-        names = {name: stored(name) for name in network.state_dict()}
-        return Program(network, {name: there for name, there in names.items() if there}, inputs)
 
     def of_synthesis(name: str) -> str:  # "": it has no use of this one
         stored = name.removeprefix("generator.")
@@ -78,13 +67,13 @@ def programs(subject: Subject) -> dict[str, Program]:
 
     rows, network = subject.rows(EXAMPLES), subject.network
     if not isinstance(network, Drawing):
-        return {"network": program(network, rows, str)}
+        return {"network": Program(network, rows, str)}
     generator: Any = network.generator
     if not generator.has_styles:  # one that still grows is in a network of its stage
-        return {"generator": program(network, rows, lambda name: name.rpartition("generator.")[2])}
+        return {"generator": Program(network, rows, lambda name: name.rpartition("generator.")[2])}
     ws = torch.zeros(EXAMPLES, generator.num_ws, generator.w_dim)
     maps = [torch.zeros(EXAMPLES, *shape) for shape in generator.noise_shapes()]
     return {
-        "mapping": program(generator.mapping, rows, lambda name: f"mapping.{name}"),
-        "synthesis": program(Synthesis(generator), (ws, maps), of_synthesis),
+        "mapping": Program(generator.mapping, rows, lambda name: f"mapping.{name}"),
+        "synthesis": Program(Synthesis(generator), (ws, maps), of_synthesis),
     }

@@ -72,8 +72,7 @@ class Subject:
     batches: list[Inputs]  # what it is checked with
     labels: Tensor | None = None  # int64 [n], the true classes of all batches' images; None: unknown, or a generator
     calibration: list[Inputs] = field(default_factory=list)  # a classifier's: other images, for the ranges of int8
-    title: str = "model"  # of a model card
-    licence: str = "unknown"  # likewise
+    licence: str = "unknown"  # that a model card names
 
     @property
     def is_classifier(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 import train
 from duetgan.data.reading.dataset import dataset_for_model
 from duetgan.inference.influence_scores import rate_of
-from duetgan.inference.predictions import read_image
+from duetgan.inference.inputs import Transform
 from duetgan.models import weights
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.training.classifier.config import ClassifierConfig
@@ -132,7 +132,7 @@ class Made:
         rate_of(checkpoint)
         classifier_from(checkpoint)
         with pytest.raises(ValueError, match="cannot be read"):
-            read_image(path.parent / "none.png", checkpoint)
+            Transform.of(checkpoint).read(path.parent / "none.png")
         weights.read_state_dict(path)
 
 

@@ -15,8 +15,7 @@ from duetgan.explorer.app import MOST_DRAWN
 from duetgan.explorer.classifier import training_images
 from duetgan.explorer.generator import FRAMES, Source, address
 from duetgan.inference.editing import Editor
-from duetgan.inference.influence import snapshot
-from duetgan.inference.influence_scores import influence, passes
+from duetgan.inference.influence_scores import influence, passes, snapshot
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.evaluate_gan import judge_images

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from duetgan.inference.editing import Editor, Start, first_reached, gradient_slopes, pixel_rows, steer
-from duetgan.inference.samples import Sampler
+from duetgan.inference.editing import Editor, first_reached, gradient_slopes, pixel_rows, steer
+from duetgan.inference.samples import Sampler, Start
 from duetgan.inference.settings import EditConfig
 from duetgan.models.gan import StyledGenerator, to_uint8
 from duetgan.utils.errors import UserError

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from duetgan.inference.interpolate import FilmConfig, Journey, draw_film, slerp
+from duetgan.inference.interpolate import Journey, draw_film, slerp
 from duetgan.models.gan import draw, to_uint8
 from duetgan.utils.errors import UserError
 from tests.inference.conftest import draws, sampler_of, styled, without_w
@@ -13,7 +13,7 @@ from tests.inference.conftest import draws, sampler_of, styled, without_w
 
 def frames_of(sampler, **config):
     """uint8 [n, C, H, W]."""
-    journey = Journey(sampler, FilmConfig(**config))
+    journey = Journey(sampler, **config)
     frames = np.stack(list(journey))
     assert len(frames) == len(journey)
     return torch.from_numpy(frames.transpose(0, 3, 1, 2))
@@ -105,7 +105,7 @@ def test_without_w_it_goes_through_z_and_the_classes_embeddings():
     assert near(found[::4], sampler.images([0, 1]))
     assert near(sampler.images([0, 1]), sampler.images(range(2)))  # nothing is left behind in the generator
     with pytest.raises(UserError, match="--space w works on w"):
-        Journey(sampler, FilmConfig(space="w"))
+        Journey(sampler, space="w")
 
 
 @pytest.mark.parametrize("make", [styled, without_w])
@@ -126,14 +126,14 @@ def test_frames_do_not_depend_on_the_batch(generator, space):
 
 
 def test_a_film_is_written_of_so_many_samples(generator, tmp_path):
-    assert len(Journey(sampler_of(generator), FilmConfig(frames=1))) == 8
-    assert len(Journey(sampler_of(styled(classes=12)), FilmConfig(frames=2))) == 24
-    assert len(Journey(sampler_of(styled(classes=20)), FilmConfig(frames=1))) == 16
+    assert len(Journey(sampler_of(generator), frames=1)) == 8
+    assert len(Journey(sampler_of(styled(classes=12)), frames=2)) == 24
+    assert len(Journey(sampler_of(styled(classes=20)), frames=1)) == 16
     sampler = sampler_of(generator, noise_mode="const", batch_size=2)
     assert near(frames_of(sampler, keyframes=5, frames=1), sampler.images(range(5)))
     sampler = sampler_of(generator, noise_mode="const")
-    config = FilmConfig(keyframes=2, frames=3, fps=10)
-    assert draw_film(sampler, tmp_path / "x.gif", config) == 6
+    journey = Journey(sampler, keyframes=2, frames=3)
+    assert draw_film(journey, tmp_path / "x.gif", fps=10) == 6
     expected = frames_of(sampler, keyframes=2, frames=3)
     with Image.open(tmp_path / "x.gif") as image:
         assert (getattr(image, "n_frames", 0), image.size, image.info["duration"]) == (6, (256, 256), 100)
@@ -141,6 +141,6 @@ def test_a_film_is_written_of_so_many_samples(generator, tmp_path):
             image.seek(number)
             found = torch.from_numpy(np.asarray(image.convert("L"))[::32, ::32].copy())
             assert torch.equal(found, expected[number, 0])
-    assert draw_film(sampler, tmp_path / "x.mp4", FilmConfig(keyframes=2, frames=3, scale=2)) == 6
+    assert draw_film(journey, tmp_path / "x.mp4", scale=2) == 6
     with pytest.raises(UserError, match=r".mp4 or .gif"):
-        draw_film(sampler, tmp_path / "x.webm", config)
+        draw_film(journey, tmp_path / "x.webm")

@@ -7,7 +7,7 @@ import pytest
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
-from duetgan.inference.pseudo_labels import guesses
+from duetgan.inference.dataset import guesses
 from duetgan.models.restore import classifier_from
 from duetgan.studies.images import TEST, TRAIN
 from duetgan.studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMPLES, Labels, LabelsConfig, arm_name

@@ -22,7 +22,7 @@ from duetgan.data.inspect import main as inspect
 from duetgan.data.pack import main as pack
 from duetgan.data.sources import open_source, tables
 from duetgan.data.sources.remote import RemoteSource
-from duetgan.inference.predictions import read_image
+from duetgan.inference.inputs import Transform
 from duetgan.models.weights import read_state_dict
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -96,7 +96,7 @@ def test_h8_pipe_never_hangs(pipe: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert run_cli(inspect, [str(pipe / "b.png")]) == 2
     assert "is a named pipe, not a regular file" in capsys.readouterr().err
     with pytest.raises(ImageError, match=r"^is a named pipe, not a regular file$"):
-        read_image(pipe / "b.png", {"shape": {"channels": 3, "resolution": 8}})
+        Transform(3, 8, "crop").read(pipe / "b.png")
     assert not (tmp_path / "x.lmdb").exists()
 
 
@@ -133,7 +133,7 @@ def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
     told = r"has 64,424,509,440 bytes, more than the 256 MiB for an image file: make it smaller or set DUET_MAX_IMAGE"
     item_refused(source, 0, told)
     with pytest.raises(ImageError, match=told):
-        read_image(tmp_path / "sparse.png", {"shape": {"channels": 3, "resolution": 8}})
+        Transform(3, 8, "crop").read(tmp_path / "sparse.png")
 
 
 def test_limit_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
