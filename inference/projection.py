@@ -95,8 +95,7 @@ class Projector:
         """
         rows = 1 if space == "w" else self.generator.num_ws
         w = start.ws[:rows].clone().requires_grad_()
-        noise = start.noise if isinstance(start.noise, str) else [m.clone().requires_grad_() for m in start.noise]
-        maps = [] if isinstance(noise, str) else noise
+        maps = [] if isinstance(start.noise, str) else [m.clone().requires_grad_() for m in start.noise]
         optimizer = torch.optim.Adam([w, *maps], lr=self.config.lr, betas=(0.9, 0.999))
         for step in range(self.config.steps):
             done = step / self.config.steps
@@ -105,7 +104,7 @@ class Projector:
             key = keyed_generator(self.seed, "project", space, step)
             shaken = w + shake * torch.randn(w.shape, generator=key).to(self.device)
             with full_float32(self.device):
-                loss = self.distance(self.generator.synthesis(self._rows(shaken), noise)).sum()
+                loss = self.distance(self.generator.synthesis(self._rows(shaken), maps or start.noise)).sum()
                 if maps:
                     loss = loss + self.config.noise_weight * correlation(maps)
                 optimizer.zero_grad()
@@ -113,8 +112,8 @@ class Projector:
             optimizer.step()
             normalise_(maps)
             tick()
-        last = noise if isinstance(noise, str) else [m.detach() for m in noise]
-        return min(start, self._result(self._rows(w.detach()), last), key=lambda result: result.loss)
+        last = self._result(self._rows(w.detach()), [m.detach() for m in maps] or start.noise)
+        return min(start, last, key=lambda result: result.loss)
 
     def _rows(self, w: Tensor) -> Tensor:
         """[1, num_ws, w_dim] of one row or of all."""
