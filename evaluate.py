@@ -147,10 +147,9 @@ def compare_runs(options: Namespace) -> int:
     if options.out:
         check_writable(Path(options.out))
     document = compare(options.compare)
-    text = json.dumps(document, indent=1, allow_nan=False)
     if options.out:
-        write_atomic(Path(options.out) / "comparison.json", f"{text}\n".encode())
-    print(text if options.json else comparison_table(document))
+        write_atomic(Path(options.out) / "comparison.json", as_json(document))
+    print(json.dumps(document, indent=1, allow_nan=False) if options.json else comparison_table(document))
     return 0
 
 

@@ -63,8 +63,14 @@ def check_names(overrides: Sequence[str], *, config: str | None) -> None:
 
 def main(argv: list[str]) -> int:
     options, overrides = parser().parse_known(argv)
-    if options.list or options.keys is not None:
-        return tell(options)
+    if options.list:
+        print(listing(recipes()))
+        return 0
+    if options.keys is not None:
+        from duetgan.training.engine.reference import as_text, matching  # imports torch
+
+        print(as_text(matching(options.keys)))
+        return 0
     check_names(overrides, config=options.config)
     if options.config is None:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
@@ -91,16 +97,6 @@ def main(argv: list[str]) -> int:
     # a process of a launcher ends as it is told to, and the launcher says so
     with nullcontext() if under_launcher() else leaving_on_signals():
         return train_here(options, overrides, sweep)
-
-
-def tell(options: Namespace) -> int:
-    if options.list:
-        print(listing(recipes()))
-    else:
-        from duetgan.training.engine.reference import as_text, matching  # imports torch
-
-        print(as_text(matching(options.keys)))
-    return 0
 
 
 def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) -> int:

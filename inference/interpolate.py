@@ -122,9 +122,6 @@ FORMATS = {  # codec, pixels, options of the codec and of the file
     ".gif": ("gif", "pal8", {"gifflags": "0"}, {"loop": "0"}),
 }
 
-AddFrame = Callable[[np.ndarray], None]
-"""Takes the next frame, uint8 [H, W, C] with C 1 or 3; all of one size."""
-
 
 def enlargement(side: int, asked: int | None = None) -> int:
     """How much frames of so many pixels are enlarged: as asked, else to LEAST_SIDE or a little more, to an even side.
@@ -142,8 +139,9 @@ def enlargement(side: int, asked: int | None = None) -> int:
 
 
 @contextmanager
-def film(path: Path, *, fps: int, scale: int) -> Iterator[AddFrame]:
-    """Write a film: the context hands out what takes its frames, and puts the file in place when it is left whole.
+def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write a film: the context hands out what takes its frames, uint8 [H, W, C] with C 1 or 3, all of one size, and
+    puts the file in place when it is left whole.
 
     Each pixel becomes scale x scale. After an exception nothing is left behind and an older file is as it was. Raises
     UserError if the file cannot be written.

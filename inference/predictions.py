@@ -62,39 +62,36 @@ def predict(
     transform = Transform.of(checkpoint, resize)
     with contextlib.closing(read_batches(inputs, transform, batch_size=batch_size)) as batches:
         for batch in batches:
-            results: list[dict[str, Any]] = [
-                {"file": given.name} | ({"error": image} if isinstance(image, str) else {}) for given, image in batch
-            ]
-            places = list(itertools.islice(maps.files, len(batch))) if maps else []
-            read = {place: image for place, (_, image) in enumerate(batch) if isinstance(image, Tensor)}
+            files = [next(maps.files) if maps else Path() for _ in batch]
+            read = [(*row[1:], file) for row, file in zip(batch, files, strict=True) if row[2] is not None]
             if read:
-                images = torch.stack(list(read.values()))
+                answers, pixels, files = zip(*read, strict=True)
+                images = torch.stack(pixels)
                 probabilities = judge_images(fast or classifier, images)
-                for place, row in zip(read, probabilities, strict=True):
+                for answer, row in zip(answers, probabilities, strict=True):
                     order = row.sort(descending=True, stable=True).indices.tolist()
-                    results[place]["label"] = classes[order[0]]
-                    results[place]["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
+                    answer["label"] = classes[order[0]]
+                    answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
                 if maps is not None:
-                    chosen = maps._replace(files=iter([places[place] for place in read]))
-                    save_maps(classifier, classes, images, probabilities, chosen)
-                    for place in read:
-                        results[place]["gradcam"] = str(places[place])
-            yield from zip((given for given, _ in batch), results, strict=True)
+                    save_maps(classifier, classes, images, probabilities, maps._replace(files=iter(files)))
+                    for answer, file in zip(answers, files, strict=True):
+                        answer["gradcam"] = str(file)
+            yield from ((given, answer) for given, answer, _ in batch)
 
 
 def read_batches(
     inputs: Iterable[Input], transform: Transform, *, batch_size: int
-) -> Generator[list[tuple[Input, Tensor | str]], None, None]:
-    """The images by batches, in order: each as `transform.pixels` gives it, or why it cannot be read.
+) -> Generator[list[tuple[Input, dict[str, Any], Tensor | None]], None, None]:
+    """The images by batches, in order, with the beginning of an answer: None and an `error` where one cannot be read.
 
     A thread for each core decodes. While the caller works on a batch they read the next one, and no further.
     """
 
-    def read(given: Input) -> tuple[Input, Tensor | str]:
+    def read(given: Input) -> tuple[Input, dict[str, Any], Tensor | None]:
         try:
-            return given, transform.read(given.content())
+            return given, {"file": given.name}, transform.read(given.content())
         except ImageError as error:
-            return given, str(error)
+            return given, {"file": given.name, "error": str(error)}, None
 
     items, pool = iter(inputs), ThreadPoolExecutor(cores(), "decode")
     try:

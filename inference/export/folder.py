@@ -51,7 +51,10 @@ def write_folder(subject: Subject, path: Path) -> None:
     seed = None
     if isinstance(subject.network, Drawing):
         seed, generator = 0, cast(Any, subject.network.generator)
-        _draw_samples(generator, path / "samples.png")
+        most = GRID if generator.resolution <= 64 else GRID // 4
+        chosen = range(min(generator.classes, most))
+        count = min(8, most // max(1, len(chosen))) * len(chosen) or most
+        draw_grid(Sampler(generator=generator, chosen=chosen), path / "samples.png", count=count)
         more |= {"z_dim": generator.z_dim, "noise": []}
         if generator.has_styles:  # the stored maps by their names in the state, in the order of the layers
             names = {id(x): name for name, x in generator.named_buffers()}
@@ -63,14 +66,6 @@ def write_folder(subject: Subject, path: Path) -> None:
     texts = {"config.json": json.dumps(config, indent=1, allow_nan=False) + "\n", PAGE: inspect.getsource(page)}
     for name, text in (texts | {"README.md": readme(path.name, config, seed=seed)}).items():
         (path / name).write_text(text, encoding="utf-8")
-
-
-def _draw_samples(network: Any, path: Path) -> None:
-    """A grid of samples, as `generate.py grid --seed 0` draws them."""
-    most = GRID if network.resolution <= 64 else GRID // 4
-    chosen = list(range(min(network.classes, most)))
-    each = min(8, most // max(1, len(chosen)))
-    draw_grid(Sampler(generator=network, chosen=chosen), path, count=each * len(chosen) or most)
 
 
 def open_folder(_subject: Subject, path: Path) -> Runner:
