@@ -137,7 +137,8 @@ class Editor:
 
     def _direction(self, source: int, target: int) -> Direction:
         """The way from a class to another. Raises UserError where there is none."""
-        start = Start.join([self._samples(source), self._samples(target)])
+        parts = [self._samples(label) for label in (source, target)]
+        start = Start.join(parts)
         likely = self.probabilities(self.images(start)).mean(0)
         likely[[source, target]] = -1
         others = likely.sort(descending=True, stable=True).indices[: min(OTHERS, len(likely) - 2)].tolist()
@@ -146,8 +147,7 @@ class Editor:
         unit = steer(slopes, pixels, pixel_weight=config.pixel_weight, keep_weight=config.keep_weight)
         if not unit.any():
             raise UserError(f"nothing moves {self.names[source]} towards {self.names[target]}")
-        codes = [self._samples(label).code for label in (source, target)]
-        points = [(code.mean(1) if self.space == "w" else code).float().cpu() for code in codes]
+        points = [(part.code.mean(1) if self.space == "w" else part.code).float().cpu() for part in parts]
         # the length of the deviations within the classes: root of the mean of their variances, of all dimensions
         spread = float(torch.stack([p.var(0, correction=0) for p in points]).mean(0).sqrt().double().norm())
         return Direction(source, target, (unit * spread).float())

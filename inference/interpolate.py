@@ -28,11 +28,9 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
     Args: `scale`: each pixel becomes scale x scale; None: to about 256 px. Raises UserError.
     """
     scale = enlargement(journey.sampler.generator.resolution, scale)
-    bar = Bar(total=len(journey), desc="frames", unit="frame")
-    with bar, film(out, fps=fps, scale=scale) as add:
-        for frame in journey:
+    with film(out, fps=fps, scale=scale) as add:
+        for frame in Bar(journey, "frames", unit="frame"):
             add(frame)
-            bar.update()
     return len(journey)
 
 
@@ -105,7 +103,7 @@ def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
     angle = torch.acos(cosine)
     sine = torch.sin(angle)
     straight = sine < 1e-6
-    safe = torch.where(straight, torch.ones_like(sine), sine)
+    safe = sine.masked_fill(straight, 1)
     share_a = torch.where(straight, 1 - t, torch.sin((1 - t) * angle) / safe)
     share_b = torch.where(straight, t, torch.sin(t * angle) / safe)
     return (share_a * a_unit + share_b * b_unit) * torch.lerp(lengths[0], lengths[1], t)

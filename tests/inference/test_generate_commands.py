@@ -11,7 +11,9 @@ from safetensors.torch import load_file, safe_open
 
 import generate
 from duetgan.data.reading.dataset import Dataset
+from duetgan.inference.export.weights_file import write_weights
 from duetgan.inference.projection import Projector
+from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.script import run_cli
 from tests.inference.conftest import sampler_of
@@ -53,6 +55,13 @@ def test_each_command_is_the_same_for_a_seed_and_another_for_another(runs, tmp_p
         assert [path.name for path in out.parent.iterdir()] == [name]
         found.append(out.read_bytes())
     assert found[0] == found[1] != found[2]
+
+
+def test_a_file_of_weights_draws_what_its_run_does(runs, tmp_path):
+    write_weights(tmp_path / "w.safetensors", load(resolve(runs["grey"])))
+    for out, checkpoint in (("a.png", runs["grey"]), ("b.png", tmp_path / "w.safetensors")):
+        assert call("mix", "--checkpoint", checkpoint, "--out", tmp_path / out, "--n", 2) == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 @pytest.mark.parametrize("command", ["truncation", "mix", "interpolate", "dataset"])
