@@ -41,7 +41,7 @@ def parser() -> Parser:
 
     def begin(run: Callable[[Namespace], str], name: str, text: str, without: str = "") -> Callable[..., Any]:
         command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, classes="all", truncation_psi=1.0, truncation_cutoff=None)
         add_model_options(command)
         add = command.add_argument
         add("--out", required=True, type=Path, metavar="FILE", help="the file to write; of grid also a folder")
@@ -241,10 +241,10 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     classes = checkpoint["classes"] if generator.classes else []
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(getattr(options, "classes", "all"), classes),
+        chosen=chosen_classes(options.classes, classes),
         seed=options.seed,
-        truncation_psi=getattr(options, "truncation_psi", 1.0),
-        truncation_cutoff=getattr(options, "truncation_cutoff", None),
+        truncation_psi=options.truncation_psi,
+        truncation_cutoff=options.truncation_cutoff,
         noise_mode="const" if options.command == "project" else options.noise_mode,
         numpy_latents=options.latents == "numpy",
         batch_size=options.batch_size,
