@@ -112,8 +112,6 @@ def test_refusals_and_what_training_reads(generator, checkpoint, tmp_path):
     sampler = sampler_of(generator)
     with pytest.raises(UserError, match=r"--n 2: fewer than one image for each of 3 classes; give 3"):
         write_dataset(sampler, checkpoint, tmp_path / "x.lmdb", source="", count=2)
-    with pytest.raises(UserError, match=r"end in \.lmdb"):
-        write_dataset(sampler, checkpoint, tmp_path / "x.db", source="", count=3)
     assert not list(tmp_path.iterdir())
     write_dataset(sampler_of(generator), checkpoint, tmp_path / "x.lmdb", source="", count=6)
     with open_training(DataConfig(path=str(tmp_path / "x.lmdb"))) as training:
