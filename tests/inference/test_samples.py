@@ -114,7 +114,7 @@ def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
     bars = []
 
     def bar(batches, *words, **_):
-        bars.append(words)
+        bars.append((*words, len(batches)))
         return batches
 
     monkeypatch.setattr(tables, "Bar", bar)
