@@ -126,14 +126,10 @@ def enlargement(side: int, asked: int | None = None) -> int:
 
     Raises UserError if the enlarged side would be odd, which yuv420p cannot hold.
     """
-    if asked is not None:
-        if side * asked % 2:
-            raise UserError(
-                f"--scale {asked}: {side * asked} px is an odd size, films have even ones; take {asked + 1}"
-            )
-        return asked
+    if asked and side * asked % 2:
+        raise UserError(f"--scale {asked}: {side * asked} px is an odd size, films have even ones; take {asked + 1}")
     scale = max(1, -(-LEAST_SIDE // side))
-    return scale + (side * scale % 2)
+    return asked or scale + (side * scale % 2)
 
 
 @contextmanager

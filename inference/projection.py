@@ -59,6 +59,7 @@ class Projector:
         self.device = device_of(generator)
         self.spread = 0.0  # root of the mean squared distance of a class's w from their mean; set by `start`
         self.label: int | None = None  # the class that the search starts from; set by `start`
+        self.spaces: dict[str, Projection] = {}  # what `find` found in each, behind where it started
 
     def start(self, labels: Sequence[int]) -> Projection:
         """Where the search starts: the mean w of the class among `labels` that looks most like the target.
@@ -81,9 +82,9 @@ class Projector:
                 mean = self.generator.w_avg if label is None else w.mean(dim=0)
                 spread = (w - mean).square().sum(dim=1).mean().sqrt()
             means.append((self._result(self._rows(mean[None]), noise), spread, label))
-        best, spread, self.label = min(means, key=lambda entry: entry[0].loss)  # the first of equals
+        self.first, spread, self.label = min(means, key=lambda entry: entry[0].loss)  # the first of equals
         self.spread = float(spread)
-        return best
+        return self.first
 
     def search(
         self, space: Space, start: Projection, *, refine: bool = False, tick: Callable[[], object] = lambda: None
@@ -165,23 +166,15 @@ def normalise_(maps: Sequence[Tensor]) -> None:
 CELL = 192  # px that smaller images are enlarged to
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a search began with and what it found in each space."""
-
-    label: int | None  # of the class that it started from
-    start: Projection
-    spaces: dict[str, Projection]
-
-
 def find(
     sampler: Sampler,
     target: Tensor,  # uint8 [1, C, H, H]
     config: ProjectionConfig,
     *,
     tick: Callable[[], object] = lambda: None,  # called after each step
-) -> Found:
-    """Search. Of several chosen classes the one whose mean image looks most like the target is where it starts.
+) -> Projector:
+    """A projector that has searched; of several chosen classes it starts from the one whose mean image is most like the
+    target.
 
     Raises UserError for a generator without w, and for missing weights.
     """
@@ -193,12 +186,10 @@ def find(
     with full_float32(sampler.device):
         distance = Distance(wanted, features=network, pixel_weight=config.pixel_weight)
     projector = Projector(generator, distance, config, seed=sampler.seed)
-    start = projector.start(sampler.chosen)
-    spaces: dict[str, Projection] = {}
+    before = projector.start(sampler.chosen)
     for name in SPACES[config.space]:
-        before = next(reversed(spaces.values()), start)
-        spaces[name] = projector.search(name, before, refine=bool(spaces), tick=tick)
-    return Found(projector.label, start, spaces)
+        before = projector.spaces[name] = projector.search(name, before, refine=bool(projector.spaces), tick=tick)
+    return projector
 
 
 def project(
@@ -221,7 +212,7 @@ def project(
     if save_to is not None:
         write_atomic(save_to, _latents(spaces, {"class": label, "seed": sampler.seed, "steps": config.steps}))
     where = f"start ({label})" if label else "start"
-    return [f"{name}: {', '.join(nearest.distances)}" for name, nearest in {where: result.start, **spaces}.items()]
+    return [f"{name}: {', '.join(nearest.distances)}" for name, nearest in {where: result.first, **spaces}.items()]
 
 
 def _latents(spaces: dict[str, Projection], about: dict[str, Any]) -> bytes:
