@@ -41,14 +41,14 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Export, print what the check found; CheckFailed (exit code 4) where the file is not as good as the original."""
     options = parser().parse_args(argv)
-    resolve_for_people(options.checkpoint, options.which)  # is it there?
+    path = resolve_for_people(options.checkpoint, options.which)
     import torch  # now that the options are known to be right
 
     from duetgan.inference.export.check import CheckFailed, document, export, table
-    from duetgan.models.ready_made import open_checkpoint
+    from duetgan.models.ready_made import read
     from duetgan.reporting.report import refresh
 
-    path, checkpoint = open_checkpoint(options.checkpoint, options.which)
+    checkpoint = read(path)
     rows, subject, wrong = export(options, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:
