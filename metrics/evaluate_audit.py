@@ -3,10 +3,9 @@
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,14 +42,6 @@ from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.seeding import numpy_generator
 
 PAIRS = 24  # members shown with their nearest sample
-
-
-class Sides(NamedTuple):
-    """Which images are members, and which were held out: the same mix of classes on both sides."""
-
-    members: Selection  # of the training images
-    held_out: Selection  # of the test images
-    dropped: int  # test images that are training images as well
 
 
 def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
@@ -108,14 +99,13 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
 
 def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[str, Any]:
     """The attack by each score [members + held out], and its control: two halves of the held-out images."""
-    attacks: dict[str, Any] = {}
-    controls: dict[str, Any] = {}
+    document: dict[str, Any] = {"attacks": {}, "controls": {}}
     for name, score in scores.items():
         held_out = score[members:]
-        attacks[name] = asdict(attack(score[:members], held_out))
         one, other = halves(len(held_out), keyed_generator(seed, "eval", "audit", "halves"))
-        controls[name] = asdict(attack(held_out[one], held_out[other]))
-    return {"attacks": attacks, "controls": controls}
+        document["attacks"][name] = attack(score[:members], held_out)
+        document["controls"][name] = attack(held_out[one], held_out[other])
+    return document
 
 
 def _training_images(checkpoint: Checkpoint, reader: Dataset) -> Dataset:
@@ -133,11 +123,13 @@ def _training_images(checkpoint: Checkpoint, reader: Dataset) -> Dataset:
     return train
 
 
-def choose_sides(train: Dataset, reader: Dataset, *, conditional: bool, searched: int, seed: int) -> Sides:
-    """Members and held-out images in the same mix of classes, as many as there are, at most `searched` members.
+def choose_sides(
+    train: Dataset, reader: Dataset, *, conditional: bool, searched: int, seed: int
+) -> tuple[Selection, Selection, int]:
+    """Members and held-out images in the same mix of classes, as many as there are, at most `searched` members; and
+    how many test images were left out, which are training images as well, pixel for pixel.
 
-    Test images that are training images as well, pixel for pixel, are members and left out. Raises UserError for
-    fewer than 20 on a side.
+    Raises UserError for fewer than 20 on a side.
     """
     kept = np.flatnonzero(~np.isin(reader.signatures()["digest"], train.signatures()["digest"]))
     theirs = [reader.labels()[kept], train.labels()]
@@ -161,7 +153,7 @@ def choose_sides(train: Dataset, reader: Dataset, *, conditional: bool, searched
         )
     held_out = Selection(kept[drawn[0]], theirs[0][drawn[0]], f"held-out {seed} audit")
     members = Selection(drawn[1], theirs[1][drawn[1]], f"members {seed} {searched} audit")
-    return Sides(members, held_out, len(reader) - len(kept))
+    return members, held_out, len(reader) - len(kept)
 
 
 def _place(options: Namespace, generator: ImageGenerator) -> Extractor:

@@ -91,8 +91,7 @@ def leaks(reader: Dataset, train: Dataset | None) -> dict[str, str]:
 
     Files of other sizes or channels cannot be compared, nor files without signatures.
     """
-    count = 0 if train is None else overlap(reader, train)
-    if train is None or not count:
+    if train is None or not (count := overlap(reader, train)):
         return {}
     text = (
         f"{count} of {len(reader)} test images are training images as well, so the figures flatter: see "

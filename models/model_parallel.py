@@ -80,16 +80,13 @@ def place(
             nn.ModuleList(modules[name]).to(share.device)
     for name, buffer in list(classifier.named_buffers(recurse=False)):  # of ImageNet's normalisation
         setattr(classifier, name, buffer.to(shares[0].device))
-    for share in shares[1:]:
-        modules[share.blocks[0]][0].register_forward_pre_hook(_arrive)
+    for share in shares[1:]:  # gradients go back by themselves
+        modules[share.blocks[0]][0].register_forward_pre_hook(
+            lambda module, inputs: tuple(x.to(next(module.parameters()).device) for x in inputs)
+        )
     # whoever gives the images has the labels there, too
     classifier.register_forward_hook(lambda _module, inputs, logits: logits.to(inputs[0].device))
     return shares
-
-
-def _arrive(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    device = next(module.parameters()).device
-    return tuple(x.to(device) for x in inputs)  # gradients go back by themselves
 
 
 def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from duetgan.models.backbones.base import Backbone
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import BACKBONES, backbone_of
 from duetgan.utils import bounded
@@ -328,11 +327,9 @@ def likeness(state: State) -> Iterator[tuple[str, float]]:
                 network = backbone.build(other)
         except NotImplementedError:  # of a RegNet, which computes while it is built
             continue
-        ours, theirs = (_body(one, backbone) for one in (network.state_dict(), state))
+        ends = (f"{backbone.first}.", f"{backbone.head}.")  # what a config changes
+        ours, theirs = (
+            {key: value.shape for key, value in one.items() if not key.startswith(ends) and value.ndim}
+            for one in (network.state_dict(), state)
+        )
         yield other, len(ours.items() & theirs.items()) / len(ours.keys() | theirs.keys())
-
-
-def _body(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, torch.Size]:
-    """The shapes of what no config changes."""
-    ends = (f"{backbone.first}.", f"{backbone.head}.")
-    return {key: value.shape for key, value in state.items() if not key.startswith(ends) and value.ndim}

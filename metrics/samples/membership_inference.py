@@ -7,7 +7,6 @@ top, where a few copied images show that the whole would hide (2112.03570 advise
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,20 +33,12 @@ NOT_SHOWN = [
 ]
 
 
-@dataclass(frozen=True)
-class Attack:
-    auc: float  # P(a member scores higher than a held-out image), equal ones count half; 0.5 is chance
-    interval: list[float]  # at 95 %
-    p_value: float  # of so high an AUC, or so many members at the top, by chance
-    top: dict[str, float]  # share of held-out images above a threshold -> share of members above it
-    members: int
-    held_out: int
-
-
-def attack(members: Tensor, held_out: Tensor) -> Attack:
+def attack(members: Tensor, held_out: Tensor) -> dict[str, Any]:
     """How well scores [m] and [n] tell members from held-out images, both drawn from one distribution.
 
-    `p_value` is Bonferroni's over the tests of the AUC and of the tops. Raises ValueError for an empty side.
+    Returns `auc` with its `interval` (see `auc`), `p_value` of so high an AUC, or so many members at the top, by chance
+    (Bonferroni's over these tests), `top` (share of held-out images above a threshold -> share of members above it),
+    and how many `members` and `held_out` there are. Raises ValueError for an empty side.
     """
     if not len(members) or not len(held_out):
         raise ValueError("an attack needs members and held-out images")
@@ -57,8 +48,9 @@ def attack(members: Tensor, held_out: Tensor) -> Attack:
     chances = [math.erfc(z / math.sqrt(2)) / 2, *(crowding(members, held_out, rank) for rank in sorted(set(ranks)))]
     ordered = held_out.sort(descending=True).values
     top = {f"{rank / len(held_out):.4g}": float((members > ordered[rank - 1]).double().mean()) for rank in ranks[1:]}
-    p_value = min(1.0, len(chances) * min(chances))
-    return Attack(*auc(members, held_out), p_value, top, len(members), len(held_out))
+    area, interval = auc(members, held_out)
+    document = {"auc": area, "interval": interval, "p_value": min(1.0, len(chances) * min(chances)), "top": top}
+    return document | {"members": len(members), "held_out": len(held_out)}
 
 
 def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
@@ -129,7 +121,7 @@ def detection(
     copies = min(members, max(1, round(share * samples / (1 - share))))
     draws = torch.stack([torch.randperm(members, generator=generator)[:copies] for _ in range(repeats)])
     scores = -distances_with_copies(real, distances, draws)
-    found = sum(attack(row[:members], row[members:]).p_value < LEVEL / 2 for row in scores)
+    found = sum(attack(row[:members], row[members:])["p_value"] < LEVEL / 2 for row in scores)
     return {"share": share, "copies": copies, "found": int(found), "repeats": repeats}
 
 

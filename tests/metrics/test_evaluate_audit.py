@@ -159,19 +159,19 @@ def test_sides_have_one_mix_of_classes(tmp_path):
     other = np.random.default_rng(2).integers(0, 256, (60, 1, SIDE, SIDE), dtype=np.uint8)
     pack_arrays(tmp_path / "test.lmdb", other, np.array([0] * 20 + [1] * 40), CLASSES)
     with Dataset(tmp_path / "train.lmdb") as train, Dataset(tmp_path / "test.lmdb") as reader:
-        sides = choose_sides(train, reader, conditional=True, searched=1000, seed=0)
-        assert np.bincount(sides.members.labels).tolist() == [30, 60]  # all of class 1, half as many of class 0
-        assert np.bincount(sides.held_out.labels).tolist() == [20, 40]
-        np.testing.assert_array_equal(train.labels()[sides.members.indices], sides.members.labels)
-        np.testing.assert_array_equal(reader.labels()[sides.held_out.indices], sides.held_out.labels)
-        assert len(set(sides.members.indices.tolist())) == 90
+        members, held_out, _ = choose_sides(train, reader, conditional=True, searched=1000, seed=0)
+        assert np.bincount(members.labels).tolist() == [30, 60]  # all of class 1, half as many of class 0
+        assert np.bincount(held_out.labels).tolist() == [20, 40]
+        np.testing.assert_array_equal(train.labels()[members.indices], members.labels)
+        np.testing.assert_array_equal(reader.labels()[held_out.indices], held_out.labels)
+        assert len(set(members.indices.tolist())) == 90
         fewer = choose_sides(train, reader, conditional=True, searched=45, seed=0)
-        assert np.bincount(fewer.members.labels).tolist() == [15, 30]
+        assert np.bincount(fewer[0].labels).tolist() == [15, 30]
         every = choose_sides(train, reader, conditional=False, searched=1000, seed=0)
-        assert (len(every.members.indices), len(every.held_out.indices)) == (200, 60)
+        assert (len(every[0].indices), len(every[1].indices)) == (200, 60)
         turned = choose_sides(reader, train, conditional=True, searched=1000, seed=0)  # no member of class 2
-        assert np.bincount(turned.members.labels).tolist() == [20, 13]
-        assert np.bincount(turned.held_out.labels).tolist() == [90, 60]
+        assert np.bincount(turned[0].labels).tolist() == [20, 13]
+        assert np.bincount(turned[1].labels).tolist() == [90, 60]
         with pytest.raises(UserError, match="not 0 and 0"):
             choose_sides(train, train, conditional=True, searched=1000, seed=0)  # every test image is a member
 

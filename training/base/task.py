@@ -12,6 +12,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
 from duetgan.utils.provenance import Lineage
 
+Networks = dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]  # name -> network and example inputs
 Outline = Mapping[str, tuple[torch.nn.Module, int]]  # section of the config -> its network, least copies of its weights
 
 
@@ -47,8 +48,8 @@ class Task(ABC):
         """Figures on held-out data, the same on all ranks."""
 
     @abstractmethod
-    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
-        """Name -> network and example inputs, for summaries and TensorBoard's graph."""
+    def networks(self) -> Networks:
+        """For summaries and TensorBoard's graph."""
 
     @abstractmethod
     def images_at(self, step: int) -> int:

@@ -24,7 +24,7 @@ from duetgan.models.weights import load_pretrained
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.data import label_shares
 from duetgan.training.base.phases import phase
-from duetgan.training.base.task import Outline, Task
+from duetgan.training.base.task import Networks, Outline, Task
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
@@ -161,7 +161,7 @@ class ClassifierTask(Task):
     def lineage(self) -> Lineage:
         return self.model.lineage
 
-    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
+    def networks(self) -> Networks:
         size = self.shape["resolution"]
         inputs = torch.zeros(1, self.shape["channels"], size, size, device=self.device)
         return {"classifier": (self.ema.model, (inputs,))}

@@ -22,7 +22,7 @@ from duetgan.models.registry import architecture_of
 from duetgan.models.restore import classifier_from
 from duetgan.training.base.data import check_same_classes, label_shares
 from duetgan.training.base.phases import phase
-from duetgan.training.base.task import Outline, Task
+from duetgan.training.base.task import Networks, Outline, Task
 from duetgan.training.gan.ada import Ada
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.context import Context, GanDraws, Images, StepShare
@@ -154,7 +154,7 @@ class GanTask(Task):
             "watch": self.watch,
         }
 
-    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
+    def networks(self) -> Networks:
         group, size = self.config.discriminator.group, self.shape["resolution"]
         labels = torch.zeros(group, dtype=torch.int64, device=self.device)
         z = torch.zeros(group, self.generator.z_dim, device=self.device)
