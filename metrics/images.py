@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,8 @@ from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
 
+SHOWN = 24  # images of a picture of single ones
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
-
-
-@dataclass
-class Best:
-    """The `size` images with the highest scores out of any number of batches, best first; ties go to the earlier."""
-
-    size: int
-    kept: list[tuple[float, Tensor, str]] = field(default_factory=list)  # score, uint8 [C, H, W], caption
-
-    def add(self, images: Tensor, scores: Tensor, captions: Sequence[str]) -> None:
-        """Offer a batch: uint8 [n, C, H, W], scores [n] and a caption for each."""
-        offered = [*self.kept, *zip(scores.tolist(), images, captions, strict=True)]
-        best = sorted(offered, key=lambda each: -each[0])[: self.size]
-        self.kept = [(score, image.clone(), text) for score, image, text in best]  # a view would keep the whole batch
-
-    def save(self, path: Path) -> bool:
-        """Draw them; False if there is none."""
-        if self.kept:
-            save_captioned([image for _, image, _ in self.kept], [caption for _, _, caption in self.kept], path)
-        return bool(self.kept)
 
 
 class SampleBoard:
@@ -48,31 +28,37 @@ class SampleBoard:
         self.columns = columns
         self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(classes)))]
         self.capacity = columns if classes else columns * columns
-        self.best, self.worst = Best(24), Best(24)
+        # file -> score, uint8 [C, H, W] and caption of the samples that the judge is surest, and least sure of
+        self.kept: dict[str, list[tuple[float, Tensor, str]]] = {"recognised_best.png": [], "recognised_worst.png": []}
 
     def observe(self, images: Tensor, labels: Tensor, probabilities: Tensor | None) -> None:
-        """Keep the first samples of each class, and those that the judge is surest and least sure of."""
+        """Keep the first samples of each class, and those with the highest scores; of equal ones the earlier."""
         for image, label in zip(images, labels.tolist(), strict=True):
             if len(self.rows[label]) < self.capacity:
                 self.rows[label].append(image.clone())
-        if probabilities is not None and self.classes:
-            asked = probabilities.gather(1, labels[:, None])[:, 0]
-            predicted = probabilities.argmax(1).tolist()
-            texts = [
-                f"{self.classes[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.classes[other]}")
-                for label, other, share in zip(labels.tolist(), predicted, asked.tolist(), strict=True)
-            ]
-            self.best.add(images, asked, texts)
-            self.worst.add(images, 1 - asked, texts)
+        if probabilities is None or not self.classes:
+            return
+        asked = probabilities.gather(1, labels[:, None])[:, 0]
+        each = zip(*(column.tolist() for column in (labels, probabilities.argmax(1), asked)), strict=True)
+        texts = [
+            f"{self.classes[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.classes[other]}")
+            for label, other, share in each
+        ]
+        for (name, kept), scores in zip(self.kept.items(), (asked, 1 - asked), strict=True):
+            offered = [*kept, *zip(scores.tolist(), images, texts, strict=True)]
+            best = sorted(offered, key=lambda each: -each[0])[:SHOWN]
+            self.kept[name] = [(score, image.clone(), text) for score, image, text in best]  # no view of the batch
 
     def save(self, folder: Path) -> list[str]:
         """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
         save_rows(self.rows, folder / "samples.png", columns=self.columns, captions=self.classes)
-        judged = {"recognised_best.png": self.best, "recognised_worst.png": self.worst}
-        return ["samples.png", *(name for name, best in judged.items() if best.save(folder / name))]
+        judged = {name: kept for name, kept in self.kept.items() if kept}
+        for name, kept in judged.items():
+            save_captioned([image for _, image, _ in kept], [text for _, _, text in kept], folder / name)
+        return ["samples.png", *judged]
 
 
-def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 24) -> bool:
+def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = SHOWN) -> bool:
     """Draw the most confident mistakes with their record numbers; of equal ones the earlier. False if there is none."""
     wrong = surest(~answers.hits, answers)[:size].tolist()
     if wrong:

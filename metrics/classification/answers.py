@@ -6,7 +6,7 @@ So they depend neither on batches nor on processes. Figures have their 95 % inte
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -113,16 +113,6 @@ def nll(answers: Answers) -> Measured:
     return Measured.influenced(float(losses.mean()), losses - losses.mean(), high=math.inf)
 
 
-def auroc(answers: Answers) -> Measured:
-    """Mean over the classes of the area under the ROC curve of each against all others."""
-    return _ranked(answers, "auroc")
-
-
-def average_precision(answers: Answers) -> Measured:
-    """Mean over the classes of the average precision of each against all others."""
-    return _ranked(answers, "average_precision")
-
-
 def _ranked(answers: Answers, name: str) -> Measured:
     """The mean of a figure of the rankings that there are, and each class's."""
     values = [None if ranking is None else float(getattr(ranking, name)()) for ranking in answers.rankings]
@@ -134,6 +124,10 @@ def _ranked(answers: Answers, name: str) -> Measured:
         influence += getattr(ranking, f"{name}_influence")() / len(there)
     mean = sum(there) / len(there)
     return Measured(mean, influence_interval(mean, influence), values, influence=influence)
+
+
+# the mean over the classes of the area under the ROC curve, or of the average precision, of each against all others
+auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "average_precision"))
 
 
 # --- more of what a document says

@@ -20,14 +20,14 @@ def bin_of(confidence: Tensor, bins: int) -> Tensor:
     return (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
-def calibration_error(confidence: Tensor, hits: Tensor, bins: int = BINS) -> tuple[float, Tensor]:
+def calibration_error(confidence: Tensor, hits: Tensor) -> tuple[float, Tensor]:
     """The expected calibration error and each image's influence on it, [n].
 
     Args: `confidence` float64 [n], the largest probabilities; `hits` bool [n], whether the class is the true one.
     """
     gaps = confidence - hits.double()
-    index = bin_of(confidence, bins)
-    sums = torch.zeros(bins, dtype=torch.float64).index_add_(0, index, gaps)
+    index = bin_of(confidence, BINS)
+    sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, index, gaps)
     error = float(sums.abs().sum()) / len(gaps)
     return error, sums.sign()[index] * gaps - error
 

@@ -14,9 +14,9 @@ LEAKY_SLOPE = 0.2
 ACTIVATION_GAIN = math.sqrt(2)
 
 
-def normalize_second_moment(x: Tensor, eps: float = 1e-8) -> Tensor:
+def normalize_second_moment(x: Tensor) -> Tensor:
     """Scale each row of `x` [N, F] to unit mean square (StyleGAN2, mapping network's input)."""
-    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)
+    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-8)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -5,10 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
+from duetgan.metrics import images
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.classification.corruptions import CORRUPTIONS
 from duetgan.metrics.images import (
-    Best,
     SampleBoard,
     save_confused,
     save_confusion,
@@ -30,11 +30,14 @@ def pixels(path):
         return np.asarray(image.convert("L"))
 
 
-def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals():
-    best = Best(3)
-    best.add(shades(1, 2, 3), torch.tensor([0.1, 0.9, 0.5]), ["a", "b", "c"])
-    best.add(shades(4, 5), torch.tensor([0.5, 0.7]), ["d", "e"])
-    assert [(caption, int(image[0, 0, 0])) for _, image, caption in best.kept] == [("b", 2), ("e", 5), ("c", 3)]
+def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals(monkeypatch):
+    monkeypatch.setattr(images, "SHOWN", 3)
+    board = SampleBoard(["a", "b"])
+    for batch, scores in ((shades(1, 2, 3), [0.1, 0.9, 0.5]), (shades(4, 5), [0.5, 0.7])):
+        sure = torch.tensor(scores)
+        board.observe(batch, torch.zeros(len(batch), dtype=torch.int64), torch.stack([sure, 1 - sure], dim=1))
+    best, worst = ([int(image[0, 0, 0]) for _, image, _ in kept] for kept in board.kept.values())
+    assert (best, worst) == ([2, 5, 3], [1, 3, 4])
 
 
 def test_sample_board_has_a_row_for_each_class(tmp_path):
@@ -45,8 +48,8 @@ def test_sample_board_has_a_row_for_each_class(tmp_path):
     assert board.save(tmp_path) == ["samples.png", "recognised_best.png", "recognised_worst.png"]
     found = pixels(tmp_path / "samples.png")[::64, -3 * 64 :: 64]
     np.testing.assert_array_equal(found, [[10, 30, 40], [20, 255, 255]])
-    assert board.best.kept[0][2] == "a 0.90"
-    assert board.worst.kept[0][2] == "a 0.30\nnamed b"
+    assert board.kept["recognised_best.png"][0][2] == "a 0.90"
+    assert board.kept["recognised_worst.png"][0][2] == "a 0.30\nnamed b"
 
 
 def test_sample_board_without_classes_or_judge(tmp_path):

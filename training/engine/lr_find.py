@@ -7,7 +7,7 @@ then it falls, then training diverges. A good rate lies where it falls.
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,16 +90,16 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
-            return replace(_sweep(loop, sweep, updater), scale=scale)
+            return _sweep(loop, sweep, updater, Curve(scale=scale))
         finally:
             updater.rate = None
             state.rewind()
             loop.loader.wait_seconds = waited
 
 
-def _sweep(loop: Loop, sweep: Sweep, updater: Updater) -> Curve:
+def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
     """A step's loss is seen before its update, so that one more step than there are rates shows them all."""
-    curve, losses = Curve(), []
+    losses: list[float] = []
     for number in range(sweep.steps + 1):
         updater.rate = sweep.rate(min(number, sweep.steps - 1))
         metrics = loop.task.step(loop.loader, loop.step + number)

@@ -113,14 +113,14 @@ def matching(word: str) -> dict[str, list[Key]]:
     return {title: listed for title, listed in result.items() if listed}
 
 
-def as_text(selected: dict[str, list[Key]], width: int = 110) -> str:
+def as_text(selected: dict[str, list[Key]]) -> str:
     lines: list[str] = []
     for title, listed in selected.items():
         lines += ["", title, "=" * len(title)]
         for key in listed:
             lines.append(f"--{key.name} {key.default}")
             text = f"{key.takes}: {key.meaning}"
-            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+            lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines[1:])
 
 
