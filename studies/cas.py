@@ -200,7 +200,7 @@ def points(results: Results, first: str, second: str, group: str = "all") -> str
     if change is None:
         return ""
     sure = "" if change.interval is None else " [{:+.2f}, {:+.2f}]".format(*(100 * end for end in change.interval))
-    return f"{100 * change.value:+.2f}{sure}"
+    return f"{100 * change.difference:+.2f}{sure}"
 
 
 CONFIG, SUBJECT = CasConfig, Cas

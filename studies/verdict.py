@@ -42,16 +42,12 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[s
         if found := difference(results, *arms, group, figure):
             values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
             both = {"first_value": values[0], "second_value": values[1]}
-            rows.append(asdict(each) | both | _outcome(found))
+            rows.append(asdict(each) | both | asdict(found))
     for family in dict.fromkeys(row["family"] for row in rows):
         holm(row for row in rows if row["family"] == family)
     for row in rows:
         row["verdict"] = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
     return rows
-
-
-def _outcome(found: Difference) -> dict[str, Any]:
-    return {"difference": found.value, "interval": found.interval, "p": found.p, "method": found.method}
 
 
 def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any]]:
@@ -63,9 +59,9 @@ def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any
         found = difference(results, control.against, control.arm, control.group, control.figure)
         row = asdict(control) | {"difference": None, "interval": None, "p": None, "found": OPEN, "ok": False}
         if found is not None:
-            verdict = answer(found.value, found.p, larger_is_better=control.larger_is_better)
+            verdict = answer(found.difference, found.p, larger_is_better=control.larger_is_better)
             fine = {"helps": verdict == HELPS, "not helps": verdict != HELPS, "same": verdict == OPEN}
-            row |= _outcome(found) | {"found": verdict, "ok": fine[control.expected]}
+            row |= asdict(found) | {"found": verdict, "ok": fine[control.expected]}
         rows.append(row)
     return rows
 

@@ -5,6 +5,7 @@ A group is one run, or several that were trained alike with other seeds. Every g
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,7 +88,7 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
     """The comparison of two or more groups, ready for JSON: each a run, or runs with commas between them.
 
     Returns `task`, `n`, `seed`, `data_hash`, `runs` (the groups), `comparisons`: for every group after the first `run`
-    and `figures`, a list of `figure`, `first`, `second`, `difference`, `interval`, `p`, `verdict`, `method`; `notes`.
+    and `figures`, a list of `figure`, `first`, `second`, `difference`, `interval`, `p`, `method`, `verdict`; `notes`.
     Raises UserError unless all runs were evaluated on the same images with the same seed.
     """
     if len(groups) < 2:
@@ -162,11 +163,8 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
             "figure": name,
             "first": float(np.mean(one)),
             "second": float(np.mean(other)),
-            "difference": difference.value,
-            "interval": difference.interval,
-            "p": difference.p,
+            **asdict(difference),
             "verdict": "",
-            "method": difference.method,
         }
     return rows
 

@@ -15,7 +15,7 @@ ROUNDS = 100  # of a bisection
 
 @dataclass(frozen=True)
 class Difference:
-    value: float
+    difference: float
     interval: list[float] | None  # of 95 %; None where nothing tells how far chance reaches
     p: float | None  # that a difference as large comes about by chance alone
     method: str

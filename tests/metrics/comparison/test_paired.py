@@ -30,9 +30,9 @@ def test_mcnemar_is_the_sum_of_the_binomials_tails(gained, lost):
     count = gained + lost
     tail = sum(math.comb(count, k) for k in range(min(gained, lost) + 1)) / 2**count
     assert found.p == pytest.approx(min(1, 2 * tail), rel=1e-9)
-    assert found.value == pytest.approx((gained - lost) / (count + 20))
+    assert found.difference == pytest.approx((gained - lost) / (count + 20))
     low, high = found.interval or [1, 0]
-    assert low <= found.value <= high
+    assert low <= found.difference <= high
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_paired_figures_of_auroc_is_delongs_test():
         rows.append(wins.mean(1))
         columns.append(wins.mean(0))
     variance = np.var(rows[1] - rows[0]) / len(rows[0]) + np.var(columns[1] - columns[0]) / len(columns[0])
-    assert found.p == pytest.approx(2 * norm.sf(abs(found.value) / math.sqrt(variance)), rel=1e-9)
+    assert found.p == pytest.approx(2 * norm.sf(abs(found.difference) / math.sqrt(variance)), rel=1e-9)
 
 
 def test_the_same_answers_do_not_differ():
@@ -147,7 +147,7 @@ def test_seeds_and_images_are_hillis_formula():
     rest = sum((d[s, i] - rows[s] - columns[i] + mean) ** 2 for s in range(4) for i in range(30)) / 87
     both = by_seed + max(0, by_image - rest)
     degrees = both**2 / (by_seed**2 / 3)
-    assert found.value == pytest.approx(mean)
+    assert found.difference == pytest.approx(mean)
     assert found.p == pytest.approx(2 * t.sf(abs(mean) / (both / 120) ** 0.5, degrees))
     assert found.interval == pytest.approx(t.interval(0.95, degrees, mean, (both / 120) ** 0.5))
 
@@ -159,7 +159,7 @@ def test_seeds_alone_are_students_paired_test():
     draw = np.random.default_rng(0)
     first, second = (np.stack([draw.permutation(row) for row in rows]) for rows in hits)
     found, by_seed = by_seeds_and_images(first, second, np.full(1000, 1e-3)), by_seeds(*levels)
-    assert found.value == pytest.approx(by_seed.value)
+    assert found.difference == pytest.approx(by_seed.difference)
     assert found.p == pytest.approx(by_seed.p, rel=0.1)
 
 
@@ -168,7 +168,7 @@ def test_one_pair_is_over_images_alone_and_equal_runs_do_not_differ():
     found = by_seeds_and_images(first[None], second[None], np.full(35, 1 / 35))
     assert found.p == pytest.approx(paired_figures(9 / 35, first - 0.4, second - 0.6).p or 0, abs=0.02)
     same = by_seeds_and_images(np.stack([first, second]), np.stack([first, second]), np.full(35, 1 / 35))
-    assert (same.value, same.interval, same.p) == (0, [0, 0], 1)
+    assert (same.difference, same.interval, same.p) == (0, [0, 0], 1)
 
 
 def test_weights_choose_and_weigh_images():
@@ -177,7 +177,7 @@ def test_weights_choose_and_weigh_images():
     first, second = draw.random((2, 3, 40)) < 0.5
     weights = np.r_[np.full(10, 0.05), np.full(20, 0.025), np.zeros(10)]
     found = by_seeds_and_images(first, second, weights)
-    assert found.value == pytest.approx(((second.astype(float) - first).mean(0) * weights).sum())
+    assert found.difference == pytest.approx(((second.astype(float) - first).mean(0) * weights).sum())
     again = by_seeds_and_images(first[:, :30], second[:, :30], weights[:30])
     assert found.p == pytest.approx(again.p)
     assert found.interval == pytest.approx(again.interval)
@@ -191,7 +191,7 @@ def test_an_interval_leaves_0_out_where_its_p_says_so():
             low, high = result.interval or [1, 0]
             assert result.p is not None
             assert (result.p < 0.05) == (low > 0 or high < 0), (gained, lost)
-            assert low <= result.value <= high
+            assert low <= result.difference <= high
 
 
 def test_seeds_that_agree_leave_the_chance_of_images():
@@ -201,8 +201,8 @@ def test_seeds_that_agree_leave_the_chance_of_images():
         second = first.copy()
         second[range(3), list(places)] = True
         result = by_seeds_and_images(first, second, np.full(20, 1 / 20))
-        assert result.value == pytest.approx(1 / 20)
+        assert result.difference == pytest.approx(1 / 20)
         assert result.p is not None
         assert 0.05 < result.p < 1
         low, high = result.interval or [1, 0]
-        assert low < 0 < result.value < high
+        assert low < 0 < result.difference < high
