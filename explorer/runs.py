@@ -40,7 +40,7 @@ class Shown:
 
     def files(self) -> Run:
         """What the run folder holds now: one that is still training has more later. Empty for a checkpoint file."""
-        return Run(self.path) if self.path.is_dir() else Run(folder=self.path)
+        return Run(self.path)
 
     def facts(self) -> dict[str, Any]:
         """What the page is told."""

@@ -82,11 +82,12 @@ class Quickstart:
         plan = self.plan
         if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
             return
-        spent = {part: 0.0 for part in BEFORE_GAN if part in plan.seconds}
-        for part in spent:
-            took = [step["seconds"] for name, step in self.timings.items() if name.startswith(part)]
-            spent[part] = sum(took) if took else plan.seconds[part]
-        self.plan = replanned(plan, spent)
+        took = {
+            part: [step["seconds"] for name, step in self.timings.items() if name.startswith(part)]
+            for part in BEFORE_GAN
+            if part in plan.seconds
+        }
+        self.plan = replanned(plan, {part: sum(each) if each else plan.seconds[part] for part, each in took.items()})
         if self.plan is not plan:
             print(f"\n{self.plan.notes[-1]}", flush=True)
             write_atomic(self.folder / "plan.json", as_json(self.plan.model_dump()))

@@ -49,12 +49,11 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
 
 def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:
     """What an image shows, and that image of every run that has it, for images that two runs have or more."""
-    found = []
-    for stem in SIDE_BY_SIDE:
-        have = {name: path for name, run in runs.items() for path in run.images if path.stem == stem}
-        if len(have) > 1:
-            found.append((CAPTIONS[stem], [picture(path, name) for name, path in have.items()]))
-    return found
+    have = {
+        stem: [(path, name) for name, run in runs.items() for path in run.images if path.stem == stem]
+        for stem in SIDE_BY_SIDE
+    }
+    return [(CAPTIONS[stem], [picture(*each) for each in those]) for stem, those in have.items() if len(those) > 1]
 
 
 def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
@@ -64,12 +63,12 @@ def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
     series = {name: run.series for name, run in runs.items()}
     first = next(iter(series.values()))
     keys = [k for k in first if all(k in other for other in series.values()) and k.split("/")[0] in SHOWN_AT_ONCE]
-    charts = []
-    for key in keys:
-        curves = {name: of_run[key] for name, of_run in series.items()}
-        if any(y == y for points in curves.values() for _, y in points):
-            charts.append(Chart(curves, title=key if "/" in key else chart_of(key)))
-    return charts
+    curves = {key: {name: of_run[key] for name, of_run in series.items()} for key in keys}
+    return [
+        Chart(those, title=key if "/" in key else chart_of(key))
+        for key, those in curves.items()
+        if any(y == y for points in those.values() for _, y in points)
+    ]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -22,20 +22,16 @@ class Browser:
         command = [str(DRIVER), "--port=0"]
         self._driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._driver.stdout is not None
-        port = next(
-            found[1] for line in self._driver.stdout if (found := re.search(r"successfully on port (\d+)", line))
-        )
+        lines = (re.search(r"successfully on port (\d+)", line) for line in self._driver.stdout)
+        port = next(found[1] for found in lines if found)
         self._place = f"http://127.0.0.1:{port}/session"
-        arguments = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--user-data-dir={folder}",
-        ]
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        arguments += [f"--user-data-dir={folder}"]
         arguments += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
-        options = {"binary": CHROMIUM, "args": arguments, "mobileEmulation": _phone(width, height)}
-        options = {key: value for key, value in options.items() if value is not None}
+        options: dict[str, Any] = {"binary": CHROMIUM, "args": arguments}
+        if width < 500:  # a telephone's screen, which is narrower than a window can be
+            screen = {"width": width, "height": height, "pixelRatio": 2, "touch": True}
+            options["mobileEmulation"] = {"deviceMetrics": screen}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         try:
             made = self._ask("", {"capabilities": {"alwaysMatch": wanted}})
@@ -102,9 +98,3 @@ class Browser:
 
 
 TOLD = "return document.getElementById('told')?.textContent"
-
-
-def _phone(width: int, height: int) -> dict[str, Any] | None:
-    """A telephone's screen, which is narrower than a window can be."""
-    screen = {"width": width, "height": height, "pixelRatio": 2, "touch": True}
-    return {"deviceMetrics": screen} if width < 500 else None
