@@ -87,17 +87,17 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
     the metadata. `workers`: threads, default one per core.
     """
     damage, sides = Damage(), reader.meta.resolutions
-    levels = {side: LMDBReader(reader.path, resolution=side or None) for side in sides}
-    jobs = [(side, block) for side in sides for block in range(levels[side].blocks)]
+    levels = [LMDBReader(reader.path, resolution=side or None) for side in sides]
+    jobs = [(level, block) for level in levels for block in range(level.blocks)]
     labels: dict[int, list[np.ndarray]] = {side: [] for side in sides}
     digests: dict[int, list[bytes]] = {side: [] for side in sides}
     with ThreadPoolExecutor(workers or cores()) as pool:
-        checked = pool.map(lambda job: check_block(levels[job[0]], job[1]), jobs)
+        checked = pool.map(check_block, *zip(*jobs, strict=True))
         progress = Bar(checked, "verifying", len(jobs), unit="block")
-        for (side, _), (of_block, digest, damaged) in zip(jobs, progress, strict=True):
+        for (level, _), (of_block, digest, damaged) in zip(jobs, progress, strict=True):
             damage.records |= damaged
-            labels[side].append(of_block)
-            digests[side].append(digest)
+            labels[level.resolution].append(of_block)
+            digests[level.resolution].append(digest)
     try:
         reader.signatures()
         reader.names()

@@ -200,7 +200,9 @@ def _scores(a: np.ndarray, b: np.ndarray, crowded: np.ndarray) -> np.ndarray:
     before = _correlation(b - a)
     scores = np.zeros(len(a), np.float32)
     rows = np.flatnonzero(crowded & (before >= CROWD_CORRELATION))
-    rows = rows[_greatest(b[rows] - a[rows]) <= CROWD_CHANGE]
+    part = a.shape[1] // 8  # px
+    parts = (b[rows] - a[rows]).reshape(-1, 8, part, 8, part).mean(axis=(2, 4))
+    rows = rows[np.abs(parts).max(axis=(1, 2)) <= CROWD_CHANGE]
     change = _colour_change(colours_b[rows] - colours_a[rows])
     scores[rows] = np.where(change <= MOST_COLOUR, before[rows], 0)
     rows = np.flatnonzero(~crowded & (before >= LEAST_BEFORE))
@@ -230,12 +232,6 @@ def _standardised(images: np.ndarray) -> np.ndarray:
 def _correlation(difference: np.ndarray) -> np.ndarray:
     """Of two standardised images, by their difference [n, S, S]."""
     return 1 - np.square(difference).mean(axis=(1, 2)) / 2
-
-
-def _greatest(difference: np.ndarray) -> np.ndarray:
-    """The greatest mean difference of one of 8x8 parts, [n, S, S] -> [n]."""
-    size = difference.shape[1] // 8
-    return np.abs(difference.reshape(-1, 8, size, 8, size).mean(axis=(2, 4))).max(axis=(1, 2))
 
 
 def _moves(a: np.ndarray, b: np.ndarray) -> np.ndarray:

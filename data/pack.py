@@ -241,11 +241,6 @@ def _find_duplicates(
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
 
 
-def _workers(text: str) -> int | None:
-    """`--workers`: "auto" is None."""
-    return None if text == "auto" else number(int, 0)(text)
-
-
 def make_parser() -> Parser:
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
@@ -275,7 +270,13 @@ def make_parser() -> Parser:
     add("--similar", action="store_true", help="also report images that look alike")
     add("--drop-duplicates", action="store_true", help="keep only the first of equal images")
     add("--no-duplicates", action="store_false", dest="duplicates", help="do not report equal images")
-    add("--workers", type=_workers, metavar="N", help="threads besides this one; default: auto, one a core")
+    threads = number(int, 0)
+    add(
+        "--workers",
+        type=lambda text: None if text == "auto" else threads(text),
+        metavar="N",
+        help="threads besides this one; default: auto, one a core",
+    )
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser
 

@@ -67,17 +67,15 @@ class TarFiles:
         return content
 
     def _file(self, number: int) -> _Open:
-        file = self._open.get(number)
-        if file is None:
-            with self._lock:
-                file = self._open.get(number)
-                if file is None:
-                    file = _Open(self._paths[number])
-                    if self._states is not None and state_of(os.fstat(file.descriptor)) != self._states[number]:
-                        raise UserError(f"{self._paths[number]} was changed since it was indexed: start again")
-                    while len(self._open) >= OPEN:
-                        self._open.pop(next(iter(self._open)))
-                    self._open[number] = file
+        with self._lock:
+            file = self._open.get(number)
+            if file is None:
+                file = _Open(self._paths[number])
+                if self._states is not None and state_of(os.fstat(file.descriptor)) != self._states[number]:
+                    raise UserError(f"{self._paths[number]} was changed since it was indexed: start again")
+                while len(self._open) >= OPEN:
+                    self._open.pop(next(iter(self._open)))
+                self._open[number] = file
         return file
 
     def close(self) -> None:

@@ -56,10 +56,6 @@ def leave_threads() -> None:
     _threads_left = True
 
 
-def threads_left() -> bool:
-    return _threads_left
-
-
 def leave(code: int) -> NoReturn:
     if _threads_left:
         for stream in (sys.stdout, sys.stderr):

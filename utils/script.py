@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO
 
 from duetgan import HOME
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
-from duetgan.utils.processes import leave, leave_imports, threads_left
+from duetgan.utils.processes import leave, leave_imports
 from duetgan.utils.text import printable, shorten
 
 INTERRUPTED = "stopped: interrupted from the keyboard"
@@ -34,8 +34,6 @@ def exit_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
     try:
         code = run_cli(main)
     except Exception:  # a fault of ours
-        if not threads_left():
-            raise
         traceback.print_exc()
         code = 1
     leave(code)

@@ -60,7 +60,7 @@ def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
 def _paths_of(text: str) -> list[Path]:
     place = Path(text)
     if place.is_dir() and sharded(place) == SUFFIX:
-        groups, _ = shards_by_split(place, SUFFIX, anywhere=True)
+        groups, _ = shards_by_split(place, SUFFIX)
         if len(groups) > 1:
             splits = sorted(groups, reverse=True)
             raise UserError(f"{text} holds shards of {' and '.join(splits)}: give a pattern, {text}/*{splits[0]}*.tar")

@@ -54,7 +54,7 @@ class PackedSource(Source):
         self.reader = reader = LMDBReader(path, tolerant=True)
         side = reader.resolution = size if size in reader.meta.resolutions else reader.resolution
         super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
-        self.passport = reader.meta.passport
+        self.passport, self._labels = reader.meta.passport, reader.labels()
 
     def content(self, index: int) -> np.ndarray:
         try:
@@ -71,9 +71,6 @@ class PackedSource(Source):
     @functools.cached_property
     def _names(self) -> list[str]:
         return self.reader.names()
-
-    def labels(self) -> np.ndarray:
-        return self.reader.labels()
 
     def __exit__(self, *error: object) -> None:
         self.reader.close()

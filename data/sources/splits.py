@@ -64,20 +64,17 @@ def _visible(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def shards_by_split(
-    where: Path,  # a file of the suffix, or a folder of such files
-    suffix: str,
-    *,
-    anywhere: bool = False,  # a split's name may stand anywhere in a file's name: `imagenet1k-train-0000.tar`
-) -> tuple[dict[str, list[Path]], list[str]]:
-    """The shards of each split, under "" those of none, and the names of other files. Raises UserError if only some
-    name a split.
+def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], list[str]]:
+    """The shards of each split, under "" those of none, and the names of other files, for a file of the suffix or a
+    folder of such files. Raises UserError if only some name a split.
     """
+    # A split's name may stand anywhere in a tar's: `imagenet1k-train-0000.tar`.
+    split_of = SPLIT_INSIDE.search if suffix == ".tar" else SPLIT_PREFIX.match
     groups: dict[str, list[Path]] = defaultdict(list)
     ignored = []
     for path in _visible(where) if where.is_dir() else [where]:
         if path.suffix.lower() == suffix:
-            match = (SPLIT_INSIDE.search if anywhere else SPLIT_PREFIX.match)(path.stem.lower())
+            match = split_of(path.stem.lower())
             groups[match[1] if match else ""].append(path)
         else:
             ignored.append(path.name)
@@ -87,13 +84,11 @@ def shards_by_split(
     return groups, ignored
 
 
-def choose_shards(
-    where: Path, suffix: str, split: str | None, *, anywhere: bool = False
-) -> tuple[list[Path], tuple[str, ...], list[str]]:
+def choose_shards(where: Path, suffix: str, split: str | None) -> tuple[list[Path], tuple[str, ...], list[str]]:
     """The files of a split (None: train, if there are splits), the splits that there are, and the names of other files;
     arguments as above. Raises UserError if it has none, or if a shard is missing.
     """
-    groups, ignored = shards_by_split(where, suffix, anywhere=anywhere)
+    groups, ignored = shards_by_split(where, suffix)
     if "" in groups:
         refuse_split(where, split, "splits in its files' names")
     # A file that is named is meant, whatever its split.

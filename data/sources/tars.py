@@ -14,17 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources.base import Problem, Source, SourceOptions
+from duetgan.data.sources.base import Problem, SourceOptions
+from duetgan.data.sources.files import ListedSource
 from duetgan.data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
-from duetgan.data.sources.listing import arrange, kind_of
+from duetgan.data.sources.listing import Listing, arrange, kind_of
 from duetgan.data.sources.splits import choose_shards, refuse_split
 from duetgan.data.tar_files import Member, TarFiles, read_members
 from duetgan.utils.errors import UserError
-from duetgan.utils.text import printable
 
 SUFFIX = ".tar"
 NOTES = ("cls", "json", "txt")  # suffixes of what is said of an image
@@ -44,7 +42,7 @@ class Sample:
     notes: dict[str, str] = field(default_factory=dict)  # by the suffix, or by the field of `json`
 
 
-class TarSource(Source):
+class TarSource(ListedSource):
     """The images of tar files. Raises UserError for what cannot be used, by name."""
 
     def __init__(
@@ -53,13 +51,11 @@ class TarSource(Source):
         options: SourceOptions,
         shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
     ) -> None:
-        super().__init__(printable(path.name), [])
-        label_column = options.label_column
-        self.path, self.shards = path, [path] if shards is None else list(shards)
+        label_column, listing = options.label_column, Listing([])
+        self.path, self.shards, self.problems = path, [path] if shards is None else list(shards), listing.problems
         if path.is_dir() and shards is None:
-            self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, options.split, anywhere=True)
+            self.shards, listing.splits, listing.ignored = choose_shards(path, SUFFIX, options.split)
         self._files = TarFiles(self.shards)
-        self._images: list[Member] = []
         members = [member for number in range(len(self.shards)) for member in self._members(number)]
         if not members and self.problems:
             raise UserError(str(self.problems[0]))
@@ -67,14 +63,14 @@ class TarSource(Source):
         if label_column is not None or any(match and _kind(match[2]) in NOTES for match in matches):
             if options.classes_from is not None:
                 raise UserError(f"--classes-from does not apply to {path}: its labels lie beside the images")
-            if not self.splits:
+            if not listing.splits:
                 refuse_split(path, options.split)
-            self.ignored += [member.name for member, match in zip(members, matches, strict=True) if not match]
+            listing.ignored += [member.name for member, match in zip(members, matches, strict=True) if not match]
             parts = [(match, member) for member, match in zip(members, matches, strict=True) if match]
-            self._take_samples(list(self._samples(parts, label_column)), label_column)
+            self._take_samples(list(self._samples(parts, label_column)), label_column, listing)
         else:
-            self._arrange(members, options._replace(split=None) if self.splits else options)
-        self.classes = list(map(printable, self.classes))
+            listing = self._arranged(members, options, listing)
+        super().__init__(path.name, listing)
 
     def _members(self, number: int) -> Iterator[Member]:
         """The regular files of a shard; other members become problems."""
@@ -94,7 +90,7 @@ class TarSource(Source):
 
     # --- webdataset
 
-    def _take_samples(self, samples: list[Sample], label_column: str | None) -> None:
+    def _take_samples(self, samples: list[Sample], label_column: str | None, listing: Listing) -> None:
         for sample in samples:
             if len(sample.images) != 1:
                 images = f"{len(sample.images)} images" if sample.images else "no image"
@@ -102,16 +98,18 @@ class TarSource(Source):
         samples = [sample for sample in samples if len(sample.images) == 1]
         if not samples:
             raise UserError(f"{self.path} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
-        column, labels = self._label_of(samples, label_column), [0] * len(samples)
+        column = self._label_of(samples, label_column, listing.remarks)
+        listing.labels = [0] * len(samples)
         if column is not None:
             for sample in samples:
                 if not sample.notes.get(column):
                     self.problems.append(Problem(self._place_name(sample.images[0]), f"has no label {column}"))
             samples = [sample for sample in samples if sample.notes.get(column)]
             texts = [sample.notes[column] for sample in samples]
-            self.classes, labels, remarks = classes_of(str(self.path), texts)
-            self.remarks += remarks
-        self._images, self._labels = [sample.images[0] for sample in samples], np.array(labels, np.int64)
+            listing.classes, listing.labels, remarks = classes_of(str(self.path), texts)
+            listing.remarks += remarks
+        self._images = [sample.images[0] for sample in samples]
+        listing.names = [member.name for member in self._images]
 
     def _samples(self, parts: list[tuple[re.Match[str], Member]], asked: str | None) -> Iterator[Sample]:
         """Files of one name that lie one after the other."""
@@ -145,8 +143,8 @@ class TarSource(Source):
                 if isinstance(value, (str, int)) and (fields is None or name in fields):
                     sample.notes.setdefault(name, str(value).strip())
 
-    def _label_of(self, samples: Sequence[Sample], asked: str | None) -> str | None:
-        """The note that is a sample's label, or None: unlabelled. Raises UserError if it is unclear."""
+    def _label_of(self, samples: Sequence[Sample], asked: str | None, remarks: list[str]) -> str | None:
+        """The note that is a sample's label, or None: unlabelled; adds remarks. Raises UserError if it is unclear."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for sample in samples:
             for name, text in sample.notes.items():
@@ -154,32 +152,34 @@ class TarSource(Source):
         if asked is None and "cls" in counts:
             return "cls"
         where = str(self.path)
-        label, remarks = choose_label(where, list(counts), asked)
-        self.remarks += remarks
+        label, chosen = choose_label(where, list(counts), asked)
+        remarks += chosen
         if label is None and asked is None:
             if "txt" in counts and looks_like_labels(where, {"txt": counts["txt"]}):
-                self.remarks.append(f"{where}: the labels are those of txt; without: --label-column none")
+                remarks.append(f"{where}: the labels are those of txt; without: --label-column none")
                 return "txt"
-            self.remarks += looks_like_labels(where, counts)
+            remarks += looks_like_labels(where, counts)
         return label
 
     # --- as in a folder
 
-    def _arrange(self, members: Sequence[Member], options: SourceOptions) -> None:
-        by_name = {member.name: member for member in members}
-        if len(by_name) < len(members):
+    def _arranged(self, members: Sequence[Member], options: SourceOptions, known: Listing) -> Listing:
+        self._by_name = {member.name: member for member in members}
+        if len(self._by_name) < len(members):
             name = Counter(member.name for member in members).most_common(1)[0][0]
             raise UserError(f"{self.path} holds {name} more than once: make the tar again, or give one tar alone")
 
-        def read(name: str) -> bytes:
-            return self._files.read(by_name[name], kind_of(name))
+        if known.splits:  # by the names of the shards
+            options = options._replace(split=None)
+        listing = arrange(str(self.path), self._by_name, [], options, self.read)
+        listing.splits = known.splits or listing.splits
+        listing.problems = known.problems + listing.problems
+        listing.ignored = known.ignored + listing.ignored
+        self._images = [self._by_name[name] for name in listing.names]
+        return listing
 
-        listing = arrange(str(self.path), by_name, [], options, read)
-        self.classes, self.splits = listing.classes, self.splits or listing.splits
-        self.problems += listing.problems
-        self.ignored += listing.ignored
-        self.remarks += listing.remarks
-        self._images, self._labels = [by_name[name] for name in listing.names], np.array(listing.labels, np.int64)
+    def read(self, name: str) -> bytes:
+        return self._files.read(self._by_name[name], kind_of(name))
 
     # --- images
 

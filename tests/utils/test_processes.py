@@ -49,10 +49,10 @@ def test_threads_that_are_left_do_not_abort_the_end(kind, code, told):
 def test_a_group_that_is_not_destroyed_leaves_threads(monkeypatch):
     monkeypatch.setattr(processes, "_threads_left", False)
     collectives.stop(lost=True)
-    assert not processes.threads_left()  # there was no group
+    assert not processes._threads_left  # there was no group
     monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
     collectives.stop(lost=True)
-    assert processes.threads_left()
+    assert processes._threads_left
 
 
 def test_without_threads_the_end_is_the_usual_one(monkeypatch):

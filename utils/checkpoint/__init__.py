@@ -19,10 +19,10 @@ from annotated_types import Interval
 from pydantic import Field
 
 from duetgan.utils import bounded
-from duetgan.utils.config.model import Stored
+from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import StoppedBySignal, UserError
-from duetgan.utils.files import replace_file, sync_folder
+from duetgan.utils.files import replace_file, replacing, sync_folder
 from duetgan.utils.provenance import Lineage
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ READY_MADE = ("torchvision:", "timm:")  # how the names of classifiers begin tha
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
 Checkpoint = dict[str, Any]
-Count = Annotated[int, Interval(ge=0, lt=2**63)]
 Side = Annotated[int, Interval(ge=1, le=2**16)]  # px
 
 
@@ -133,15 +132,11 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(taken.step)
-    temporary = folder / f".{path.name}.tmp"
-    try:
+    with replacing(path) as temporary:
         sha256 = checkpoint_writer.write(taken, temporary)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_checksum_file(path))  # of an earlier save of this step: it must not judge the new file
-        os.replace(temporary, path)
-        replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
     sync_folder(folder)
     return path
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -29,71 +29,63 @@ from duetgan.utils.script import exit_cli
 Values = Mapping[str, float]
 
 
-class Session:
-    """An open run of a tracker: of wandb, or of trackio, which has taken over its words."""
+class Session(NamedTuple):
+    """An open run of a tracker."""
 
     id: str  # with which the run is opened again
-    _run: Any
-
-    def log(self, step: int, values: Values) -> None:
-        """The values of one step; several calls may have the same step, and none an earlier one."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    log: Callable[[int, Values], object]  # the values of one step, which is none before that of the call before
+    close: Callable[[], object]  # sends or writes what is left
 
 
-class _Wandb(Session):
+def _logging(name: str, run: Any) -> Session:
+    """Of a run of wandb, or of trackio, which has taken over its words."""
+    return Session(name, lambda step, values: run.log(dict(values), step=step), run.finish)
+
+
+def _wandb(run: Path, config: dict[str, Any], known: str | None) -> Session:
     """WANDB_MODE is offline unless it is set: `wandb sync RUN/wandb/offline-*` sends the run later."""
+    import wandb
 
-    def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
-        import wandb
-
-        self.id = known or uuid.uuid4().hex[:12]
-        quiet = wandb.Settings(console="off", silent=True, save_code=False, x_disable_stats=True)
-        about = {"project": os.environ.get("WANDB_PROJECT", "duet"), "name": run.name, "dir": str(run)}
-        mode: Any = os.environ.get("WANDB_MODE", "offline")
-        self._run = wandb.init(**about, config=config, id=self.id, resume="allow", mode=mode, settings=quiet)
+    name = known or uuid.uuid4().hex[:12]
+    quiet = wandb.Settings(console="off", silent=True, save_code=False, x_disable_stats=True)
+    about = {"project": os.environ.get("WANDB_PROJECT", "duet"), "name": run.name, "dir": str(run)}
+    mode: Any = os.environ.get("WANDB_MODE", "offline")
+    return _logging(name, wandb.init(**about, config=config, id=name, resume="allow", mode=mode, settings=quiet))
 
 
-class _Trackio(Session):
+def _trackio(run: Path, config: dict[str, Any], known: str | None) -> Session:
     """In trackio's own database (TRACKIO_DIR); `trackio show --project duet` shows it."""
+    import trackio
 
-    def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
-        import trackio
-
-        self.id = known or f"{run.name}-{uuid.uuid4().hex[:6]}"
-        self._run = trackio.init(project="duet", name=self.id, config=config, resume="allow", embed=False)
+    name = known or f"{run.name}-{uuid.uuid4().hex[:6]}"
+    return _logging(name, trackio.init(project="duet", name=name, config=config, resume="allow", embed=False))
 
 
-class _MLflow(Session):
+def _mlflow(run: Path, config: dict[str, Any], known: str | None) -> Session:
     """In `mlflow.db` beside the run's folder unless MLFLOW_TRACKING_URI is set."""
+    from mlflow.tracking import MlflowClient
 
-    def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
-        from mlflow.tracking import MlflowClient
+    beside = run.absolute().parent
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside / 'mlflow.db'}"))
+    if known is None:
+        there, artifacts = client.get_experiment_by_name("duet"), (beside / "mlruns").as_uri()
+        experiment = there.experiment_id if there else client.create_experiment("duet", artifacts)
+        name: str = client.create_run(experiment, run_name=run.name).info.run_id
+        for key, value in _flat(config).items():
+            client.log_param(name, key, value)
+    else:
+        name = known
+        client.update_run(name, status="RUNNING")
 
-        beside = run.absolute().parent
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside / 'mlflow.db'}"))
-        if known is None:
-            there, artifacts = self._client.get_experiment_by_name("duet"), (beside / "mlruns").as_uri()
-            experiment = there.experiment_id if there else self._client.create_experiment("duet", artifacts)
-            known = self._client.create_run(experiment, run_name=run.name).info.run_id
-            for key, value in _flat(config).items():
-                self._client.log_param(known, key, value)
-        else:
-            self._client.update_run(known, status="RUNNING")
-        self.id = known
-
-    def log(self, step: int, values: Values) -> None:
+    def log(step: int, values: Values) -> None:
         for key, value in values.items():
-            self._client.log_metric(self.id, key, value, step=step)
+            client.log_metric(name, key, value, step=step)
 
-    def close(self) -> None:
-        self._client.set_terminated(self.id)
+    return Session(name, log, lambda: client.set_terminated(name))
 
 
 Open = Callable[[Path, dict[str, Any], str | None], Session]
-TRACKERS: dict[str, Open] = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _MLflow}
+TRACKERS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
