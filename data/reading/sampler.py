@@ -1,6 +1,7 @@
 """The order of samples in training: derived from (seed, epoch), the same for any number of ranks and workers."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,29 +73,23 @@ class GlobalSampler:
         self.batches = 0  # global batches; counted by a mixture (data/reading/mixture.py)
         self._weighted = weighted_epochs(count, shuffle, weights, groups)
         self._weights_hash = "" if self._weighted is None else self._weighted.digest
-        # The last epochs; one dict for all shallow copies, so that a loader's copies draw an epoch once.
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # Kept of two epochs, and for all shallow copies: a loader's draw an epoch once.
+        self._drawn = lru_cache(maxsize=2)(self._draw)
 
     def order(self, epoch: int) -> np.ndarray:
         """An epoch's order: int64 [count], read-only."""
         return self._drawn(epoch)[0]
 
-    def _drawn(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """An epoch's order, and how often each sample has come before in it (of a permutation nothing)."""
-        drawn = self._epochs.get(epoch)
-        if drawn is None:
-            generator = numpy_generator(self.seed, *self._stream, "order", epoch)
-            if self._weighted is not None:
-                order = self._weighted.draw(generator)
-            else:
-                order = generator.permutation(self.count) if self.shuffle else np.arange(self.count)
-            order = order.astype(np.int64, copy=False)
-            order.setflags(write=False)
-            drawn = order, order[:0] if self._weighted is None else occurrences(order)
-            while len(self._epochs) > 1:  # this one and the one before: memory stays flat
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = drawn
-        return drawn
+        generator = numpy_generator(self.seed, *self._stream, "order", epoch)
+        if self._weighted is not None:
+            order = self._weighted.draw(generator)
+        else:
+            order = generator.permutation(self.count) if self.shuffle else np.arange(self.count)
+        order = order.astype(np.int64, copy=False)
+        order.setflags(write=False)
+        return order, order[:0] if self._weighted is None else occurrences(order)
 
     def next_batch(self) -> tuple[np.ndarray, SampleKeys]:
         """This rank's part of the next global batch: indices, int64 [batch_size // world_size], and their keys."""

@@ -6,8 +6,8 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,8 @@ class Events:
         if threading.excepthook is not _excepthook:
             _USUAL.append(threading.excepthook)
             threading.excepthook = _excepthook
-        try:
+        with self._ending():
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-        except OSError as error:
-            self._refuse(error)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -68,28 +66,29 @@ class Events:
 
     def add(self, what: str, *arguments: Any, **options: Any) -> None:
         """As the writer's `add_scalar`, `add_text`, ..., while it can write."""
-        try:
+        with self._ending():
             if self._writer is not None:
                 getattr(self._writer, f"add_{what}")(*arguments, **options)
-        except OSError as error:  # of this call, or of the thread that wrote an earlier one
-            self._refuse(error)
 
     def close(self) -> None:
-        try:
+        with self._ending():
             if self._writer is not None:
                 self._writer.close()
-        except OSError as error:
-            self._refuse(error)
         self._writer = None
 
-    def _refuse(self, error: OSError) -> None:
-        say_refused(self._folder, error, "TensorBoard")
-        self.refused = True
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            inner: Any = writer.file_writer
-            with suppress(OSError):
-                inner.event_writer.close()  # ends its thread; SummaryWriter.close() flushes first, which raises
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """An OSError inside, or of the thread that wrote something earlier, ends the events."""
+        try:
+            yield
+        except OSError as error:
+            say_refused(self._folder, error, "TensorBoard")
+            self.refused = True
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                inner: Any = writer.file_writer
+                with suppress(OSError):
+                    inner.event_writer.close()  # ends its thread; SummaryWriter.close() flushes first, which raises
 
 
 _USUAL = [threading.excepthook]
