@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -51,10 +50,10 @@ def grid(images: "Tensor", *, columns: int | None = None) -> np.ndarray:
     return canvas.permute(1, 2, 0).numpy()
 
 
-def save_png(image: np.ndarray, path: str | Path, about: Mapping[str, str] = MappingProxyType({})) -> None:
+def save_png(image: np.ndarray, path: str | Path, about: Mapping[str, str] | None = None) -> None:
     """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders. `about`: text chunks."""
     buffer, chunks = io.BytesIO(), PngInfo()
-    for key, text in about.items():
+    for key, text in (about or {}).items():
         chunks.add_text(key, text)
     Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG", pnginfo=chunks)
     write_atomic(path, buffer.getvalue())

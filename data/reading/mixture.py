@@ -10,8 +10,7 @@ import numpy as np
 
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
-from duetgan.utils.errors import UserError
+from duetgan.data.reading.sampler import GlobalSampler, SampleKeys, other_order
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -151,19 +150,10 @@ class MixedSampler(GlobalSampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         second = state.get("synthetic")
         if second is None:
-            raise UserError(
-                "the sample order cannot be resumed: the run has been trained on real images alone; leave out "
-                "data.synthetic, or use a new run folder"
-            )
+            raise other_order("the run has been trained on real images alone; use no data.synthetic")
         if second["content"] != self.content:
-            raise UserError(
-                "the sample order cannot be resumed: data.synthetic has other images now; give the same, or use a new "
-                "run folder"
-            )
+            raise other_order("data.synthetic has other images now; use the same")
         if second["weights"] != self.synthetic.state_dict()["weights"]:
-            raise UserError(
-                "the sample order cannot be resumed: data.synthetic.balance changed (or what it fills up); use the "
-                "same, or a new run folder"
-            )
+            raise other_order("data.synthetic.balance changed (or what it fills up); use the same")
         self.synthetic.load_state_dict(second)
         super().load_state_dict({name: value for name, value in state.items() if name != "synthetic"})

@@ -29,6 +29,11 @@ class SampleKeys(NamedTuple):
         return (*key, repeat) if repeat else key
 
 
+def other_order(why: str) -> UserError:
+    """The error of a state whose order cannot be continued: why not, and what to use instead."""
+    return UserError(f"the sample order cannot be resumed: {why}, or a new run folder")
+
+
 class GlobalSampler:
     """Indices of an endless concatenation of epochs of `count` draws, in global batches.
 
@@ -125,19 +130,12 @@ class GlobalSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises UserError if the order would be another one."""
         if "synthetic" in state:
-            raise UserError(
-                "the sample order cannot be resumed: the run has been trained with data.synthetic; give the same, or "
-                "use a new run folder"
-            )
+            raise other_order("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):
             if state[name] != getattr(self, name):
-                raise UserError(
-                    f"the sample order cannot be resumed: {name} was {state[name]} and is {getattr(self, name)};"
-                    " use the same data and seed, or a new run folder"
-                )
+                why = f"{name} was {state[name]} and is {getattr(self, name)}"
+                raise other_order(f"{why}; use the same data and seed")
         if state.get("weights", "") != self._weights_hash:  # states from before there were weights lack the key
-            raise UserError(
-                "the sample order cannot be resumed: data.sampling changed (or data.class_rates, data.sample_weights,"
-                " the labels); use the same sampling, or a new run folder"
-            )
+            changed = "data.sampling changed (or data.class_rates, data.sample_weights, the labels)"
+            raise other_order(f"{changed}; use the same sampling")
         self.consumed = int(state["consumed"])

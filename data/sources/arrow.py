@@ -7,6 +7,7 @@
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,10 @@ def _is_name(name: object) -> bool:
 def _shards(folder: Path) -> list[Path]:
     """The files of a data set. Raises UserError for what is not there, leads out of the folder, or is reordered."""
     state = _document(folder / STATE)
-    try:
+    names: list[Any] = []
+    with suppress(KeyError, TypeError):
         names = [item["filename"] for item in state["_data_files"]]
-        usable = bool(names) and all(map(_is_name, names))
-    except (KeyError, TypeError):
-        usable = False
-    if not usable:
+    if not names or not all(map(_is_name, names)):
         raise UserError(f"{folder / STATE} names no files in _data_files; save it again")
     if state.get("_indices_data_files"):
         raise UserError(f"{folder} is a selection of another data set: save it after flatten_indices()")

@@ -129,12 +129,12 @@ class Tracker:
             sent = STATE.validate_json(bounded.read_file(state, bounded.TABLE))
         except (OSError, ValueError):
             sent = {}
-        known = sent.get(self.name)
-        rows = self._rows(0 if known is None else known.step, last)
+        known = sent.get(self.name, Sent(id="", step=0))
+        rows = self._rows(known.step, last)
         if rows:
             if self._session is None:
                 config = read_yaml(self._run / "config.yaml")
-                self._session = TRACKERS[self.name](self._run, config, None if known is None else known.id)
+                self._session = TRACKERS[self.name](self._run, config, known.id or None)
             for row in rows:
                 values = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
                 if values:

@@ -107,7 +107,7 @@ def test_the_order_goes_on_in_a_copy_and_from_its_state_with_other_ranks_and_bat
 def test_another_order_is_refused() -> None:
     plain, state = GlobalSampler(REAL, batch_size=12, seed=3), sampler_of().state_dict()
     for sampler, other, message in (
-        (plain, state, r"trained with data\.synthetic; give the same, or use a new run folder"),
+        (plain, state, r"trained with data\.synthetic; use the same, or a new run folder"),
         (sampler_of(), plain.state_dict(), "on real images alone"),
         (sampler_of(content="xyz"), state, r"data\.synthetic has other images now"),
         (sampler_of(second_weights=np.arange(1.0, DRAWN + 1)), state, r"data\.synthetic\.balance changed"),
