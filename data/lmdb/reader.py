@@ -155,48 +155,40 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             raise self.damage(records, "its block is missing or has another length")
         return np.frombuffer(value, np.uint8).reshape(shape)
 
-    def encoded_record(self, transaction: lmdb.Transaction, index: int) -> tuple[np.void, memoryview]:
-        """The entry and the checked payload of an encoded image; the payload is valid within the transaction."""
-        value = self._get(transaction, IMAGE_KEY % (index, self.resolution), range(index, index + 1))
-        if len(value) < ENTRY.itemsize:
-            raise self.damage(index, "it is missing")
-        entry, payload = np.frombuffer(value, ENTRY, 1)[0], value[ENTRY.itemsize :]
-        if self.meta.shards is not None:
-            payload = self._of_tar(self.meta.shards, index, int(entry["size"]), payload)
-        # The length first: a damaged one could lead beyond the end of the file.
-        if len(payload) != entry["size"] or entry_checksum(entry, payload) != entry["checksum"]:
-            raise self.damage(index, "its checksum does not match")
-        return entry, payload
-
     @contextmanager
     def encoded(self, index: int) -> Iterator[tuple[np.void, memoryview, tuple[int, int]]]:
-        """The entry, the payload and the height and width of an encoded image, valid in the block; an ImageError that
-        is raised there becomes a DamageError.
+        """The entry, the checked payload and the height and width of an encoded image, valid in the block; an
+        ImageError that is raised there becomes a DamageError.
         """
         handle = self.handle()  # kept: its views end with it, and another thread may close the data set
         with handle.environment.begin(buffers=True) as transaction:
-            entry, payload = self.encoded_record(transaction, index)
+            value = self._get(transaction, IMAGE_KEY % (index, self.resolution), range(index, index + 1))
             try:
+                if len(value) < ENTRY.itemsize:
+                    raise ImageError("it is missing")
+                entry, payload = np.frombuffer(value, ENTRY, 1)[0], value[ENTRY.itemsize :]
+                if self.meta.shards is not None:
+                    payload = self._of_tar(self.meta.shards, int(entry["size"]), payload)
+                # The length first: a damaged one could lead beyond the end of the file.
+                if len(payload) != entry["size"] or entry_checksum(entry, payload) != entry["checksum"]:
+                    raise ImageError("its checksum does not match")
                 yield entry, payload, (int(entry["height"]), int(entry["width"]))
             except ImageError as error:
                 raise self.damage(index, str(error)) from None
 
-    def _of_tar(self, shards: list[Shard], index: int, size: int, link: memoryview) -> memoryview:
-        """An image's bytes from its place in a tar. Raises DamageError, and UserError for a tar that was changed."""
+    def _of_tar(self, shards: list[Shard], size: int, link: memoryview) -> memoryview:
+        """An image's bytes from its place in a tar. Raises ImageError, and UserError for a tar that was changed."""
         if len(link) != LINK.itemsize:
-            raise self.damage(index, "its place in the shards is missing")
+            raise ImageError("its place in the shards is missing")
         number, start = np.frombuffer(link, LINK, 1)[0].tolist()
         if number >= len(shards) or start >= 1 << 63:
-            raise self.damage(index, "its place in the shards cannot be")
+            raise ImageError("its place in the shards cannot be")
         handle = self.handle()
         with handle.lock:
             if handle.tars is None:
                 states = [(shard.size, shard.changed) for shard in shards]
                 handle.tars = TarFiles([Path(shard.path) for shard in shards], states)
-        try:
-            return memoryview(handle.tars.read(Member("", number, start, size)))
-        except ImageError as error:
-            raise self.damage(index, str(error)) from None
+        return memoryview(handle.tars.read(Member("", number, start, size)))
 
     def damaged_in_raw_block(self, transaction: lmdb.Transaction, block: int) -> Iterator[int]:
         """The records of a raw block whose own checksum does not match."""

@@ -46,8 +46,8 @@ def stored(path: Path, record: int, side: int | None = None) -> bytes:
     with LMDBReader(path, resolution=side, tolerant=True) as reader:
         if reader.meta.encoding == "raw":
             return reader.raw_image(record).transpose(2, 0, 1).tobytes()
-        with reader.handle().environment.begin(buffers=True) as transaction:
-            return bytes(reader.encoded_record(transaction, record)[1])
+        with reader.encoded(record) as (_, payload, _):
+            return bytes(payload)
 
 
 def value(path: Path, key: bytes) -> bytes:

@@ -58,8 +58,8 @@ def test_sizes_of_their_own(tmp_path: Path) -> None:
     reader = packed(tmp_path / "photos", "--encoding", "source")
     assert reader.image(0)[0].shape == (20, 20, 3)
     assert reader.image(1)[0].shape == (8, 8, 3)
-    with reader.shards[0].handle().environment.begin(buffers=True) as transaction:
-        assert reader.shards[0].encoded_record(transaction, 0)[0]["codec"] == CODEC_JPEG  # the fast way
+    with reader.shards[0].encoded(0) as (entry, _, _):
+        assert entry["codec"] == CODEC_JPEG  # the fast way
     with pytest.raises(UserError, match=r"sizes of their own; .*pack with --size"):
         reader.read([0])
     refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
