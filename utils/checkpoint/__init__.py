@@ -22,7 +22,7 @@ from duetgan.utils import bounded
 from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import StoppedBySignal, UserError
-from duetgan.utils.files import replace_file, replacing, sync_folder
+from duetgan.utils.files import replace_file, sync_folder
 from duetgan.utils.provenance import Lineage
 
 if TYPE_CHECKING:
@@ -132,11 +132,15 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(taken.step)
-    with replacing(path) as temporary:
+    temporary = folder / f".{path.name}.tmp"
+    try:
         sha256 = checkpoint_writer.write(taken, temporary)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_checksum_file(path))  # of an earlier save of this step: it must not judge the new file
-    replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
+        os.replace(temporary, path)
+        replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(folder)
     return path
 

@@ -100,8 +100,8 @@ class HashingFile:
 
 
 def write(snapshot: Snapshot, path: Path) -> str:
-    """Write a snapshot to `path`; returns the file's SHA-256. Raises OSError, also that which torch's zip writer hides
-    behind a RuntimeError.
+    """Write a snapshot to `path` and to the disk below it; returns the file's SHA-256. Raises OSError, also that which
+    torch's zip writer hides behind a RuntimeError.
 
     Where it would not fit nothing is written: a disk that is full for a moment fails others' small writes.
     """
@@ -119,6 +119,8 @@ def write(snapshot: Snapshot, path: Path) -> str:
             if cause is None:
                 raise
             raise cause from error
+        file.flush()
+        os.fsync(file.fileno())
     return hashing.hexdigest()
 
 
