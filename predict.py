@@ -10,6 +10,7 @@ from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, positive
 from duetgan.utils.errors import EXIT_OK, EXIT_USER
 from duetgan.utils.script import run_cli
+from duetgan.utils.text import printable
 
 STEPS = ProjectionConfig().steps
 SHOWN = 3  # classes of an image in the table
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
     device = choose_device(options.device)
     classifier = classifier_from(checkpoint, device)
     fast = faster(classifier, device, precision=options.precision, fold=options.fold, tta=options.tta)
-    failed = Counter[str]()
+    failed, first = Counter[str](), dict[str, str]()
     quiet = not (options.csv or options.sort_into)  # the answers are printed as they come
     with ExitStack() as stack:
         inputs = Inputs(options.images, stack)
@@ -71,8 +72,10 @@ def main(argv: list[str]) -> int:
         for given, answer in predict(classifier, checkpoint, inputs, **how):
             if strips and "error" not in answer:
                 answer["counterfactual"] = strips.draw(given.name, answer["label"], resize=options.resize)
-            failed["could not be read"] += "error" in answer
-            failed["have no counterfactual"] += "error" in answer.get("counterfactual", {})
+            parts = {"could not be read": answer, "have no counterfactual": answer.get("counterfactual", {})}
+            for what in (what for what, part in parts.items() if "error" in part):
+                failed[what] += 1
+                first.setdefault(what, given.name)
             for sink in sinks:
                 sink(given, answer)
             bar.update()
@@ -81,9 +84,10 @@ def main(argv: list[str]) -> int:
         print(text, file=sys.stderr)
     for folder in filter(None, (options.gradcam, options.counterfactual)):
         refresh(folder / "maps")
+    for path in filter(None, (options.csv, options.errors)):
+        print(f"wrote {path}", file=sys.stderr)
     for what, number in failed.items():
-        if number:
-            print(f"error: {number} of {count} images {what}", file=sys.stderr)
+        print(f"error: {number} of {count} images {what}, the first: {printable(first[what])}", file=sys.stderr)
     return EXIT_USER if any(failed.values()) else EXIT_OK
 
 

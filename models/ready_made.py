@@ -19,6 +19,7 @@ from duetgan.models.registry import backbone_of
 from duetgan.models.weights import find_weights, fitted, likeness, lineage_of, network_of, read_state_dict, read_tensors
 from duetgan.utils import bounded
 from duetgan.utils.checkpoint import (
+    HUB_WEIGHTS,
     READY_MADE,
     SCHEMA,
     Checkpoint,
@@ -60,7 +61,7 @@ def read(path: Path) -> Checkpoint:
             state, about = read_state_dict(path, option=OPTION)
         except UserError:
             raise error from None
-    return _classifier(path, state, about)
+    return _classifier(path, state, about, *_hub_config(path))
 
 
 def read_weights(path: Path) -> Checkpoint:
@@ -85,14 +86,14 @@ def _named(given: str) -> Checkpoint:
     if not name.startswith(timm.PREFIX):
         name, _, chosen = name.removeprefix("torchvision:").partition(".")
         member = chosen or member
-    path = Path(file) if file else find_weights(member, name, option=f"{OPTION} {given}:")
+    path = resolve(file) if file else find_weights(member, name, option=f"{OPTION} {given}:")
     return _classifier(path, *read_state_dict(path, option=OPTION), name)
 
 
 def _hub_config(path: Path) -> tuple[str | None, list[Any]]:
     """The network and the classes that the config.json beside a model.safetensors names, as timm writes it."""
     beside = path.with_name("config.json")
-    if path.name != "model.safetensors" or not beside.is_file():
+    if path.name not in HUB_WEIGHTS or not beside.is_file():
         return None, []
     with bounded.reading(beside, "fetch the folder again", ValueError, RecursionError, KeyError, TypeError):
         config = json.loads(bounded.read_file(beside, bounded.CONFIG))

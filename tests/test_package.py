@@ -220,7 +220,8 @@ def test_a_recipe_is_found_from_any_folder_unless_there_is_one_of_that_name(name
     monkeypatch.chdir(tmp_path)
     assert recipe_file(name) == str(ROOT / "configs" / "gan_64.yaml")
     assert recipe_file("other/gan_64.yaml") == "other/gan_64.yaml"
-    assert recipe_file("nothing") == "nothing"
+    assert recipe_file("nothing.yaml") == "nothing.yaml"
+    assert recipe_file("nothing") == str(ROOT / "configs" / "nothing.yaml")  # whose refusal names --list
     (tmp_path / "configs").mkdir()
     for own in (tmp_path / "gan_64", tmp_path / "gan_64.yaml", tmp_path / "configs/gan_64.yaml"):
         own.touch()

@@ -84,6 +84,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     ]
     rows += [("pyramid", f"also at {', '.join(map(str, reversed(smaller)))} px")] if smaller else []
     rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
+    if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
+        rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
     rows += [("16 bits", f"{written.cut:,} images have 16 bits a value: the high 8 are kept")] if written.cut else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     if written.dropped:

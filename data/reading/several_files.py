@@ -192,11 +192,9 @@ def copy_of(place: Path) -> Path:
     """
     with bounded.reading(place, "give a folder, or a zip file, of images"):
         files = [Path(folder, name) for folder, _, names in os.walk(place) for name in names] or [place]
-        states = sorted((str(file), *state_of(file.stat())) for file in files)
-    of_place = _digest(str(place.absolute()))
+        states = sorted((os.path.relpath(file, place), *state_of(file.stat())) for file in files)
+    of_place = _digest(str(place.resolve()))
     path = cache_folder() / "folders" / f"{of_place}-{_digest(states)}.lmdb"
-    if not path.exists():
-        say(f"{place}: packed once into {path}; data.pack --size N makes a file that is read faster")
     path = _kept(path, lambda: open_source(str(place)), None)
     for older in path.parent.glob(f"{of_place}-*.lmdb"):
         if older != path:
@@ -249,6 +247,8 @@ def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
             raise UserError(f"{text}: only data.pack has that option: pack the images, and train from the packed file")
         say(remark)
     source.check_classes()
+    if not known:
+        say(f"{source.name}: packed once into {path}; data.pack --size N makes a file that is read faster")
     plan = make_plan(source, encoding="source")
     writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)
     images = converted(source, plan, thread_count(source, None))

@@ -46,7 +46,7 @@ micro_batch: 4
     + """
 loss: {objective: wasserstein, gradient_penalty_weight: 10, r1_gamma: 0.1, r1_interval: 2}
 """,
-    "unconditional": NETS + "conditional: false",  # of labelled images
+    "unconditional": NETS + "conditional: false\nloss: {mismatch_weight: 0.1}",  # the recipes' weight
     "progressive": NETS + "progressive: {start: 8, fade_kimg: 0.024, stable_kimg: 0.016, batch_sizes: {8: 16}}",
 }
 COMMON = """

@@ -340,7 +340,7 @@ class TestPredict:
         printed = capsys.readouterr()
         assert printed.out == ""
         assert "5 of 5 images" in printed.err
-        assert "error: 1 of 5 images could not be read" in printed.err
+        assert "error: 1 of 5 images could not be read, the first: " in printed.err
         rows = self.rows(tmp_path / "out.csv")
         assert list(rows[0]) == ["file", "label", "probability", "label_2", "probability_2"]
         assert float(rows[0]["probability"]) > float(rows[0]["probability_2"])

@@ -90,7 +90,9 @@ def test_timms_networks(name, tmp_path):
     side = network.pretrained_cfg["input_size"][-1]
     images = torch.rand(2, 3, side, side)
     wanted = network(normalised(images, network.pretrained_cfg)).detach()
-    for given in (f"timm:{name}={tmp_path}/folder/model.safetensors", tmp_path / "folder"):
+    timm.models.save_for_hf(network, tmp_path / "pickled", safe_serialization=False)  # timm's own default
+    folders = (tmp_path / "folder", tmp_path / "pickled", f"timm:{name}={tmp_path}/pickled")
+    for given in (f"timm:{name}={tmp_path}/folder/model.safetensors", *folders):
         torch.testing.assert_close(logits(given, images), wanted, atol=1e-5, rtol=1e-5)
 
 

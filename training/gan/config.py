@@ -40,7 +40,7 @@ class GanLossConfig(Config):
     gradient_penalty_weight: NonNegativeFloat = 0.0  # of (D's slope between images and samples - 1)^2; WGAN-GP: 10
     r1_interval: NonNegativeInt = 16  # steps between penalties, each with gain `r1_interval`; 0: none
     style_mixing: Probability = 0.9  # probability
-    # conditional: weight of real images with a wrong label as fakes (1605.05396)
+    # conditional: weight of real images with a wrong label as fakes (1605.05396); without classes it counts for nothing
     mismatch_weight: NonNegativeFloat = 0.0
     path_length_weight: NonNegativeFloat = 0.0  # StyleGAN2: 2; 0: no path-length regularisation
     path_length_interval: PositiveInt = 4  # steps between regularisations, each with gain `path_length_interval`
@@ -126,7 +126,7 @@ class GanConfig(RunConfig):
                 f"ada.mode adaptive reads the sign of D(real), which means nothing with loss.objective "
                 f"{self.loss.objective}: take ada.mode fixed or scheduled"
             )
-        for key in ("classifier", "mismatch_weight", "auxiliary_weight"):
+        for key in ("classifier", "auxiliary_weight"):
             if getattr(self.loss, key) and not self.conditional:
                 raise UserError(f"conditional false: loss.{key} needs the classes; leave it out")
         if "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name):

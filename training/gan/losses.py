@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duetgan.utils.errors import UserError
+
 Loss = Callable[[Tensor], Tensor]  # of logits [N]; a value a sample [N]
 
 
@@ -16,7 +18,7 @@ class Objective:
     """What both networks minimise, of logits. Any penalty can be added to any of them.
 
     A `paired` one compares each logit with that of a partner with the same label: `generator` is of the difference
-    sample - image, `real` of image - sample, and `fake` is not used.
+    sample - image, `real` of image - sample, and `fake` is not used. Raises UserError for a loss that is a mean.
     """
 
     generator: Loss  # of samples' logits
@@ -26,6 +28,12 @@ class Objective:
     paired: bool = False
     signed: bool = True  # the sign of D(x) alone tells whether an image is taken for real
     bounded: bool = True  # false: D's loss falls without end unless a gradient penalty bounds its slope
+
+    def __post_init__(self) -> None:
+        for name in ("generator", "real", "fake"):
+            shape = list(getattr(self, name)(torch.zeros(3)).shape)
+            if shape != [3]:
+                raise UserError(f"objective's {name}: gives {shape} of 3 logits; a value a sample is needed, no mean")
 
 
 NONSATURATING = Objective(  # Goodfellow et al. (1406.2661), as in StyleGAN2

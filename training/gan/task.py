@@ -133,7 +133,8 @@ class GanTask(Task):
         return self.stages.images_at(step)
 
     def describe(self) -> dict[str, str]:
-        return {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
+        unread = {"labels": "not looked at: unconditional"} if self.reader.classes and not self.shape["classes"] else {}
+        return unread | {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
 
     def lineage(self) -> Lineage:
         return self.learnt_from

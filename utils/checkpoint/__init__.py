@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
 READY_MADE = ("torchvision:", "timm:")  # how the names of classifiers begin that others trained
+HUB_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a folder as timm writes it
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
 Checkpoint = dict[str, Any]
@@ -338,8 +339,9 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     path = Path(run_or_file)
     if path.is_file() or str(path).startswith(READY_MADE):
         return path
-    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
-        return path / "model.safetensors"
+    for name in HUB_WEIGHTS:
+        if (path / "config.json").is_file() and (path / name).is_file():
+            return path / name
     if not path.exists():
         raise UserError(f"{path}: no such run folder or checkpoint{near_file(path)}")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

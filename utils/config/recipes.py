@@ -16,7 +16,8 @@ def recipe_file(name: str) -> str:
     whatever folder.
     """
     own = CONFIGS / Path(name).with_suffix(".yaml").name
-    ours = str(Path(name).parent) in (".", "configs") and own.is_file() and not Path(name).exists()
+    bare = own.is_file() or not Path(name).suffix
+    ours = str(Path(name).parent) in (".", "configs") and bare and not Path(name).exists()
     return str(own) if ours else name
 
 

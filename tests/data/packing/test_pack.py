@@ -77,7 +77,18 @@ def test_size_crops_and_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert reader.meta.resize_filter == "centre-crop+lanczos"
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["enlarged", "1"] in [words[:2] for words in told]
+    assert not any(words[:1] == ["colour"] for words in told)
     assert "16 bits 1 images have 16 bits a value: the high 8 are kept".split() in told  # noqa: SIM905
+
+
+def test_grey_images_in_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(2):
+        Image.new("RGB", (8, 8), (40 * number, 40 * number, 40 * number)).save(tmp_path / "photos" / f"{number}.png")
+    packed(tmp_path / "photos")
+    assert "there is none: --channels 1 packs grey images as such" in capsys.readouterr().out
+    packed(tmp_path / "photos", "--channels", "1")
+    assert "--channels 1" not in capsys.readouterr().out
 
 
 def test_pad_option(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Objectives and penalties against the papers' formulas, written out."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.training.engine.tasks import build_run_config
@@ -71,6 +73,14 @@ def test_the_chance_level_is_the_discriminators_loss_where_it_tells_nothing_apar
     objective, zero = OBJECTIVES[name], torch.zeros(1, dtype=torch.float64)
     loss = objective.real(zero) if objective.paired else objective.real(zero) + objective.fake(zero)
     assert float(loss) == pytest.approx(objective.chance_level)
+
+
+@pytest.mark.parametrize("name", ["generator", "real", "fake"])
+def test_an_objective_that_gives_a_mean_is_refused(name):
+    """It would train with a batch-th of its gradient, without a word."""
+    mean: Any = {name: lambda logits: F.softplus(logits).mean()}
+    with pytest.raises(UserError, match=rf"objective's {name}: gives \[\] of 3 logits; a value a sample is needed"):
+        replace(OBJECTIVES["hinge"], **mean)
 
 
 def test_an_unknown_objective_is_refused_with_the_near_one():
