@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from duetgan.inference.inputs import Input, Inputs
-from duetgan.inference.predictions import Maps, default_layer, output_files
+from duetgan.inference.predictions import Maps, default_layer, output_files, unused
 from duetgan.inference.settings import label_of
 from duetgan.inference.strips import Counterfactuals
 from duetgan.models.classifier import Classifier
@@ -91,23 +91,17 @@ def sorter(folder: Path) -> Sink:
         if path.is_file():
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
-                _free(place).symlink_to(path.resolve())
+                unused(place, os.path.lexists).symlink_to(path.resolve())
             except OSError as error:
                 raise UserError(f"--sort-into: cannot link {place}: {error.strerror}; choose another place") from error
             return
         content = given.content()
         if isinstance(content, np.ndarray):
-            save_png(content, _free(place.with_suffix(".png")))
+            save_png(content, unused(place.with_suffix(".png"), os.path.lexists))
         else:
-            write_atomic(_free(place), content)
+            write_atomic(unused(place, os.path.lexists), content)
 
     return write
-
-
-def _free(place: Path) -> Path:
-    """`place`, numbered where there is something else."""
-    numbered = (place.with_stem(f"{place.stem}-{number}") for number in itertools.count(2))
-    return next(path for path in itertools.chain([place], numbered) if not os.path.lexists(path))
 
 
 def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:

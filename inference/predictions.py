@@ -5,7 +5,7 @@ an image are evidence for a class (Selvaraju et al., 1610.02391).
 import contextlib
 import itertools
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,11 +204,15 @@ def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> l
         stem = Path(file).stem.replace("\0", "") or "image"
         while len(os.fsencode(stem)) > LONGEST:
             stem = stem[:-1]
-        numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-        names = (folder / f"{stem}-{kind}{number}.png" for number in numbers)
-        paths.append(next(path for path in names if _identity(path) not in taken))
+        paths.append(unused(folder / f"{stem}-{kind}.png", lambda path: _identity(path) in taken))
         taken.add(_identity(paths[-1]))
     return paths
+
+
+def unused(path: Path, used: Callable[[Path], bool]) -> Path:
+    """`path`, or with -2, -3, ... behind its name: the first that is not used."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([path], numbered) if not used(path))
 
 
 def _identity(path: Path) -> str:
