@@ -6,7 +6,6 @@ import secrets
 import signal
 import socket
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,18 @@ def main(argv: list[str]) -> int:
         from waitress.server import create_server
     except ImportError as error:
         raise UserError("the explorer needs waitress; `pip install 'waitress>=3.0'`") from error
-    with listen(options.host, options.port) as listener:
+    with listen(options.host, options.port) as listener:  # before torch is imported
+        from duetgan.explorer.app import App
+        from duetgan.explorer.runs import open_runs
+        from duetgan.explorer.worker import Worker
+        from duetgan.utils.distributed.collectives import choose_device
+
         address, port = listener.getsockname()[:2]
         own = ipaddress.ip_address(address)
         token = None if own.is_loopback else secrets.token_urlsafe(16)
-        app, worker = build(options, token)
+        runs = open_runs(options.checkpoint, which=options.which, device=choose_device(options.device))
+        worker = Worker()
+        app = App(runs, worker, token=token, data=options.data)
         how: dict[str, Any] = {"sockets": [listener], "threads": THREADS, "connection_limit": CONNECTIONS}
         server = create_server(app, max_request_body_size=bounded.UPLOAD.limit + 1, ident=None, **how)
 
@@ -68,18 +74,6 @@ def main(argv: list[str]) -> int:
         server.run()  # until KeyboardInterrupt, which it takes
     print("ended", file=sys.stderr)
     return EXIT_OK
-
-
-def build(options: Namespace, token: str | None) -> tuple[Any, Any]:
-    """The application with its models, and the thread that they compute in. Raises UserError."""
-    from duetgan.explorer.app import App
-    from duetgan.explorer.runs import open_runs
-    from duetgan.explorer.worker import Worker
-    from duetgan.utils.distributed.collectives import choose_device
-
-    runs = open_runs(options.checkpoint, which=options.which, device=choose_device(options.device))
-    worker = Worker()
-    return App(runs, worker, token=token, data=options.data), worker
 
 
 def listen(host: str, port: int) -> socket.socket:
