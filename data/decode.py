@@ -85,10 +85,12 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
     """A record's image uint8 [H, W, C] and its label, 0 if unlabelled. Raises IndexError, DamageError."""
     if not 0 <= index < len(reader):
         raise IndexError(f"record {index} of {len(reader)}")
-    label = int(reader.labels()[index])
     if reader.meta.encoding == "raw":
-        return reader.raw_image(index), label
-    with reader.encoded(index) as (entry, payload, size):
+        return reader.raw_image(index), int(reader.labels()[index])
+    with reader.encoded(index) as (entry, payload, size):  # its own label: another block's index may be damaged
+        label = int(entry["label"])
+        if not 0 <= label < max(1, len(reader.classes)):
+            raise ImageError(f"label {label} has no class, the file has {len(reader.classes)} classes")
         return decode(payload, entry["codec"], reader.meta.channels, size), label
 
 
