@@ -58,39 +58,27 @@ def test_networks_have_the_papers_number_of_parameters(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_of_every_preset(size):
     config = preset(size)
-    assert config.generator.channel_base == config.discriminator.channel_base == (32768 if size >= 512 else 16384)
-    assert config.generator.channel_max == config.discriminator.channel_max == 512
-    assert config.generator.fp16_resolutions == config.discriminator.fp16_resolutions == 4
-    assert config.generator.conv_clamp == config.discriminator.conv_clamp == 256
+    large, small = size >= 512, size == 32
+    for network in (config.generator, config.discriminator):
+        assert (network.channel_base, network.channel_max) == (32768 if large else 16384, 512)
+        assert (network.fp16_resolutions, network.conv_clamp, config.precision) == (4, 256, "fp16")
     for optimizer in (config.generator_optimizer, config.discriminator_optimizer):
         assert (optimizer.name, optimizer.lr) == ("adam", 0.002 if size == 1024 else 0.0025)
         assert (optimizer.betas, optimizer.eps, optimizer.schedule) == ([0.0, 0.99], 1e-8, "constant")
     assert (config.loss.r1_interval, config.ema.ema_rampup, config.generator.w_avg_beta) == (16, 0.05, 0.995)
-    assert config.precision == "fp16"
+    assert config.loss.path_length_weight == (0 if small else 2)
+    assert config.loss.path_length_interval == 4
+    assert config.loss.style_mixing == (0 if small else 0.9)
+    assert config.loss.r1_gamma == pytest.approx(0.01 if small else 0.0002 * size**2 / config.batch_size, rel=0.01)
+    assert config.ema.ema_kimg == (500 if small else config.batch_size * 10 / 32)
+    assert config.generator.mapping_layers == (2 if small else 8)
+    assert config.discriminator.architecture == ("plain" if small else "residual")
+    assert (config.batch_size, config.discriminator.group) == ((64, 32) if small else (32, 4))
+    assert config.steps * config.batch_size == (100_000_000 if small else 25_000_000)
+    if small:  # P5: stylegan2-ada's `cifar`: ADA, no mirror images
+        assert (config.ada.mode, config.ada.target, config.augment.flip) == ("adaptive", 0.6, False)
     for processes in (1, 2):
         config.check_batches(config.stages(size), processes)
-
-
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_presets_with_path_length(size):
-    config = preset(size)
-    assert (config.loss.path_length_weight, config.loss.path_length_interval) == (2, 4)
-    assert config.loss.style_mixing == 0.9
-    assert config.loss.r1_gamma == pytest.approx(0.0002 * size**2 / config.batch_size, rel=0.01)
-    assert config.ema.ema_kimg == config.batch_size * 10 / 32
-    assert (config.generator.mapping_layers, config.discriminator.architecture) == (8, "residual")
-    assert (config.batch_size, config.discriminator.group) == (32, 4)
-    assert config.steps * config.batch_size == 25_000_000
-
-
-def test_preset_of_32_px():
-    config = preset(32)
-    assert (config.batch_size, config.generator.mapping_layers, config.discriminator.group) == (64, 2, 32)
-    assert (config.loss.path_length_weight, config.loss.style_mixing, config.loss.r1_gamma) == (0, 0, 0.01)
-    assert (config.discriminator.architecture, config.ema.ema_kimg) == ("plain", 500)
-    assert config.steps * config.batch_size == 100_000_000
-    # P5: stylegan2-ada's `cifar`: ADA, no mirror images
-    assert (config.ada.mode, config.ada.target, config.augment.flip) == ("adaptive", 0.6, False)
 
 
 def test_presets_can_be_overridden():

@@ -101,9 +101,9 @@ def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_
 
 
 def test_features_that_were_planned_become_those_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "unfit", lambda run, test: "was")
     plan = choose(SAMPLE.model_copy(update={"source": "sample"}), Fast(), minutes=15, quick=False)
     plan = plan.model_copy(update={"evaluation": ["--extractor", "classifier", "--n", "9"]})
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "was")
     judged = Quickstart(tmp_path, plan).evaluation("gan")[-4:]
     assert judged == ["--extractor", f"classifier:{tmp_path / 'classifier'}", "--n", "9"]
 
@@ -120,19 +120,19 @@ def test_who_was_trained_on_test_images_may_not_judge(tmp_path):
 def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
     assert main(["--dir", str(tmp_path)]) == 0
     assert commands.names == STEPS
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = summary_of(tmp_path)
+    plan = summary["plan"]
     assert summary["classifier"]["accuracy"] == 0.8975
-    assert summary["plan"]["gan"]["steps"] == int(option(commands.calls[3], "--steps"))
-    assert summary["plan"]["gan"]["images_per_second"] == 380.0
-    assert summary["plan"]["minutes"] == 15
-    assert summary["plan"]["expected_seconds"] == pytest.approx(sum(plan_of(tmp_path)["seconds"].values()))
+    assert plan["gan"]["steps"] == int(option(commands.calls[3], "--steps"))
+    assert (plan["gan"]["images_per_second"], plan["minutes"]) == (380.0, 15)
+    assert plan["expected_seconds"] == pytest.approx(sum(plan_of(tmp_path)["seconds"].values()))
     gan = {"recognised": 0.8725, "diversity_ratio": 0.4375, "distance": 1869.25, "floor": 60.875}
     assert summary["gan"] == {**gan, "extractor": "resnet50", "n": 2000}
     assert summary["seconds"] >= 0
-    shown = capsys.readouterr().out
+    shown, report = capsys.readouterr().out, (tmp_path / "report.html").read_text()
     for arguments in commands.calls:
         assert " ".join(["$ python", *arguments]) in shown
-        assert " ".join(["python", *arguments]).replace("&", "&amp;") in (tmp_path / "report.html").read_text()
+        assert " ".join(["python", *arguments]).replace("&", "&amp;") in report
     assert str(tmp_path / "report.html") in shown
     assert str(tmp_path / "summary.json") in shown
     test, gan = str(tmp_path / "data" / "test.lmdb"), commands.calls[-1]
@@ -145,12 +145,15 @@ def plan_of(folder: Path) -> dict:
     return json.loads((folder / "plan.json").read_text())
 
 
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
 def test_quick_trains_a_few_steps_only(commands, tmp_path):
     main(["--dir", str(tmp_path), "--quick"])
     assert [arguments[-4:-2] for arguments in commands.calls[2:4]] == [["--max-steps", str(QUICK_STEPS)]] * 2
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["plan"]["gan"]["images_per_second"] is None  # nothing was measured
-    assert summary["plan"]["gan"]["steps"] == QUICK_STEPS
+    gan = summary_of(tmp_path)["plan"]["gan"]
+    assert (gan["images_per_second"], gan["steps"]) == (None, QUICK_STEPS)  # nothing was measured
 
 
 def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(commands, tmp_path, capsys):
@@ -169,7 +172,7 @@ def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(comma
 def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(commands, tmp_path, capsys, pace):
     commands.pace = pace
     assert main(["--dir", str(tmp_path)]) == 0
-    first, summary = commands.first, json.loads((tmp_path / "summary.json").read_text())
+    first, summary = commands.first, summary_of(tmp_path)
     assert commands.now == pytest.approx((FILLED if pace < 1 else 1.0) * 15 * 60, rel=0.02)
     steps = int(option(commands.calls[3], "--steps"))
     assert (steps > first.gan.steps) is (pace < 1)
@@ -198,7 +201,11 @@ def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
     assert option(train, "--steps") == steps
 
 
-def test_commands_are_shown_as_they_are_typed(monkeypatch, tmp_path):
+def test_commands_are_shown_as_they_are_typed_and_the_folder_is_named_by_the_images(monkeypatch, tmp_path):
+    names = {("sample", False): "quickstart", ("sample", True): "quickstart_quick"}
+    names |= {("/tmp/my photos/", False): "quickstart_my_photos", ("cats.zip", True): "quickstart_cats_quick"}
+    for (source, quick), name in names.items():
+        assert steps.default_folder(source, quick) == ROOT / "runs" / name
     pack, train = ["-m", "data.pack", "my photos", "x.lmdb"], ["train.py", "--config", "configs/quickstart_gan.yaml"]
     assert steps.typed(pack) == "python -m data.pack 'my photos' x.lmdb"
     monkeypatch.setattr(steps, "CHECKOUT", False)
@@ -210,13 +217,16 @@ def test_commands_are_shown_as_they_are_typed(monkeypatch, tmp_path):
 
 def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):
     assert main(["--dir", str(tmp_path)]) == 0
-    with pytest.raises(UserError, match="its plan is for sample; give another folder"):
-        main([str(images), "--dir", str(tmp_path)])
-    with pytest.raises(UserError, match="its plan is for sample"):
-        main(["--quick", "--dir", str(tmp_path)])
-    write(tmp_path / "plan.json", {"minutes": 15})
-    with pytest.raises(UserError, match=r"plan\.json: is no plan of this version .* give another folder"):
-        main(["--dir", str(tmp_path)])
+    for argv, told in (
+        ([str(images)], "its plan is for sample; give another folder"),
+        (["--quick"], "its plan is for sample"),
+        *((["--minutes", minutes], "from 1 to 10,080") for minutes in ("0", "nan", "1e9")),
+        ([], r"plan\.json: is no plan of this version .* give another folder"),
+    ):
+        if not argv:
+            write(tmp_path / "plan.json", {"minutes": 15})
+        with pytest.raises(UserError, match=told):
+            main([*argv, "--dir", str(tmp_path)])
 
 
 def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch):
@@ -246,7 +256,7 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
     assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
     assert option(classifier, "--config") == "configs/finetune_resnet50.yaml"
     assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("128", "32")
-    notes = json.loads((tmp_path / "out" / "summary.json").read_text())["plan"]["notes"]
+    notes = summary_of(tmp_path / "out")["plan"]["notes"]
     assert notes
     report = (tmp_path / "out" / "report.html").read_text()
     assert all(note.replace("'", "&#39;") in report for note in notes)
@@ -257,17 +267,10 @@ def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(comman
     assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
     assert commands.names == ["data.pack", "train.py", "evaluate.py"]
     assert "--classifier" not in commands.calls[-1]
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["classifier"] is None
+    assert summary_of(tmp_path / "out")["classifier"] is None
     report = (tmp_path / "out" / "report.html").read_text()
     assert "no classifier: the images have no labels" in report
     assert "What the classifier gets right" not in report
-
-
-def test_default_folder_is_named_by_the_images():
-    names = {("sample", False): "quickstart", ("sample", True): "quickstart_quick"}
-    names |= {("/tmp/my photos/", False): "quickstart_my_photos", ("cats.zip", True): "quickstart_cats_quick"}
-    for (source, quick), name in names.items():
-        assert steps.default_folder(source, quick) == ROOT / "runs" / name
 
 
 @pytest.mark.parametrize("failing", [1, 3, 6])
@@ -356,7 +359,7 @@ def test_quick_form_runs_for_real_and_again(tmp_path):
     for _ in range(2):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        summary = json.loads((tmp_path / "summary.json").read_text())
+        summary = summary_of(tmp_path)
         assert 0 <= summary["classifier"]["accuracy"] <= 1
         assert 0 <= summary["gan"]["recognised"] <= 1
         assert (tmp_path / "report.html").stat().st_size > 50_000
@@ -371,8 +374,7 @@ def test_the_summary_has_the_intervals_that_the_evaluation_gives(commands, tmp_p
     found["distances"][0]["frechet_interval"] = [1.0, 2.0]
     more = {"recognised_interval": [0.8, 0.9], "clipped_density": 0.5, "clipped_density_interval": [0.4, 0.6]}
     write(file, found | more)
-    plan = Plan.read(plan_of(tmp_path))
-    summary = steps.summarise(tmp_path, plan, 1.0)
-    assert {key: summary["gan"][key] for key in more} == more
-    assert summary["gan"]["distance_interval"] == [1.0, 2.0]
-    assert "clipped_coverage" not in summary["gan"]
+    gan = steps.summarise(tmp_path, Plan.read(plan_of(tmp_path)), 1.0)["gan"]
+    assert {key: gan[key] for key in more} == more
+    assert gan["distance_interval"] == [1.0, 2.0]
+    assert "clipped_coverage" not in gan

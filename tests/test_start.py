@@ -51,11 +51,10 @@ def test_help_and_wrong_options_wait_for_no_import(script: str) -> None:
     assert last == "2"
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "study.py", "data.pack", "reporting.compare", "duetgan"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "study.py", "data.pack", "reporting.compare", "duetgan.__main__"])
 def test_version(script: str) -> None:
     """J24, and no torch is imported for it."""
-    code = WATCHED if script != "duetgan" else WATCHED.replace("sys.argv[0]", "'duetgan.__main__'")
-    command = [sys.executable, "-c", code, script, "--version"]
+    command = [sys.executable, "-c", WATCHED, script, "--version"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == (f"duet {duetgan.__version__}\n", "0\n")
 

@@ -18,7 +18,7 @@ from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from tests.metrics.conftest import CLASSES, SIDE, pack, read_json
-from tests.metrics.test_scripts import call, refused
+from tests.metrics.test_scripts import call
 
 
 class ByBrightness(Classifier):
@@ -75,14 +75,11 @@ def test_logits_and_progress_are_of_every_image_in_order(tmp_path, monkeypatch):
     assert [(each.n, each.total) for each in bars] == [(150, 150)]
 
 
-def test_data_without_its_labels_is_told(tmp_path):
+def test_data_without_its_labels_no_image_and_outputs_that_are_not_finite_are_told(test_reader, tmp_path):
     for name, classes, told in (("none", [], "no labels"), ("two", ["a", "b"], "2 classes, the classifier 3")):
         path = pack(tmp_path / f"{name}.lmdb", classes=classes)
         with Dataset(path) as reader, pytest.raises(UserError, match=told):
             evaluate_classifier(ByBrightness(), reader)
-
-
-def test_no_image_and_outputs_that_are_not_finite_are_told(test_reader):
     model = ByBrightness()
     with pytest.raises(UserError, match="no image"):
         answers_of(model, test_reader, classify(model, test_reader, limit=0))
@@ -101,24 +98,18 @@ def others(tmp_path_factory):
 
 
 def test_corrupted_images_are_counted_one_by_one(test_reader):
-    """Against a slow loop over images, corruptions and strengths."""
+    """Against a slow loop over images, corruptions and strengths, at any batch size."""
     model = ByBrightness()
-    found = corrupted_hits(model, test_reader, seed=3, limit=20, batch_size=64)
+    found, other = (corrupted_hits(model, test_reader, seed=3, limit=20, batch_size=size) for size in (64, 7))
+    assert torch.equal(found, other)
     images, labels = test_reader.read(np.arange(20))
     for row, corruption in enumerate(CORRUPTIONS.values()):
         for strength in range(1, STRENGTHS + 1):
-            hits = 0
-            for index, (image, label) in enumerate(zip(images, labels, strict=True)):
-                spoiled = corruption(image, strength, seed=3, index=index)
-                hits += int(logits_of(model, torch.from_numpy(spoiled[None])).argmax()) == label
-            assert int(found[row, strength - 1]) == hits
+            spoiled = np.stack([corruption(image, strength, seed=3, index=k) for k, image in enumerate(images)])
+            hits = [int(logits_of(model, torch.from_numpy(one[None])).argmax()) for one in spoiled] == labels
+            assert int(found[row, strength - 1]) == hits.sum()
     brightness = found[list(CORRUPTIONS).index("brightness")]
     assert int(brightness[-1]) < int(brightness[0])  # dark images are named by their brightness
-
-
-def test_batches_do_not_change_the_counts(test_reader):
-    whole, *others = (corrupted_hits(ByBrightness(), test_reader, seed=0, limit=None, batch_size=n) for n in (256, 7))
-    assert torch.equal(others[0], whole)
 
 
 def test_both_options_by_the_command_line(runs, files, others, tmp_path, capsys):
@@ -150,14 +141,3 @@ def test_both_options_by_the_command_line(runs, files, others, tmp_path, capsys)
     assert "robustness" not in bare
     assert "ood" not in bare
     assert {key: document[key] for key in bare if key != "images"} == {k: v for k, v in bare.items() if k != "images"}
-
-
-def test_refusals(runs, files, others, tmp_path, capsys):
-    classifier, gan = ["--checkpoint", runs["classifier"]], ["--checkpoint", runs["gan"], "--extractor", "pixels"]
-    for argv, told in (
-        ([*classifier, "--ood", files["val_path"]], "these are the test images themselves"),
-        ([*classifier, "--ood", tmp_path / "absent.lmdb"], "absent.lmdb"),
-        ([*gan, "--ood", others], "--ood is for a classifier"),
-        ([*gan, "--robustness"], "--robustness is for a classifier"),
-    ):
-        assert told in refused(capsys, evaluate, *argv)

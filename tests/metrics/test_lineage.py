@@ -41,20 +41,17 @@ def test_real_images_only_and_none_of_the_test_images(tmp_path, files, test_read
     assert unfit(judge_of(tmp_path / "b", data=files, lineage=seen), test_reader) == ""
 
 
-def test_samples_are_refused_whoever_drew_them(tmp_path, test_reader):
+def test_samples_and_the_test_images_are_refused_by_their_content_not_by_their_path(tmp_path, files, test_reader):
     seen = {"trained_on": ["f00d"], "synthetic": [PASSPORT, PASSPORT | {"seed": 1}]}
-    told = unfit(judge_of(tmp_path / "a", lineage=seen), test_reader)
+    told = unfit(judge_of(tmp_path / "samples", lineage=seen), test_reader)
     assert told.startswith("was trained on samples (of sha256:0123456789ab), ")
     assert "give one that has seen real images only" in told
-
-
-def test_the_test_images_are_refused_by_their_content_not_by_their_path(tmp_path, files, test_reader):
-    copy = shutil.copy(files["val_path"], tmp_path / "elsewhere.lmdb")
-    judges = [
-        judge_of(tmp_path / "a", content_hash=hash_of(copy)),  # of before; its file is gone
-        judge_of(tmp_path / "b", lineage={"trained_on": ["f00d", hash_of(copy)], "synthetic": []}),  # an ancestor's
-    ]
-    for judge in judges:
+    copy = hash_of(shutil.copy(files["val_path"], tmp_path / "elsewhere.lmdb"))
+    for name, more in (
+        ("before", {"content_hash": copy}),  # its file is gone
+        ("ancestor", {"lineage": {"trained_on": ["f00d", copy], "synthetic": []}}),
+    ):
+        judge = judge_of(tmp_path / name, **more)
         assert unfit(judge, test_reader).startswith(f"was trained on the test images {files['val_path']}")
 
 
@@ -160,14 +157,11 @@ def test_the_lineage_of_files(tmp_path, files):
             assert lineage_of(both).trained_on == [both.meta.content_hash, *parts]
 
 
-def test_a_restored_classifier_knows_its_lineage(tmp_path):
+def test_a_restored_classifier_knows_its_lineage_and_two_generators_have_two_fingerprints(tmp_path):
     lineage = {"trained_on": ["f00d"], "synthetic": [PASSPORT]}
-    judge = judge_of(tmp_path / "a", lineage=lineage)
+    judge = judge_of(tmp_path / "judge", lineage=lineage)
     assert recorded(judge) == classifier_from(judge).lineage == Lineage.read(lineage)
-    assert classifier_from(judge_of(tmp_path / "b")).lineage == Lineage.of()
-
-
-def test_two_generators_have_two_fingerprints(tmp_path):
+    assert classifier_from(judge_of(tmp_path / "plain")).lineage == Lineage.of()
     one = load(resolve(gan_run(tmp_path / "a", content_hash="f00d")))
     passport = provenance_of(generator_from(one), one, seed=3, truncation_psi=0.5, selection="the best half")
     assert (passport["trained_on"], passport["step"], passport["selection"]) == ("f00d", 7, "the best half")

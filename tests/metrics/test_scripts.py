@@ -219,6 +219,10 @@ class TestEvaluate:
             ([*classifier, "--searched", "0"], "--searched is for a GAN"),
             ([*gan, *pixel, "--searched", "-1"], "--searched"),
             ([*classifier, "--data", two], "the classifier: its classes are not those of the images: grey only here"),
+            ([*classifier, "--ood", files["val_path"]], "these are the test images themselves"),
+            ([*classifier, "--ood", tmp_path / "absent.lmdb"], "absent.lmdb"),
+            ([*gan, *pixel, "--ood", files["path"]], "--ood is for a classifier"),
+            ([*gan, *pixel, "--robustness"], "--robustness is for a classifier"),
             (["--checkpoint", tmp_path / "absent"], "no such run"),
             (["--checkpoint", other], "--data X.lmdb"),
         ):

@@ -102,14 +102,12 @@ def test_calibration_error_by_hand():
     )
 
 
-def test_a_confidence_on_an_edge_belongs_to_the_bin_below():
+def test_edges_and_ties():
+    """A confidence on an edge belongs to the bin below, certain and right is calibrated, ties go to the lower class."""
     assert [row["n"] for row in reliability(given(torch.zeros(1, 2), torch.tensor([0])), bins=2)] == [1, 0]
-
-
-def test_certain_and_right_is_calibrated():
     figures = figures_of(torch.eye(6) * 1000, torch.arange(6))
-    assert figures["ece"] == 0
-    assert figures["accuracy"] == figures["top5_accuracy"] == 1
+    assert (figures["ece"], figures["accuracy"], figures["top5_accuracy"]) == (0, 1, 1)
+    assert top5_accuracy(given(torch.zeros(6, 6), torch.arange(6))).value == 5 / 6
 
 
 @pytest.mark.parametrize("classes", [4, 5, 6])
@@ -120,12 +118,8 @@ def test_top5_is_undefined_up_to_five_classes_where_it_would_always_be_one(class
     assert top5_accuracy(given(logits, labels)).value == expected
 
 
-def test_ties_go_to_the_lower_class():
-    assert top5_accuracy(given(torch.zeros(6, 6), torch.arange(6))).value == 5 / 6
-
-
 def test_undefined_figures_are_none():
-    """Class c1 is never predicted and class c2 is never there."""
+    """Class c1 is never predicted and class c2 is never there; then two images have equal scores."""
     logits = torch.tensor([[9.0, 0, 0], [9.0, 0, 0], [0, 0, 9.0]])
     rows = per_class(given(logits, torch.tensor([0, 1, 0])))
     assert rows["c1"] == {"precision": None, "recall": 0, "f1": 0, "support": 1}
@@ -133,10 +127,6 @@ def test_undefined_figures_are_none():
     alone = figures_of(torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64))
     assert alone["auroc"] is alone["auroc_interval"] is alone["average_precision"] is None
     assert alone["balanced_accuracy"] == 1
-
-
-def test_ties_and_classes_without_images():
-    """Class c is never there; two images have equal scores."""
     probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.6, 0.2, 0.2]]).double()
     record = given(probabilities.log(), torch.tensor([0, 1, 1, 0]))
     assert auroc(record).by_class == [0.875, 0.875, None]

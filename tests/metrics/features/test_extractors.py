@@ -41,20 +41,16 @@ def test_pixels_are_averages_in_0_to_1():
 
 
 def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
+    """And their fingerprint tells weights apart."""
     model = classifier()
     expected = model.features(to_float(sample_images()))
     extractor = classifier_features(model.train(), name="classifier:x")
     torch.testing.assert_close(extract(extractor, sample_images()), expected)
     assert expected.shape == (4, extractor.dim)
     assert model.training  # put back
-
-
-def test_fingerprint_tells_weights_apart():
-    model = classifier()
-    before = classifier_features(model, name="classifier:x").source
-    assert before == classifier_features(model, name="classifier:x").source
+    assert extractor.source == classifier_features(model, name="classifier:x").source
     model.network.fc.bias += 1e-3
-    assert classifier_features(model, name="classifier:x").source != before
+    assert classifier_features(model, name="classifier:x").source != extractor.source
 
 
 def test_images_are_fitted_to_the_classifier():
@@ -95,17 +91,11 @@ def test_bad_names_are_told(specs, changes, told):
         build(specs, **SETTINGS, **changes, judge=classifier())
 
 
-def test_missing_weights_are_told(no_weights):
+def test_what_is_missing_or_not_finite_is_told(no_weights, monkeypatch):
     with pytest.raises(UserError, match="resnet50 needs a weights file"):
         build(["resnet50"], **SETTINGS)
-
-
-def test_features_that_are_not_finite_are_told():
     with pytest.raises(UserError, match="extractor two gives features that are not finite"):
         extract(Extractor("two", 2, lambda images: torch.full((len(images), 2), torch.nan), CPU), sample_images())
-
-
-def test_inception_without_its_library_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
     with pytest.raises(UserError, match="pip install torch-fidelity"):
         inception_features()
@@ -135,21 +125,21 @@ def fake_library(monkeypatch):
 
 
 def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
-    torch.save({"a": torch.zeros(1)}, tmp_path / "weights.pth")
-    extractor = inception_features(tmp_path / "weights.pth")
-    assert FakeLibrary.asked == ("inception", ["2048"], str(tmp_path / "weights.pth"))
+    file = tmp_path / "weights.pth"
+    for given, told in (
+        ((), r"could not be downloaded \(<urlopen error no network>\)"),
+        ((file,), "no such file"),
+        ((file,), "not a plain state dict"),
+    ):
+        with pytest.raises(UserError, match=told):
+            inception_features(*given)
+        if given:
+            file.write_text("not weights")
+    torch.save({"a": torch.zeros(1)}, file)
+    extractor = inception_features(file)
+    assert FakeLibrary.asked == ("inception", ["2048"], str(file))
     features = extract(extractor, sample_images())
     torch.testing.assert_close(features, sample_images().float().mean((2, 3)).expand(-1, 3))
-
-
-def test_inceptions_weights_that_cannot_be_had_are_told(fake_library, tmp_path):
-    with pytest.raises(UserError, match=r"could not be downloaded \(<urlopen error no network>\)"):
-        inception_features()
-    with pytest.raises(UserError, match="no such file"):
-        inception_features(tmp_path / "absent.pth")
-    (tmp_path / "text.pth").write_text("not weights")
-    with pytest.raises(UserError, match="not a plain state dict"):
-        inception_features(tmp_path / "text.pth")
 
 
 def test_precision_and_modes_come_back():

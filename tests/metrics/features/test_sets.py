@@ -23,17 +23,17 @@ def test_chunks_of_whole_groups(multiple, size):
     assert [i for rows in chunks for i in rows] == list(range(300))
 
 
-def test_work_is_done_as_the_results_are_taken():
+def test_work_is_done_as_the_results_are_taken_and_its_errors_are_raised():
     """A pass over many images does not hold what it has not been asked for."""
+
+    def work(rows):
+        done.append(rows)
+        if len(done) == 2:
+            raise UserError("broken")
+
     done: list[range] = []
-    results = shared_pass(1000, done.append, side=32, batch_size=64)
+    results = shared_pass(1000, work, side=32, batch_size=64)
     next(results)
     assert done == [range(64)]
-
-
-def test_an_error_of_the_work_is_raised():
-    def work(rows):
-        raise UserError("broken")
-
     with pytest.raises(UserError, match="broken"):
-        list(shared_pass(10, work, side=32, batch_size=64))
+        next(results)

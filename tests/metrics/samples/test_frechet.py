@@ -25,14 +25,11 @@ def of_gaussians(mean1, covariance1, mean2, covariance2):
     return ((mean1 - mean2) ** 2).sum() + np.trace(covariance1 + covariance2 - 2 * root)
 
 
-def by_scipy(first, second):
-    a, b = first.numpy(), second.numpy()
-    return of_gaussians(a.mean(0), np.cov(a.T), b.mean(0), np.cov(b.T))
-
-
 def test_agrees_with_scipys_matrix_square_root():
     first, second = normal(300, 12, 0), normal(200, 12, 1, scale=1.7, shift=0.4)
-    assert distance(first, second) == pytest.approx(by_scipy(first, second), rel=1e-9)
+    means, covariances = zip(*((x.mean(0).numpy(), x.T.cov().numpy()) for x in (first, second)), strict=True)
+    expected = of_gaussians(means[0], covariances[0], means[1], covariances[1])
+    assert distance(first, second) == pytest.approx(expected, rel=1e-9)
 
 
 def test_closed_form_of_diagonal_gaussians():
@@ -89,14 +86,10 @@ def test_sets_without_a_distance_are_refused(second):
 # --- its variance
 
 
-def features(seed, n, dim, shift=0.0, spread=1.0):
-    return torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)) * spread + shift
-
-
 @pytest.mark.parametrize(("n", "dim"), [(60, 5), (30, 20)])
 def test_variance_is_that_of_the_numeric_derivatives(n, dim):
     """The distance between weighted Gaussians, moved by the weight of each image of both sets."""
-    sets = [features(0, n, dim).double(), features(1, n, dim, 0.4, 1.3).double()]
+    sets = [normal(n, dim, 0), normal(n, dim, 1, scale=1.3, shift=0.4)]
 
     def weighted(weights):
         parts = []
@@ -130,16 +123,11 @@ def test_mean_of_each_class_on_its_own():
     samples, real = torch.randn(120, 6, generator=draw), torch.randn(120, 6, generator=draw) + labels[:, None]
     result = intra_class_frechet(samples, real, labels, 5)
     expected = [distance(samples[labels == label], real[labels == label]) for label in range(3)]
-    assert result.by_class[:3] == pytest.approx(expected, rel=1e-6)
-    assert result.by_class[3:] == [None, None]
+    assert result.by_class == [*(pytest.approx(value, rel=1e-6) for value in expected), None, None]
     assert result.value == pytest.approx(sum(expected) / 3, rel=1e-6)
-    assert result.interval is not None
-    assert result.value is not None
-    assert result.interval[0] < result.value < result.interval[1]
+    low, high = result.interval or [1, 0]
+    assert low < (result.value or 0) < high
     assert result.images == 30
     assert "a class has 30 images a side" in result.note
-
-
-def test_no_class_with_two_images():
-    result = intra_class_frechet(torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), 2)
-    assert (result.value, result.interval, result.by_class, result.images) == (None, None, [None, None], 0)
+    none = intra_class_frechet(samples[:1], real[:1], labels[:1], 2)  # no class with two images
+    assert (none.value, none.interval, none.by_class, none.images) == (None, None, [None, None], 0)

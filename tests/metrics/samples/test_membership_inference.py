@@ -61,14 +61,6 @@ def test_interval_is_delongs():
     assert (high - low) / 2 == pytest.approx(1.959964 * variance**0.5, abs=1e-12)
 
 
-def test_interval_where_all_are_told_apart_is_no_point():
-    _, (low, high) = auc(torch.ones(50), torch.zeros(40))
-    assert high == 1.0
-    assert 0.85 < low < 0.95
-    _, (low, high) = auc(torch.ones(9), torch.ones(5))
-    assert low < 0.5 < high
-
-
 @pytest.mark.parametrize(("m", "n", "rank"), [(3, 4, 1), (4, 3, 2), (5, 2, 2), (2, 5, 5)])
 def test_crowding_against_all_orders(m, n, rank):
     """Each set of places that members can have in the order is equally likely."""
@@ -81,12 +73,16 @@ def test_crowding_against_all_orders(m, n, rank):
         assert crowding(scores[list(order)], scores[other], rank) == pytest.approx(expected, abs=1e-12)
 
 
-def test_equal_scores_are_no_evidence():
+def test_equal_scores_are_no_evidence_and_the_interval_where_all_are_told_apart_is_no_point():
     assert crowding(torch.ones(50), torch.ones(50), 1) == 1.0
     found = attack(torch.zeros(50), torch.zeros(40))
     assert (found["auc"], found["p_value"]) == (0.5, 1.0)
     with pytest.raises(ValueError, match="members and held-out"):
         attack(torch.zeros(0), torch.zeros(4))
+    _, (low, high) = auc(torch.ones(50), torch.zeros(40))
+    assert 0.85 < low < 0.95 < high == 1.0
+    _, (low, high) = auc(torch.ones(9), torch.ones(5))
+    assert low < 0.5 < high
 
 
 def test_p_values_are_no_smaller_than_chance():
