@@ -13,18 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import duetgan
 from duetgan.__main__ import COMMANDS, line, usage
 from duetgan.data.pack import pack
 from duetgan.data.sources import open_source
-from duetgan.models.restore import classifier_from, generator_from
-from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.recipes import recipe_file
-from tests.inference.conftest import R3, gan_run, styled, without_w
-from tests.metrics.conftest import CLASSES, classifier_run
+from tests.inference.conftest import gan_run, styled
+from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
 from tests.test_project import ROOT, project_files
 
@@ -127,33 +124,19 @@ def test_what_is_wrong_is_one_line(site, mine, arguments, told):
     assert told in done.stderr
 
 
-def test_the_library_loads_checkpoints_and_leaves_the_users_modules_alone(site, mine, tmp_path_factory):
-    runs = tmp_path_factory.mktemp("runs")
-    judge, gan = classifier_run(runs / "classifier"), gan_run(runs / "gan", without_w(), architecture="r3gan", sizes=R3)
+def test_the_library_loads_checkpoints_and_leaves_the_users_modules_alone(site, mine, things):
     body = f"""
-import json, sys
+import sys
 import duetgan
 assert "torch" not in sys.modules
 import torch
-classifier, generator = duetgan.load_classifier({str(judge)!r}), duetgan.load_generator({str(gan)!r})
-x, z = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8), torch.linspace(-1, 1, 2 * generator.z_dim).view(2, -1)
-try:
-    duetgan.load_generator({str(judge)!r})
-except ValueError as error:
-    wrong = str(error)
+classifier, generator = duetgan.load_classifier("runs/classifier"), duetgan.load_generator("runs/gan")
 assert not set({OURS!r}) & set(sys.modules)
-images = generator(z, torch.tensor([0, 1]))
-print(json.dumps([classifier(x).tolist(), classifier.class_names, images.tolist(), generator.image_range, wrong]))
+print(classifier(torch.zeros(2, 1, 8, 8)).shape, generator.sample(2).images.shape)
 """
+    (mine / "runs").symlink_to(things / "runs")
     done = python(site, mine, "-c", body)
-    assert done.returncode == 0, done.stderr
-    logits, names, images, span, wrong = json.loads(done.stdout)
-    generator = generator_from(load(resolve(gan)))
-    x, z = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8), torch.linspace(-1, 1, 2 * generator.z_dim).view(2, -1)
-    torch.testing.assert_close(torch.tensor(logits), classifier_from(load(resolve(judge)))(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.tensor(images), generator(z, torch.tensor([0, 1])), rtol=1e-5, atol=1e-5)
-    assert (names, span) == (CLASSES, [-1.0, 1.0])
-    assert str(judge) in wrong
+    assert done.stdout == "torch.Size([2, 3]) torch.Size([2, 1, 8, 8])\n", done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -111,10 +111,9 @@ def test_features_that_were_planned_become_those_of_the_run(tmp_path, monkeypatc
 def test_who_was_trained_on_test_images_may_not_judge(tmp_path):
     test = pack_images(tmp_path / "test.lmdb")
     with Dataset(test) as reader:
-        hashes = {"told": reader.meta.content_hash, "other": "f00d"}
-    runs = {name: classifier_run(tmp_path / name, content_hash=content) for name, content in hashes.items()}
-    assert unfit(runs["other"], test) == ""
-    assert "was trained on the test images" in unfit(runs["told"], test)
+        seen = reader.meta.content_hash
+    assert unfit(classifier_run(tmp_path / "other", content_hash="f00d"), test) == ""
+    assert "was trained on the test images" in unfit(classifier_run(tmp_path / "told", content_hash=seen), test)
 
 
 def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
@@ -232,9 +231,6 @@ def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_pat
 def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "call", lambda command: 2)
     assert main(["--dir", str(tmp_path)]) == 2
-    for minutes in ("0", "nan", "1e9"):
-        with pytest.raises(UserError, match="from 1 to 10,080"):
-            main(["--dir", str(tmp_path), "--minutes", minutes])
 
 
 @pytest.fixture

@@ -61,19 +61,19 @@ def test_what_counts_as_flat(line, flat):
     assert line.most == pytest.approx(line.slope + 2 * line.error)
 
 
+def row(second, saved, anon_mib, **more):
+    life = {"run": "a", "start": 1, "role": "rank 0", "files": 9, "threads": 4} | more
+    return life | {"time": second, "saved": saved, "anon_mib": anon_mib}
+
+
 def test_a_leak_is_found_in_its_process_and_measure_alone():
     rows = []
     for second in range(600):
         for role, leak in (("rank 0", 0.0), ("rank 1", 0.05)):
             grown = 300 + leak * second + second % 3 + 50 * (second < 60 or second > 585)  # imports; the report
-            row = {"run": "a", "start": 1, "role": role, "time": second, "saved": second // 20, "anon_mib": grown}
-            rows.append(row | {"files": 9, "threads": 4})
+            rows.append(row(second, second // 20, grown, role=role))
     rows.append({"run": "a", "start": 1, "event": "stop", "time": 600})
-    rows += [
-        {"run": "a", "start": 2, "role": "rank 0", "time": 700 + i, "saved": i // 10}
-        | {"anon_mib": i, "files": 9, "threads": 4}
-        for i in range(190)
-    ]
+    rows += [row(700 + i, i // 10, i, start=2) for i in range(190)]
     found = trends(rows)
     assert found.keys() == {("a", 1, "rank 0"), ("a", 1, "rank 1")}  # the other life was too short
     assert found["a", 1, "rank 1"]["anon_mib"].slope == pytest.approx(0.05, rel=0.01)
@@ -84,14 +84,10 @@ def test_a_leak_is_found_in_its_process_and_measure_alone():
 
 def test_a_process_is_judged_once_it_has_saved_four_times():
     """On a busy machine a minute is a few steps, and what grew until the second evaluation was called a leak."""
-
-    def judged(every: int) -> bool:
-        life = {"run": "a", "start": 1, "role": "rank 0", "files": 9, "threads": 4}
-        rows = [life | {"time": i, "saved": i // every, "anon_mib": min(i, 4 * every)} for i in range(600)]
-        found = trends(rows)
-        return bool(found) and found["a", 1, "rank 0"]["anon_mib"].slope == 0
-
-    assert [judged(every) for every in (20, 100, 120)] == [True, True, False]  # 4 * 120: too little is left
+    for every, judged in ((20, True), (100, True), (120, False)):  # 4 * 120: too little is left
+        found = trends([row(i, i // every, min(i, 4 * every)) for i in range(600)])
+        assert bool(found) is judged
+        assert not judged or found["a", 1, "rank 0"]["anon_mib"].slope == 0
 
 
 def test_a_difference_of_one_bit_is_named():

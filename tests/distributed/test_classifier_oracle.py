@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from duetgan.data.records import pack_arrays
-from duetgan.utils.distributed.launch import launch
 from tests.distributed import worker
-from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
+from tests.distributed.test_oracle import CLASSES, TOLERANCE
+from tests.distributed.worker import Records, largest_difference
 from tests.metrics.conftest import gan_run
-
-Records = dict[int, dict[str, list[dict[str, Any]]]]
 
 EVERYTHING: dict[str, Any] = {
     "augment": {
@@ -71,35 +69,32 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     others = np.random.default_rng(1).integers(0, 256, (10, 3, 16, 16), dtype=np.uint8)
     pack_arrays(folder / "synthetic.lmdb", others, labels=np.arange(10) % 3, classes=CLASSES, smallest=8)
     gan_run(folder / "generator", classes=CLASSES, channels=3, side=16)
-    found = {}
-    for processes, variants in VARIANTS.items():
-        out = folder / f"{processes}.pt"
-        command = ["-m", "tests.distributed.test_classifier_oracle", str(out), str(folder / "data.lmdb"), *variants]
-        assert launch(command, processes) == 0
-        found[processes] = torch.load(out, weights_only=True)
-    return found
+    return Records(folder, "tests.distributed.test_classifier_oracle", VARIANTS)
 
 
 @pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
 @pytest.mark.parametrize(("processes", "variant"), SPLITS)
 def test_every_split_gives_one_process_result(records: Records, processes: int, variant: str, part: str) -> None:
-    whole = records[1][f"{variant.partition(':')[0]}:0"]
-    assert largest_difference(whole, records[processes][variant], part) < TOLERANCE
+    assert records.differ(processes, variant, part) < TOLERANCE
 
 
 def test_the_comparison_is_of_something(records: Records) -> None:
-    one = records[1]
-    for variant in ("classifier-everything:0", "classifier-fixed:0", "classifier-average:0"):
-        assert largest_difference(one[variant][:1], one[variant][-1:], "weights") > 1e-4
-    assert largest_difference(one["classifier-everything:0"], one["classifier-plain:0"], "gradients") > 1e-4
-    assert largest_difference(one["classifier-everything:0"], one["classifier-mixture:0"], "gradients") > 1e-4
-    norms = [one[f"classifier-{name}:0"][0]["metrics"]["gradient_norm/classifier"] for name in ("everything", "plain")]
-    kept = [
-        torch.stack([g.norm() for g in one[f"classifier-{name}:0"][0]["gradients"].values()]).norm().item()
-        for name in ("everything", "plain")
-    ]
-    assert kept[0] < 0.9 * norms[0]  # it was clipped
-    assert kept[1] == pytest.approx(norms[1])
+    one = {name.removesuffix(":0"): record for name, record in records[1].items()}
+    for name in ("everything", "fixed", "average"):
+        record = one[f"classifier-{name}"]
+        assert largest_difference(record[:1], record[-1:], "weights") > 1e-4
+    everything, plain = one["classifier-everything"], one["classifier-plain"]
+    for other in (plain, one["classifier-mixture"]):
+        assert largest_difference(everything, other, "gradients") > 1e-4
+    told, kept = zip(*map(norms, (everything, plain)), strict=True)
+    assert kept[0] < 0.9 * told[0]  # it was clipped
+    assert kept[1] == pytest.approx(told[1])
+
+
+def norms(record: list[dict[str, Any]]) -> tuple[float, float]:
+    """Of the first step's gradients: as it is told, before they are clipped, and as it is."""
+    told = record[0]["metrics"]["gradient_norm/classifier"]
+    return told, torch.stack([g.norm() for g in record[0]["gradients"].values()]).norm().item()
 
 
 def test_the_evaluated_network_of_a_schedule_free_training_is_its_own(records: Records) -> None:

@@ -27,7 +27,8 @@ from duetgan.utils.distributed.launch import launch
 from duetgan.utils.errors import UserError
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
-from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
+from tests.distributed.test_oracle import CLASSES, TOLERANCE
+from tests.distributed.worker import largest_difference
 from tests.slim import slim_down
 
 BF16 = {"distributed": {"compress": "bf16"}}

@@ -15,7 +15,8 @@ from duetgan.data.records import pack_arrays
 from duetgan.utils.distributed.launch import launch
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
-from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference, untrained_classifier
+from tests.distributed.test_oracle import CLASSES, TOLERANCE, untrained_classifier
+from tests.distributed.worker import largest_difference
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
 

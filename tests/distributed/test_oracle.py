@@ -2,18 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from duetgan.data.records import pack_arrays
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.checkpoint import point, save
-from duetgan.utils.distributed.launch import launch
 from duetgan.utils.seeding import forked
-from tests.distributed.worker import CLASSIFIER
+from tests.distributed.worker import CLASSIFIER, Records, largest_difference
 
 TOLERANCE = 1e-9
 CLASSES = ["a", "b", "c"]
@@ -27,24 +24,11 @@ VARIANTS = {
     2: [f"{kind}:0" for kind in KINDS] + ["gan:2", "gan-losses:2", "classifier:0", "classifier-unsynced:0"],
     4: ["gan-losses:0", "gan-apart:0", "gan-growing:0", "classifier:0"],
 }
+SLOW: dict[int, list[pytest.MarkDecorator]] = {1: [], 2: [], 4: [pytest.mark.slow]}  # as long as all else, on two cores
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux"),
     pytest.mark.timeout(900),  # the records of all variants are made at once
 ]
-
-
-class Records(dict[int, dict[str, list[dict[str, Any]]]]):
-    """What each world size recorded; made when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __missing__(self, processes: int) -> dict[str, list[dict[str, Any]]]:
-        out = self.folder / f"{processes}.pt"
-        command = ["-m", "tests.distributed.worker", str(out), str(self.folder / "data.lmdb"), *VARIANTS[processes]]
-        assert launch(command, processes) == 0
-        self[processes] = torch.load(out, weights_only=True)
-        return self[processes]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +39,7 @@ def records(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Reco
     images = rng.integers(0, 256, (32, 1, 16, 16), dtype=np.uint8)
     pack_arrays(folder / "data.lmdb", images, labels=np.arange(32) % 3, classes=CLASSES, smallest=8)
     untrained_classifier(folder / CLASSIFIER)
-    return Records(folder)
+    return Records(folder, "tests.distributed.worker", VARIANTS)
 
 
 def untrained_classifier(run: Path) -> None:
@@ -71,33 +55,18 @@ def untrained_classifier(run: Path) -> None:
     point(run / "checkpoints", "last", path)
 
 
-def largest_difference(a: list[dict[str, Any]], b: list[dict[str, Any]], part: str) -> float:
-    assert all(x[part].keys() == y[part].keys() for x, y in zip(a, b, strict=True))
-    return max(
-        float((torch.as_tensor(x[part][k]).double() - torch.as_tensor(y[part][k]).double()).abs().max())
-        for x, y in zip(a, b, strict=True)
-        for k in x[part]
-    )
-
-
-def of_ranks(processes: int) -> list[pytest.MarkDecorator]:
-    """Four ranks on two cores take as long as all else here."""
-    return [pytest.mark.slow] if processes == 4 else []
-
-
 @pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
 @pytest.mark.parametrize(
     ("processes", "variant"),
     [
-        pytest.param(processes, variant, marks=of_ranks(processes))
+        pytest.param(processes, variant, marks=SLOW[processes])
         for processes, variants in VARIANTS.items()
         for variant in variants
         if (processes > 1 or variant.endswith(":2")) and variant != "classifier-unsynced:0"
     ],
 )
 def test_every_split_gives_one_process_result(records: Records, processes: int, variant: str, part: str) -> None:
-    whole = records[1][f"{variant.partition(':')[0]}:0"]
-    assert largest_difference(whole, records[processes][variant], part) < TOLERANCE
+    assert records.differ(processes, variant, part) < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", ["gan:0", "classifier:0"])
@@ -127,7 +96,7 @@ def test_every_loss_is_there_and_told_apart(records: Records) -> None:
     assert first["path_length/mean"] != 0
 
 
-@pytest.mark.parametrize("processes", [pytest.param(n, marks=of_ranks(n)) for n in VARIANTS])
+@pytest.mark.parametrize("processes", [pytest.param(n, marks=SLOW[n]) for n in VARIANTS])
 def test_losses_apart_give_the_gradients_of_their_sum(records: Records, processes: int) -> None:
     # of the first step: Adam's first update is the gradient's sign, also of what is zero but for its rounding
     apart, together = records[processes]["gan-apart:0"][:1], records[processes]["gan-losses:0"][:1]

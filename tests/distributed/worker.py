@@ -15,6 +15,7 @@ from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.launch import launch
 from tests.slim import slim_down
 
 STEPS = 4
@@ -108,6 +109,32 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
             }
         )
     return record
+
+
+class Records(dict[int, dict[str, list[dict[str, Any]]]]):
+    """What each number of ranks of a module records of its variants; made when it is first asked for."""
+
+    def __init__(self, folder: Path, module: str, variants: dict[int, list[str]]) -> None:
+        self.folder, self.module, self.variants = folder, module, variants
+
+    def __missing__(self, processes: int) -> dict[str, list[dict[str, Any]]]:
+        out, data = self.folder / f"{processes}.pt", self.folder / "data.lmdb"
+        assert launch(["-m", self.module, str(out), str(data), *self.variants[processes]], processes) == 0
+        self[processes] = torch.load(out, weights_only=True)
+        return self[processes]
+
+    def differ(self, processes: int, variant: str, part: str) -> float:
+        """By how much a variant's steps differ from those of one process with the whole batch."""
+        return largest_difference(self[1][f"{variant.partition(':')[0]}:0"], self[processes][variant], part)
+
+
+def largest_difference(a: list[dict[str, Any]], b: list[dict[str, Any]], part: str) -> float:
+    assert all(x[part].keys() == y[part].keys() for x, y in zip(a, b, strict=True))
+    return max(
+        float((torch.as_tensor(x[part][k]).double() - torch.as_tensor(y[part][k]).double()).abs().max())
+        for x, y in zip(a, b, strict=True)
+        for k in x[part]
+    )
 
 
 def main(out: str, data: str, variants: list[str], steps: int | None = None) -> None:

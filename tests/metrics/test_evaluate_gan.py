@@ -63,6 +63,14 @@ def evaluate(generator, reader, **options):
     return evaluate_generator(generator, reader, **settings | options)
 
 
+def features_of(reader, indices):
+    return extract(PIXELS, torch.from_numpy(reader.read(indices)[0]))
+
+
+def real_set(reader, indices):
+    return RealSet(features_of(reader, indices), torch.from_numpy(reader.labels()[indices]).long())
+
+
 def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader):
     """Everything computed a second time, the plain way, from one list of samples."""
     judge = Whimsical()
@@ -75,8 +83,7 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
     assert len(labels) > 30  # some were added for the diversity and count for nothing else
     samples = generate(generator, labels=labels, indices=range(len(labels)), seed=3)
     fake = extract(PIXELS, samples)
-    real = extract(PIXELS, torch.from_numpy(test_reader.read(test.indices)[0]))
-    other = extract(PIXELS, torch.from_numpy(train_reader.read(train.indices)[0]))
+    real, other = features_of(test_reader, test.indices), features_of(train_reader, train.indices)
     (row,) = found["distances"]
     assert (row["extractor"], row["n"], found["n"], found["seed"]) == ("pixels", 30, 30, 3)
     assert row["frechet"] == pytest.approx(frechet_distance(fake[:30], real[:30])[0], rel=1e-6)
@@ -93,12 +100,7 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
     assert found["recognised_by_class"]["dark"] == pytest.approx(hits[labels[:30] == 0].double().mean().item())
     assert set(found["notes"]) == {"intra_class_frechet"}  # of nine images a class
     searched = select(train_reader.labels(), n=90, seed=3, role="train")
-    sets = [
-        RealSet(
-            extract(PIXELS, torch.from_numpy(file.read(indices)[0])), torch.from_numpy(file.labels()[indices]).long()
-        )
-        for file, indices in ((train_reader, searched.indices), (test_reader, test.indices[:30]))
-    ]
+    sets = real_set(train_reader, searched.indices), real_set(test_reader, test.indices[:30])
     expected, neighbours = memorisation(fake[:30], *sets)
     copies = found["memorisation"]
     assert expected.pop("c_t") is copies["c_t"] is None  # too few in each class
@@ -123,7 +125,7 @@ def test_every_figure_has_its_value_and_interval(generator, test_reader):
     test = select(test_reader.labels(), n=30, seed=3, role="test")
     labels = torch.from_numpy(test.labels)
     samples = generate(generator, labels=labels, indices=range(30), seed=3)
-    fake, real = extract(PIXELS, samples), extract(PIXELS, torch.from_numpy(test_reader.read(test.indices)[0]))
+    fake, real = extract(PIXELS, samples), features_of(test_reader, test.indices)
     row, other = found["distances"]
     answers = judge(samples.float() / 127.5 - 1).double().softmax(1)
     more: dict[str, Any] = {"training": None, "labels": labels.long(), "n": 30, "names": CLASSES, "seed": 3}
@@ -159,10 +161,16 @@ def test_same_seed_same_figures_at_any_batch_size_and_another_seed_others(genera
 
 
 def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, tmp_path):
+    """Without a floor it is not bound by the training images."""
     found = evaluate(generator, test_reader, n=5000, train_reader=train_reader)
     assert found["n"] == found["distances"][0]["n"] == len(test_reader) == 60
     with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
         assert evaluate(generator, test_reader, n=5000, train_reader=small)["n"] == 12
+        found = evaluate(generator, test_reader, n=5000, train_reader=small, floor=False)
+        silent = evaluate(generator, test_reader, train_reader=small, floor=False, searched=0)
+    assert (found["n"], found["memorisation"]["searched"]) == (60, 12)
+    assert found["distances"][0]["floor"] is found["distances"][0]["kernel_floor"] is silent["memorisation"] is None
+    assert "no search" in silent["notes"]["memorisation"]
     with pytest.raises(UserError, match="at least 2 images"):
         evaluate(generator, test_reader, n=1)
 
@@ -189,17 +197,6 @@ def test_unconditional_generator(test_reader, tmp_path, judge):
     assert found["diversity_by_class"] is found["recognised"] is found["intra_class_frechet"] is None
     assert found["class_score"] >= 1
     assert "unconditional" in found["notes"]["recognised"]
-
-
-def test_without_a_floor_n_is_not_bound_by_the_training_images(generator, test_reader, tmp_path):
-    with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
-        found = evaluate(generator, test_reader, n=5000, train_reader=small, floor=False)
-        silent = evaluate(generator, test_reader, train_reader=small, floor=False, searched=0)
-    assert found["n"] == 60
-    assert found["memorisation"]["searched"] == 12
-    assert found["distances"][0]["floor"] is found["distances"][0]["kernel_floor"] is None
-    assert silent["memorisation"] is None
-    assert "no search" in silent["notes"]["memorisation"]
 
 
 def test_copies_are_looked_for_in_features_that_never_saw_the_training_images(
@@ -251,13 +248,12 @@ def test_a_plagiarist_is_found_out_and_its_sources_named(test_reader, train_read
     found = evaluate(copier, test_reader, train_reader=train_reader, n=60)["memorisation"]
     assert found["copies"]
     assert found["share"] == 1
-    draws = [select(file.labels(), n=n, seed=3, role=role) for file, n, role in (
-        (train_reader, 90, "train"), (test_reader, 60, "test"))]  # fmt: skip
-    real = [
-        RealSet(extract(PIXELS, torch.from_numpy(file.read(draw.indices)[0])), torch.from_numpy(draw.labels).long())
-        for file, draw in zip((train_reader, test_reader), draws, strict=True)
-    ]
-    asked = torch.from_numpy(draws[1].labels)
+    searched, test = (
+        select(file.labels(), n=n, seed=3, role=role)
+        for file, n, role in ((train_reader, 90, "train"), (test_reader, 60, "test"))
+    )
+    real = real_set(train_reader, searched.indices), real_set(test_reader, test.indices)
+    asked = torch.from_numpy(test.labels)
     samples = extract(PIXELS, generate(copier, labels=asked, indices=range(60), seed=3))
     assert found["p_value"] == pytest.approx(memorisation(samples, *real)[0]["p_value"], rel=1e-3)
     honest = evaluate(generator, test_reader, train_reader=train_reader, n=60)["memorisation"]
@@ -277,17 +273,6 @@ def test_a_plagiarist_is_found_out_and_its_sources_named(test_reader, train_read
         assert caption == f"sample {pair['sample']} | record {pair['train']}\n0.00 of the usual distance"
 
 
-def test_modes_and_gradients_are_left_as_they_were(generator, test_reader, judge):
-    generator.train()
-    judge.train()
-    evaluate(generator, test_reader, classifier=judge)
-    assert generator.training
-    assert judge.training
-    assert torch.is_grad_enabled()
-    generator.eval()
-    judge.eval()
-
-
 def test_real_features_are_kept_between_calls(generator, test_reader, train_reader):
     counting, real = Counting(), RealFeatures()
     first = evaluate(generator, test_reader, extractors=[counting], real=real, train_reader=train_reader)
@@ -304,20 +289,21 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
     assert other.seen > 30
 
 
-def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tmp_path):
-    for name, options, told in (
-        ("large", {"side": 16}, "--size 8"),
-        ("colour", {"channels": 3}, "--channels 1"),
-        ("two", {"classes": ["a", "b"]}, "2 classes, the generator 3"),
-        ("unlabelled", {"classes": []}, "0 classes"),
-    ):
-        with Dataset(pack(tmp_path / f"{name}.lmdb", **options)) as reader, pytest.raises(UserError, match=told):
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"side": 16}, "--size 8"),
+        ({"channels": 3}, "--channels 1"),
+        ({"classes": ["a", "b"]}, "2 classes, the generator 3"),
+        ({"classes": []}, "0 classes"),
+    ],
+)
+def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tmp_path, options, told):
+    with Dataset(pack(tmp_path / "other.lmdb", **options)) as reader:
+        with pytest.raises(UserError, match=told):
             evaluate(generator, reader)
-    with (
-        Dataset(pack(tmp_path / "train.lmdb", side=16)) as train,
-        pytest.raises(UserError, match="the train images"),
-    ):
-        evaluate(generator, test_reader, train_reader=train)
+        with pytest.raises(UserError, match="the train images"):
+            evaluate(generator, test_reader, train_reader=reader)
 
 
 def test_observer_sees_every_sample_with_its_label(generator, test_reader, judge):
@@ -345,6 +331,12 @@ def test_selection_draws_n_and_fills_up_classes():
     assert set(select(labels, n=20, seed=0, role="train").indices) != set(alone.indices)
 
 
-def test_a_judge_of_another_size_sees_scaled_images(generator, test_reader):
-    judge = Classifier(ModelConfig(), channels=3, classes=3, resolution=32).eval()
+def test_modes_and_gradients_are_left_as_they_were(generator, test_reader):
+    """The judge of another size sees scaled images."""
+    judge = Classifier(ModelConfig(), channels=3, classes=3, resolution=32)
+    generator.train()
     assert 0 <= evaluate(generator, test_reader, classifier=judge)["recognised"] <= 1
+    assert generator.training
+    assert judge.training
+    assert torch.is_grad_enabled()
+    generator.eval()

@@ -19,15 +19,11 @@ from duetgan.metrics.images import (
 from duetgan.metrics.tables import classifier_table, gan_table
 from duetgan.utils.images import PADDING
 from tests.metrics.conftest import CLASSES, SIDE
+from tests.utils.test_images import pixels, shade
 
 
-def shades(*values, side=8):
-    return torch.tensor(values, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, side, side)
-
-
-def pixels(path):
-    with Image.open(path) as image:
-        return np.asarray(image.convert("L"))
+def shades(*values):
+    return torch.stack([shade(value) for value in values])
 
 
 def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals(monkeypatch):

@@ -1,6 +1,5 @@
 """Who may judge a generator: not who was trained on samples, supplied a loss or has seen the test images."""
 
-import json
 import shutil
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from PIL import Image
 
 import evaluate
-import predict
 from duetgan.data.lmdb.format import Split
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
@@ -17,8 +15,8 @@ from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
 from duetgan.utils.provenance import Lineage, recorded
 from tests.data.test_passport import PASSPORT, pack_samples
-from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
-from tests.metrics.test_scripts import call, refused
+from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
+from tests.metrics.test_scripts import answers, evaluated, refused
 
 
 def judge_of(folder, *, data=None, **more):
@@ -99,29 +97,21 @@ def test_evaluate_refuses_with_exit_code_2(tmp_path, runs, files, capsys):
 def test_a_ready_made_classifier_judges_and_names_images(tmp_path, runs, capsys):
     """Row J5: a folder as timm writes it, in place of a run."""
     timm = pytest.importorskip("timm")
-    timm.models.save_for_hf(
-        timm.create_model("resnet10t", num_classes=len(CLASSES)),
-        tmp_path / "theirs",
-        model_config={"label_names": CLASSES},
-        safe_serialization=True,
-    )
-    judge = ["--classifier", tmp_path / "theirs", "--extractor", "pixels", "--n", 20, "--out", tmp_path / "out"]
-    assert call(evaluate, "--checkpoint", runs["gan"], *judge) == 0
-    assert read_json(tmp_path / "out" / "metrics.json")["judge"]["n"] == 20
+    theirs, about = tmp_path / "theirs", {"label_names": CLASSES}
+    network = timm.create_model("resnet10t", num_classes=len(CLASSES))
+    timm.models.save_for_hf(network, theirs, model_config=about, safe_serialization=True)
+    judge = ["--classifier", theirs, "--extractor", "pixels", "--n", 20]
+    assert evaluated(runs["gan"], tmp_path / "out", *judge)["judge"]["n"] == 20
     Image.new("RGB", (300, 200), "red").save(tmp_path / "x.png")
-    capsys.readouterr()
-    assert call(predict, "--checkpoint", tmp_path / "theirs", "--json", tmp_path / "x.png") == 0
-    assert set(json.loads(capsys.readouterr().out)[0]["probabilities"]) == set(CLASSES)
+    assert set(answers(capsys, theirs, tmp_path / "x.png")[0]["probabilities"]) == set(CLASSES)
     told = refused(capsys, evaluate, "--checkpoint", "timm:resnet10t", "--data", "x.lmdb")
     assert "a name has no folder for the results; give one with --out DIR" in told
 
 
 def test_features_of_a_classifier_that_saw_samples_are_taken_with_a_word(tmp_path, runs, files):
     seen = classifier_run(tmp_path / "seen", data=files, lineage={"trained_on": [], "synthetic": [PASSPORT]})
-    options = ["--checkpoint", runs["gan"], "--n", 20, "--out", tmp_path / "out"]
     specs = f"classifier:{seen},classifier:{runs['classifier']}"
-    assert call(evaluate, *options, "--extractor", specs) == 0
-    notes = read_json(tmp_path / "out" / "metrics.json")["notes"]
+    notes = evaluated(runs["gan"], tmp_path / "out", "--n", 20, "--extractor", specs)["notes"]
     assert "trained on samples" in notes[f"classifier:{seen}"]
     assert f"classifier:{runs['classifier']}" not in notes
 
@@ -131,11 +121,9 @@ def test_who_began_with_a_teachers_weights_is_taken_with_a_word(tmp_path, files)
     began = {"trained_on": [], "synthetic": [], "pretrained": ["sha256:0123456789ab"]}
     gan = gan_run(tmp_path / "gan", data=files, lineage=began | {"teachers": ["sha256:another"]})
     judge = classifier_run(tmp_path / "judge", data=files, lineage=began)
-    options = ["--checkpoint", gan, "--n", 20, "--out", tmp_path / "out", "--searched", 0]
-    assert call(evaluate, *options, "--classifier", judge) == 0
-    notes = read_json(tmp_path / "out" / "metrics.json")["notes"]
-    assert "began with the same weights" in notes["judge"]
-    assert "began with the same weights" in notes[f"classifier:{judge}"]
+    notes = evaluated(gan, tmp_path / "out", "--n", 20, "--searched", 0, "--classifier", judge)["notes"]
+    for name in ("judge", f"classifier:{judge}"):
+        assert "began with the same weights" in notes[name]
 
 
 @pytest.mark.parametrize(

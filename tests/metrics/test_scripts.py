@@ -41,6 +41,19 @@ def refused(capsys, script, *argv):
     return told[-1]
 
 
+def evaluated(checkpoint, out, *more):
+    """The document that evaluate.py writes."""
+    assert call(evaluate, "--checkpoint", checkpoint, "--out", out, *more) == 0
+    return read_json(out / "metrics.json")
+
+
+def answers(capsys, run, *argv):
+    """What predict.py says of images."""
+    capsys.readouterr()
+    assert call(predict, "--checkpoint", run, *argv, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
 def pixels(path):
     with Image.open(path) as image:
         return np.asarray(image)
@@ -70,23 +83,19 @@ class TestEvaluate:
         assert "wrote" in printed.err
 
     def test_n8_a_precision_and_folding_are_told_and_the_default_is_float32(self, runs, tmp_path, capsys):
-        found = {}
-        options = {"plain": [], "fold": ["--fold"], "bf16": ["--fold", "--precision", "bf16"]}
-        for name, more in (options | {"views": ["--tta", "flip"]}).items():
-            assert call(evaluate, "--checkpoint", runs["classifier"], "--out", tmp_path / name, *more) == 0
-            found[name] = read_json(tmp_path / name / "metrics.json")
-        assert [(row["precision"], row["fold"], row["tta"]) for row in found.values()] == [
-            ("fp32", False, "off"),
-            ("fp32", True, "off"),
-            ("bf16", True, "off"),
-            ("fp32", False, "flip"),
-        ]
+        options = {"plain": [], "fold": ["--fold"], "bf16": ["--fold", "--precision", "bf16"], "views": ["--tta=flip"]}
+        found = {name: evaluated(runs["classifier"], tmp_path / name, *more) for name, more in options.items()}
+        assert {name: (row["precision"], row["fold"], row["tta"]) for name, row in found.items()} == {
+            "plain": ("fp32", False, "off"),
+            "fold": ("fp32", True, "off"),
+            "bf16": ("bf16", True, "off"),
+            "views": ("fp32", False, "flip"),
+        }
         assert found["views"]["ece"] != found["plain"]["ece"]
         assert found["plain"]["confusion"] == found["fold"]["confusion"]
         assert abs(found["bf16"]["ece"] - found["plain"]["ece"]) < 0.02
-        assert "--fold is for a classifier" in refused(
-            capsys, evaluate, "--checkpoint", runs["gan"], "--fold", "--out", tmp_path / "gan"
-        )
+        told = refused(capsys, evaluate, "--checkpoint", runs["gan"], "--fold", "--out", tmp_path / "gan")
+        assert "--fold is for a classifier" in told
 
     def test_a_gan_with_its_judge_as_json_and_as_a_table(self, runs, files, tmp_path, capsys):
         """The same seed gives the same document and images. U12: weak evidence looks weak."""
@@ -133,36 +142,31 @@ class TestEvaluate:
 
     def test_test_images_that_were_trained_on_are_told(self, runs, files, tmp_path, capsys):
         """U12."""
-        options = ["--checkpoint", runs["classifier"], "--data", files["path"], "--out", tmp_path]
-        assert call(evaluate, *options) == 0
-        found, printed = read_json(tmp_path / "metrics.json"), capsys.readouterr().out
+        found = evaluated(runs["classifier"], tmp_path, "--data", files["path"])
         assert "90 of 90 test images are training images" in found["notes"]["leaks"]
-        assert "flatter" in printed
+        assert "flatter" in capsys.readouterr().out
         low, high = found["accuracy_interval"]
         assert low <= found["accuracy"] <= high
 
     def test_checkpoint_file_and_missing_training_images(self, files, tmp_path):
         run = gan_run(tmp_path / "run", data={"path": "absent.lmdb", "val_path": None})
-        file = resolve(run)
         data = ["--data", files["val_path"], "--extractor", "pixels", "--n", "20"]
-        assert call(evaluate, "--checkpoint", file, *data) == 0
+        assert call(evaluate, "--checkpoint", resolve(run), *data) == 0
         found = read_json(run / "eval" / "metrics.json")
-        assert found["distances"][0]["floor"] is None
-        assert "absent.lmdb" in found["notes"]["floor"]
-        assert found["memorisation"] is None
-        assert "absent.lmdb" in found["notes"]["memorisation"]
+        assert found["distances"][0]["floor"] is found["memorisation"] is None
+        for name in ("floor", "memorisation"):
+            assert "absent.lmdb" in found["notes"][name]
         assert "neighbours.png" not in found["images"]
 
     def test_unconditional_generator(self, files, tmp_path):
         run = gan_run(tmp_path / "run", classes=[], data=files)
-        assert call(evaluate, "--checkpoint", run, "--extractor", "pixels", "--n", "20") == 0
+        evaluated(run, run / "eval", "--extractor", "pixels", "--n", "20")
         assert pixels(run / "eval" / "samples.png").shape == (6 * 64, 10 * 64)  # filled up to all 60 images
 
     def test_default_extractors_are_what_is_there(self, runs, tmp_path, capsys, no_weights):
-        options = ["--checkpoint", runs["gan"], "--n", "20", "--out", tmp_path]
-        assert "--extractor pixels" in refused(capsys, evaluate, *options)
-        assert call(evaluate, *options, "--classifier", runs["classifier"]) == 0
-        found = read_json(tmp_path / "metrics.json")
+        options = ["--n", "20", "--out", tmp_path]
+        assert "--extractor pixels" in refused(capsys, evaluate, "--checkpoint", runs["gan"], *options)
+        found = evaluated(runs["gan"], tmp_path, "--n", "20", "--classifier", runs["classifier"])
         assert [row["extractor"] for row in found["distances"]] == [f"classifier:{runs['classifier']}"]
 
     def test_a_classifier_that_supplied_a_loss_cannot_judge(self, runs, files, tmp_path, capsys):
@@ -175,17 +179,15 @@ class TestEvaluate:
     def test_a_teacher_is_known_by_its_weights(self, runs, files, tmp_path, capsys):
         """Wherever its file lies, and under whatever name."""
         teacher = fingerprint(classifier_from(load(resolve(runs["classifier"]))))
-        copy = classifier_run(tmp_path / "elsewhere")
-        other = classifier_run(tmp_path / "other", seed=1)
+        copy, other = classifier_run(tmp_path / "elsewhere"), classifier_run(tmp_path / "other", seed=1)
         run = gan_run(tmp_path / "gan", data=files, teachers=["sha256:0123456789ab", teacher])
-        options = ["--checkpoint", run, "--extractor", "pixels", "--n", "20", "--out", tmp_path / "out"]
-        assert "supplied a loss" in refused(capsys, evaluate, *options, "--classifier", copy)
-        assert call(evaluate, *options, "--classifier", other) == 0
-        few = {"n", "intra_class_frechet"}
-        assert read_json(tmp_path / "out" / "metrics.json")["notes"].keys() == few
+        options = ["--extractor", "pixels", "--n", "20"]
+        told = refused(capsys, evaluate, "--checkpoint", run, *options, "--classifier", copy)
+        assert "supplied a loss" in told
+        notes = evaluated(run, tmp_path / "out", *options, "--classifier", other)["notes"]
+        assert notes.keys() == {"n", "intra_class_frechet"}
         features = ["--extractor", f"classifier:{copy},classifier:{other}"]  # its features are taken, with a word
-        assert call(evaluate, *options, *features) == 0
-        notes = read_json(tmp_path / "out" / "metrics.json")["notes"]
+        notes = evaluated(run, tmp_path / "out", *options, *features)["notes"]
         assert "flattered" in notes[f"classifier:{copy}"]
         assert f"classifier:{other}" not in notes
 
@@ -241,8 +243,7 @@ class TestPredict:
         return paths
 
     def test_probabilities_are_the_classifiers_own(self, runs, sample_images, test_reader, capsys):
-        assert call(predict, "--checkpoint", runs["classifier"], *sample_images, "--json") == 0
-        first, second = json.loads(capsys.readouterr().out)
+        first, second = answers(capsys, runs["classifier"], *sample_images)
         assert first["file"] == str(sample_images[0])
         assert list(first) == ["file", "label", "probabilities"]
         assert sum(first["probabilities"].values()) == pytest.approx(1)
@@ -252,6 +253,11 @@ class TestPredict:
         images = np.stack([test_reader.image(0)[0].transpose(2, 0, 1)])
         expected = judge_images(model, torch.from_numpy(images))[0]
         assert [first["probabilities"][name] for name in CLASSES] == pytest.approx(expected.tolist(), abs=1e-6)
+        (only,) = answers(capsys, runs["classifier"], sample_images[0], "--top", 2)
+        assert len(only["probabilities"]) == 2
+        assert next(iter(only["probabilities"])) == only["label"]
+        assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--top", 1) == 0
+        assert capsys.readouterr().out.startswith(f"{sample_images[0]}: {only['label']} 0.")
 
     def test_n8_precision_folding_and_views_reach_the_probabilities_but_not_grad_cam(
         self, runs, sample_images, tmp_path, capsys
@@ -259,25 +265,13 @@ class TestPredict:
         found, maps = {}, {}
         ways = {"plain": [], "fold": ["--fold"], "bf16": ["--precision", "bf16"], "views": ["--tta", "shift"]}
         for name, more in ways.items():
-            options = ["--json", "--gradcam", tmp_path / name, *more]
-            assert call(predict, "--checkpoint", runs["classifier"], *sample_images, *options) == 0
-            found[name] = [row["probabilities"] for row in json.loads(capsys.readouterr().out)]
+            rows = answers(capsys, runs["classifier"], *sample_images, "--gradcam", tmp_path / name, *more)
+            found[name] = [row["probabilities"][label] for row in rows for label in CLASSES]
             maps[name] = pixels(tmp_path / name / "first-gradcam.png")
-        plain = [row[name] for row in found["plain"] for name in CLASSES]
-        assert [row[name] for row in found["fold"] for name in CLASSES] == pytest.approx(plain, abs=1e-5)
-        reduced = [row[name] for row in found["bf16"] for name in CLASSES]
-        assert reduced != plain
-        assert reduced == pytest.approx(plain, abs=0.02)
+        assert found["fold"] == pytest.approx(found["plain"], abs=1e-5)
+        assert found["bf16"] == pytest.approx(found["plain"], abs=0.02)
+        assert found["plain"] not in (found["bf16"], found["views"])
         assert maps["fold"].shape == maps["plain"].shape
-        assert found["views"] != found["plain"]
-
-    def test_top_and_table(self, runs, sample_images, capsys):
-        assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--json", "--top", 2) == 0
-        (only,) = json.loads(capsys.readouterr().out)
-        assert len(only["probabilities"]) == 2
-        assert next(iter(only["probabilities"])) == only["label"]
-        assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--top", 1) == 0
-        assert capsys.readouterr().out.startswith(f"{sample_images[0]}: {only['label']} 0.")
 
     def test_unreadable_images_stand_in_their_place_and_exit_is_2(self, runs, sample_images, tmp_path, capsys):
         (tmp_path / "text.jpg").write_text("not an image")
@@ -432,15 +426,13 @@ class TestPredict:
         wide = np.zeros((SIDE, SIDE * 2), np.uint8)
         wide[:, SIDE // 2 : SIDE + SIDE // 2] = 255
         Image.fromarray(wide).save(tmp_path / "wide.png")
-        by_data = {}
-        for name, resize_filter in (("crop", "centre-crop+lanczos"), ("pad", "zero-pad")):
-            run = classifier_run(tmp_path / name, resize_filter=resize_filter)
-            assert call(predict, "--checkpoint", run, tmp_path / "wide.png", "--json") == 0
-            by_data[name] = json.loads(capsys.readouterr().out)[0]["probabilities"]
-        assert by_data["crop"] != by_data["pad"]
-        options = ["--checkpoint", tmp_path / "crop", tmp_path / "wide.png", "--json", "--resize", "pad"]
-        assert call(predict, *options) == 0
-        assert json.loads(capsys.readouterr().out)[0]["probabilities"] == by_data["pad"]
+        crop = classifier_run(tmp_path / "crop", resize_filter="centre-crop+lanczos")
+        pad = classifier_run(tmp_path / "pad", resize_filter="zero-pad")
+        cropped, padded, asked = (
+            answers(capsys, run, tmp_path / "wide.png", *more)[0]["probabilities"]
+            for run, more in ((crop, []), (pad, []), (crop, ["--resize", "pad"]))
+        )
+        assert cropped != padded == asked
 
     def test_refusals(self, runs, capsys):
         assert "'classifier' checkpoint is needed" in refused(capsys, predict, "--checkpoint", runs["gan"], "x.png")

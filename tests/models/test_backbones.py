@@ -126,6 +126,7 @@ def test_small_stems_keep_more_of_small_images(name, stem, stride, slim):
     model.network.get_submodule(last).register_forward_hook(lambda _m, _i, output: shapes.append(output.shape[2:]))
     assert model(images(16, 2)).shape == (4, 3)
     assert shapes == [(16 // stride, 16 // stride)]
+    assert model.features(images(16, 2)).shape == (4, model.feature_dim)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -20,24 +20,6 @@ def build(channels=3, classes=4, resolution=32, **config):
         return Classifier(ModelConfig(**config), channels=channels, classes=classes, resolution=resolution)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize(
-    ("stem", "size", "side"),  # kernel of the first convolution, width of layer4's map for 32 px
-    [("imagenet", 7, 1), ("small", 3, 4), ("small-stride2", 3, 2)],
-)
-def test_stems(channels, stem, size, side):
-    model = build(channels, stem=stem).eval()
-    assert model.network.conv1.weight.shape == (64, channels, size, size)
-    assert model.feature_dim == 512
-    assert isinstance(model.network.maxpool, nn.Identity) == (stem != "imagenet")
-    seen: dict[str, torch.Size] = {}
-    model.network.layer4.register_forward_hook(lambda _module, _inputs, output: seen.update(shape=output.shape))
-    x = draw(2, channels, 32, 32).float()
-    assert model(x).shape == (2, 4)
-    assert seen["shape"] == (2, 512, side, side)
-    assert model.features(x).shape == (2, model.feature_dim)
-
-
 def test_new_first_convolutions_follow_he():
     weight = build(channels=1, stem="small").network.conv1.weight
     assert weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1)  # fan out

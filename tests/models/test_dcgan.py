@@ -5,14 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.models.dcgan import (
-    GAIN,
-    DcganConfig,
-    DcganDiscriminator,
-    DcganGenerator,
-    DcganGeneratorConfig,
-    Spectral,
-)
+from duetgan.models import dcgan
 from duetgan.training.gan.losses import squared_gradient_norm
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
@@ -23,13 +16,13 @@ SHAPE = {"resolution": 16, "channels": 1}
 
 def networks(classes=3, width=4):
     with forked(0, "init", "dcgan"):
-        generator = DcganGenerator(DcganGeneratorConfig(z_dim=6, width=width), classes=classes, **SHAPE)
-        discriminator = DcganDiscriminator(DcganConfig(width=width), classes=classes, **SHAPE)
+        generator = dcgan.DcganGenerator(dcgan.DcganGeneratorConfig(z_dim=6, width=width), classes=classes, **SHAPE)
+        discriminator = dcgan.DcganDiscriminator(dcgan.DcganConfig(width=width), classes=classes, **SHAPE)
     return generator.double(), discriminator.double()
 
 
 def layers_of(network):
-    return [module for module in network.modules() if isinstance(module, Spectral)]
+    return [module for module in network.modules() if isinstance(module, dcgan.Spectral)]
 
 
 def largest(layer):
@@ -44,7 +37,7 @@ def estimate(layer):
 @pytest.mark.parametrize("size", [None, 3])
 def test_the_weight_is_divided_by_its_largest_singular_value(size):
     with forked(0, "init", "spectral"):
-        layer = Spectral(5, 7, size).double()
+        layer = dcgan.Spectral(5, 7, size).double()
         with torch.no_grad():
             layer.weight.copy_(torch.randn(layer.weight.shape))
     for _ in range(300):
@@ -82,7 +75,7 @@ def test_the_slope_of_the_logits_is_bounded():
     images = torch.randn(8, 1, 16, 16, dtype=torch.float64, requires_grad=True)
     slopes = squared_gradient_norm(discriminator(images), images).sqrt().detach()
     # a kernel of norm 1 is a convolution of norm at most its side (1802.05957, section 2.1): 3 and, strided, 4 / 2
-    assert 0 < float(slopes.max()) <= 3.0**3 * 2.0**2 * GAIN**5
+    assert 0 < float(slopes.max()) <= 3.0**3 * 2.0**2 * dcgan.GAIN**5
 
 
 @pytest.mark.parametrize("classes", [0, 3])
@@ -107,12 +100,12 @@ def test_no_sample_depends_on_another(classes):
 
 
 def test_widths_double_towards_4_px():
-    assert DcganConfig(width=64).widths(32) == [512, 256, 128, 64]
-    assert DcganConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
+    assert dcgan.DcganConfig(width=64).widths(32) == [512, 256, 128, 64]
+    assert dcgan.DcganConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
     for sizes in ({"width": 0}, {"width_max": 0}):
         with pytest.raises(UserError, match="must be"):
-            DcganConfig(**sizes)
+            dcgan.DcganConfig(**sizes)
     with pytest.raises(UserError, match="not a power of two"):
-        DcganConfig().widths(12)
+        dcgan.DcganConfig().widths(12)
     with pytest.raises(UserError, match=r"truncation_psi 0\.5: DCGAN has no w"):
         networks()[0](torch.zeros(1, 6), None, truncation_psi=0.5)

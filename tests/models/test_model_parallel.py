@@ -234,16 +234,11 @@ def test_where_each_device_begins() -> None:
     shares = split.place(model, [CPU, CPU, CPU, CPU], samples=2)
     ends = [(share.blocks[0], share.blocks[-1]) for share in shares]
     assert ends == [("stem", "layer1.0"), ("layer1.1", "layer3.1"), ("layer4.0", "head")]
-    assert "cpu: stem to layer1.0, about 0.00 GiB; cpu: layer1.1 to layer3.1, about 0.05 GiB" in "; ".join(
-        map(str, shares)
-    )
+    told = "; ".join(map(str, shares))
+    assert "cpu: stem to layer1.0, about 0.00 GiB; cpu: layer1.1 to layer3.1, about 0.05 GiB" in told
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2
     assert str(split.Share(FAKE[1], ("head",), 3 * 2**30)) == "meta:1: head, about 3.00 GiB"
-
-
-def test_more_devices_than_parts() -> None:
-    model = build(split="auto")
-    assert len(split.place(model, [CPU] * 12, samples=2)) == 10
+    assert len(split.place(build(split="auto"), [CPU] * 12, samples=2)) == 10  # more devices than parts
 
 
 @pytest.mark.parametrize(

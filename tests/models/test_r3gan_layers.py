@@ -86,13 +86,6 @@ def test_resampling_equals_the_fir_of_1331():
         torch.testing.assert_close(upsample(x), upsample_fir(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("resample", [upsample, downsample])
-def test_resampling_can_be_differentiated_twice(resample):
-    x = draw(1, 2, 4, 4).requires_grad_()
-    assert torch.autograd.gradcheck(resample, (x,))
-    assert torch.autograd.gradgradcheck(lambda x: resample(x).square(), (x,))
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_low_pass_first_used_in_another_mode_can_be_trained_with(mode):
     layers._kept.clear()

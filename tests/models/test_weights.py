@@ -116,18 +116,18 @@ def test_python_2_files_with_latin_1_names(donor, tmp_path):
 def test_an_export_that_is_damaged_in_what_it_has_seen_is_refused(donor, tmp_path, told):
     save_file(dict(donor.state_dict()), tmp_path / "a.safetensors", metadata={"duet": told})
     with pytest.raises(UserError, match=r"its metadata are damaged .*export it again"):
-        load_pretrained(build(tmp_path / "a.safetensors"))
-    save_file(dict(donor.state_dict()), tmp_path / "b.safetensors", metadata={"other": "3"})
-    model = build(tmp_path / "b.safetensors")
-    load_pretrained(model)
-    assert model.lineage == Lineage.of(pretrained=[file_hash(tmp_path / "b.safetensors")])
+        loaded(tmp_path / "a.safetensors")
 
 
 def test_safetensors_and_their_metadata(donor, tmp_path):
-    save_file(dict(donor.state_dict()), tmp_path / "a.safetensors", metadata={"stride": "conv1 of all"})
-    state, about = read_state_dict(tmp_path / "a.safetensors")
+    about = {"stride": "conv1 of all", "other": "3"}
+    save_file(dict(donor.state_dict()), tmp_path / "a.safetensors", metadata=about)
+    state, found = read_state_dict(tmp_path / "a.safetensors")
     same(state, dict(donor.state_dict()))
-    assert about == {"stride": "conv1 of all"}
+    assert found == about
+    save_file(dict(donor.state_dict()), tmp_path / "b.safetensors", metadata={"other": "3"})
+    model, _ = loaded(tmp_path / "b.safetensors")
+    assert model.lineage == Lineage.of(pretrained=[file_hash(tmp_path / "b.safetensors")])
 
 
 class Trap:
@@ -142,10 +142,9 @@ class Trap:
 
 def test_nothing_in_a_file_is_run(donor, tmp_path):
     torch.save({"state_dict": donor.state_dict(), "args": Trap(tmp_path / "sprung")}, tmp_path / "trap.pth")
-    with pytest.raises(
-        UserError, match=r"trap\.pth is damaged or not a plain state dict .*give another with --model\.weights"
-    ):
-        load_pretrained(build(tmp_path / "trap.pth"))
+    told = r"trap\.pth is damaged or not a plain state dict .*give another with --model\.weights"
+    with pytest.raises(UserError, match=told):
+        loaded(tmp_path / "trap.pth")
     assert not (tmp_path / "sprung").exists()
 
 
@@ -162,15 +161,12 @@ def test_files_of_other_things(content, tmp_path):
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
 def test_damaged_and_missing_files(name, file, tmp_path):
     (tmp_path / name).write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(
-        UserError,
-        match=r"x\.\w+ (is damaged|cannot be read) .*; fetch the file again, or give another with --m",
+    for given, told in (
+        (name, r"x\.\w+ (is damaged|cannot be read) .*; fetch the file again, or give another with --m"),
+        ("dono.pth", r"--model\.weights .*dono\.pth: no such file \(did you mean '.*donor\.pth'\?\)"),
     ):
-        load_pretrained(build(tmp_path / name))
-    with pytest.raises(
-        UserError, match=r"--model\.weights .*dono\.pth: no such file \(did you mean '.*donor\.pth'\?\)"
-    ):
-        load_pretrained(build(tmp_path / "dono.pth"))
+        with pytest.raises(UserError, match=told):
+            loaded(tmp_path / given)
 
 
 # --- our own checkpoints
@@ -194,21 +190,25 @@ def test_our_own_runs_give_their_average(tmp_path):
         same(dict(model.state_dict()), dict(average.state_dict()))
 
 
-def test_our_own_runs_must_have_seen_the_same_images(tmp_path):
-    path, _ = own_checkpoint(tmp_path / "run")
-    with pytest.raises(UserError, match=r"was trained on images normalised symmetric; set --model\.normalise"):
-        loaded(path)
-    path, _ = own_checkpoint(tmp_path / "other", normalise="auto", weights="x.pth")
-    loaded(path)
-    with pytest.raises(UserError, match=r"set --model\.normalise imagenet"):
-        loaded(path, normalise="symmetric")
-
-
-def test_our_own_runs_strides_must_be_the_same(tmp_path):
-    path, _ = own_checkpoint(tmp_path / "run", name="resnet50", he_strides=True)
-    with pytest.raises(UserError, match=r"stride of 2 in conv1 .*set --model\.he-strides true"):
-        loaded(path, name="resnet50", normalise="symmetric")
-    loaded(path, name="resnet50", normalise="symmetric", he_strides=True)
+@pytest.mark.parametrize(
+    ("config", "right", "wrong", "told"),
+    [
+        ({}, {"normalise": "symmetric"}, {}, r"was trained on images normalised symmetric; set --model\.normalise"),
+        ({"normalise": "auto", "weights": "x.pth"}, {}, {"normalise": "symmetric"}, r"set --model\.normalise imagenet"),
+        (
+            {"name": "resnet50", "he_strides": True},
+            {"name": "resnet50", "normalise": "symmetric", "he_strides": True},
+            {"name": "resnet50", "normalise": "symmetric"},
+            r"stride of 2 in conv1 .*set --model\.he-strides true",
+        ),
+    ],
+    ids=["symmetric", "imagenet", "strides"],
+)
+def test_our_own_runs_images_and_strides_must_be_the_same(tmp_path, config, right, wrong, told):
+    path, _ = own_checkpoint(tmp_path / "run", **config)
+    with pytest.raises(UserError, match=told):
+        loaded(path, **wrong)
+    loaded(path, **right)
 
 
 def test_our_own_damaged_runs_and_those_of_a_gan(tmp_path):
@@ -261,12 +261,14 @@ def test_grey_images_give_what_they_would_give_in_colour(file, donor):
     assert "first filters from 3 to 1 channels" in told
 
 
-def test_more_channels_repeat_the_filters():
+def test_more_channels_repeat_the_filters_and_those_that_fit_are_not_touched():
     filters = draw(2, 3, 5, 5)
     found, _ = fit_first(filters, torch.empty(2, 5, 5, 5, dtype=torch.float64))
     torch.testing.assert_close(found, torch.stack([filters[:, c % 3] * 3 / 5 for c in range(5)], dim=1))
     back, _ = fit_first(filters[:, :1], filters)
     torch.testing.assert_close(back.sum(1), filters[:, 0])
+    kept, told = fit_first(filters.half(), torch.empty(2, 3, 5, 5))
+    assert (kept.dtype, told) == (torch.float16, [])
 
 
 def test_a_small_stem_takes_the_middle_of_the_filters(file, donor):
@@ -275,23 +277,14 @@ def test_a_small_stem_takes_the_middle_of_the_filters(file, donor):
     assert "middle 3x3 taken (model.stem imagenet with model.input_size keeps them whole)" in told
 
 
-def test_filters_that_fit_are_not_touched():
-    filters = draw(2, 3, 3, 3).half()
-    found, told = fit_first(filters, torch.empty(2, 3, 3, 3))
-    assert found is filters
-    assert told == []
-
-
 def test_without_weights_nothing_happens():
-    model = Classifier(ModelConfig(), channels=3, classes=5, resolution=32)
-    assert load_pretrained(model) == ""
+    assert load_pretrained(Classifier(ModelConfig(), channels=3, classes=5, resolution=32)) == ""
 
 
 @pytest.mark.skipif(not WEIGHTS.is_file(), reason="the ImageNet weights file is not on this machine")
 def test_hes_imagenet_file():
-    with pytest.raises(
-        UserError, match=r"stride of 2 in conv1 of each stage's first block; set --model\.he-strides true"
-    ):
+    strides = r"stride of 2 in conv1 of each stage's first block; set --model\.he-strides true"
+    with pytest.raises(UserError, match=strides):
         loaded(WEIGHTS, name="resnet50")
     model, told = loaded(WEIGHTS, name="resnet50", he_strides=True)
     assert "head new" in told
@@ -339,14 +332,9 @@ def test_r1_only_networks_that_begin_alike_are_built_to_word_it(file, monkeypatc
         return torchvision.models.get_model(name)
 
     monkeypatch.setattr("duetgan.models.backbones.base.make", make)
-    regnet = Backbone(
-        names=("regnet_y_400mf",),
-        stages={"stem": ("stem",), "body": ("trunk_output.*",)},
-        pool=("avgpool",),
-        first="stem.0",
-        head="fc",
-        maps="trunk_output",
-    )
+    stages: dict[str, tuple[str, ...]] = {"stem": ("stem",), "body": ("trunk_output.*",)}
+    parts: dict[str, Any] = {"pool": ("avgpool",), "first": "stem.0", "head": "fc", "maps": "trunk_output"}
+    regnet = Backbone(names=("regnet_y_400mf",), stages=stages, **parts)
     monkeypatch.setattr(module, "BACKBONES", {"regnet_y_400mf": regnet, "convnext_tiny": CONVNEXT, "resnet18": RESNET})
     with pytest.raises(UserError, match=r"the file is a resnet18's: set --model\.name resnet18"):
         fitted(torch.load(file), {}, file, "regnet_y_400mf")
@@ -376,15 +364,12 @@ def hub(tmp_path, monkeypatch):
 
 def test_without_a_network_there_is_a_remedy(hub):
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
-    with pytest.raises(UserError) as caught:
-        find_weights("IMAGENET1K_V2", "resnet50")
-    told = str(caught.value)
-    assert re.match(
-        r"model\.weights IMAGENET1K_V2: is not at .*/hub/checkpoints/resnet50-11ad3fa6\.pth and cannot be downloaded "
-        r"\(.*Name or service not known.*\); fetch ",
-        told,
+    told = (
+        r"^model\.weights IMAGENET1K_V2: is not at .*/hub/checkpoints/resnet50-11ad3fa6\.pth and cannot be downloaded "
+        rf"\(.*Name or service not known.*\); fetch {url} on a machine with a network and put it there"
     )
-    assert f"fetch {url} on a machine with a network and put it there" in told
+    with pytest.raises(UserError, match=told):
+        find_weights("IMAGENET1K_V2", "resnet50")
     assert hub[1] == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
     assert module.socket.getdefaulttimeout() is None
 

@@ -42,20 +42,19 @@ def test_the_commit_and_whether_files_differ_from_it(checkout, monkeypatch):
     assert commit(checkout) == f"{head}-dirty"
 
 
-def test_no_commit_where_there_is_none(checkout, tmp_path, monkeypatch):
+def test_no_commit_where_there_is_none_and_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
     below = checkout / "site-packages"  # installed inside somebody else's repository
     below.mkdir()
     assert commit(below) is None
     commit.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", hang)
+        assert commit(checkout) is None
+    commit.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
-    assert commit(checkout) is None
-
-
-def test_a_git_that_hangs_is_not_waited_for(checkout, monkeypatch):
-    def hang(command, timeout, **_):
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", hang)
     assert commit(checkout) is None
 
 

@@ -167,12 +167,8 @@ def test_classifiers_that_were_evaluated_by_other_options_are_refused(tmp_path):
         return folder
 
     plain = {"precision": "fp32", "fold": False, "tta": "off"}
-    changes: dict[str, dict[str, object]] = {
-        "plain": {},
-        "shift": {"tta": "shift"},
-        "bf16": {"precision": "bf16"},
-        "fold": {"fold": True},
-    }
+    changes: dict[str, dict[str, object]] = {"plain": {}, "shift": {"tta": "shift"}, "fold": {"fold": True}}
+    changes["bf16"] = {"precision": "bf16"}
     runs = {name: run(name, **plain | change) for name, change in changes.items()} | {"old": run("old")}
     for alike in (("plain", "old", "plain"), ("shift", "shift"), ("old", "bf16")):
         compare([runs[name] for name in alike])
@@ -198,19 +194,18 @@ def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):
         ("classes", {"classes": NAMES[::-1]}, "another classes"),
     ):
         other = written(tmp_path / name, {}, {"label": np.zeros(500)}, "classifier", 500, **about)
-        with pytest.raises(UserError, match=told) as caught:
+        with pytest.raises(UserError, match=f"{told}.*evaluate both with the same --data, --n and --seed"):
             compare([first, other])
-        assert "evaluate both with the same --data, --n and --seed" in str(caught.value)
-    with pytest.raises(UserError, match=r"another number of images \(500 and 400\)"):
-        compare([first, classified(tmp_path / "n", n=400)])
-    with pytest.raises(UserError, match="another task"):
-        compare([first, sampled(tmp_path / "gan", 0.5)])
-    with pytest.raises(UserError, match="two runs or more"):
-        compare([first])
-    with pytest.raises(UserError, match="must be trained with different seeds"):
-        compare([f"{first},{first}", f"{first},{first}"])
-    with pytest.raises(UserError, match=r"training seeds \[0\] and \[0, 1\]"):
-        compare([first, f"{first},{classified(tmp_path / 'second', seed=1)}"])
+    second = classified(tmp_path / "second", seed=1)
+    for runs, told in (
+        ([first, classified(tmp_path / "n", n=400)], r"another number of images \(500 and 400\)"),
+        ([first, sampled(tmp_path / "gan", 0.5)], "another task"),
+        ([first], "two runs or more"),
+        ([f"{first},{first}"] * 2, "must be trained with different seeds"),
+        ([first, f"{first},{second}"], r"training seeds \[0\] and \[0, 1\]"),
+    ):
+        with pytest.raises(UserError, match=told):
+            compare(runs)
 
 
 def test_damaged_evaluations_are_refused_in_one_line(tmp_path):

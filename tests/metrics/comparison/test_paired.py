@@ -5,15 +5,7 @@ import pytest
 from scipy.stats import norm, t, ttest_rel, wilcoxon
 
 from duetgan.metrics.classification.ranking import Ranking
-from duetgan.metrics.comparison.paired import (
-    by_seeds,
-    by_seeds_and_images,
-    holm,
-    independent_figures,
-    paired_figures,
-    paired_shares,
-    tango,
-)
+from duetgan.metrics.comparison import paired
 from duetgan.metrics.intervals import wilson
 
 
@@ -26,7 +18,7 @@ def pair(gained, lost, both=10, neither=10):
 
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (5, 0), (6, 0), (3, 9), (40, 20)])
 def test_mcnemar_is_the_sum_of_the_binomials_tails(gained, lost):
-    found = paired_shares(*pair(gained, lost))
+    found = paired.paired_shares(*pair(gained, lost))
     count = gained + lost
     tail = sum(math.comb(count, k) for k in range(min(gained, lost) + 1)) / 2**count
     assert found.p == pytest.approx(min(1, 2 * tail), rel=1e-9)
@@ -41,7 +33,7 @@ def test_mcnemar_is_the_sum_of_the_binomials_tails(gained, lost):
 )
 def test_tango_gives_what_newcombe_lists(gained, lost, n, expected):
     """Newcombe 1998, Stat. Med. 17, 2635-2650, compares ten methods; Tango's are given there and in Tango 1998."""
-    assert tango(gained, lost, n) == pytest.approx(expected, abs=5e-5)
+    assert paired.tango(gained, lost, n) == pytest.approx(expected, abs=5e-5)
 
 
 @pytest.mark.parametrize(("gained", "lost", "n"), [(12, 2, 50), (3, 9, 40), (5, 0, 60)])
@@ -56,7 +48,7 @@ def test_tangos_limits_solve_the_score_equation_by_a_slow_search(gained, lost, n
         best = only_first[np.argmax(likelihood)]
         return (gained - lost - n * difference) / math.sqrt(n * (2 * best + difference - difference**2))
 
-    low, high = tango(gained, lost, n)
+    low, high = paired.tango(gained, lost, n)
     assert score(low) == pytest.approx(1.96, abs=2e-3)
     assert score(high) == pytest.approx(-1.96, abs=2e-3)
 
@@ -65,7 +57,7 @@ def test_paired_figures_of_a_mean_is_the_paired_test():
     draw = np.random.default_rng(0)
     first = draw.standard_normal(400)
     second = first + 0.1 + 0.5 * draw.standard_normal(400)
-    found = paired_figures(second.mean() - first.mean(), first - first.mean(), second - second.mean())
+    found = paired.paired_figures(second.mean() - first.mean(), first - first.mean(), second - second.mean())
     expected = ttest_rel(second, first)
     assert found.p == pytest.approx(expected.pvalue, rel=0.2)
     limits = expected.confidence_interval()
@@ -79,7 +71,8 @@ def test_paired_figures_of_auroc_is_delongs_test():
     positive = draw.random(120) < 0.4
     scores = [draw.standard_normal(120) + shift * positive for shift in (0.6, 1.2)]
     rankings = [Ranking(each, positive) for each in scores]
-    found = paired_figures(rankings[1].auroc() - rankings[0].auroc(), *(each.auroc_influence() for each in rankings))
+    influences = (each.auroc_influence() for each in rankings)
+    found = paired.paired_figures(rankings[1].auroc() - rankings[0].auroc(), *influences)
     rows, columns = [], []
     for each in scores:
         wins = np.array([[(p > q) + (p == q) / 2 for q in each[~positive]] for p in each[positive]])
@@ -94,7 +87,7 @@ def test_independent_figures_cover_the_difference_of_two_shares():
     hits = 0
     for first, second in draw.binomial(80, [0.9, 0.95], (400, 2)).tolist():
         own, its = (wilson(count, 80) or [0, 1] for count in (first, second))
-        found = independent_figures(first / 80, own, second / 80, its)
+        found = paired.independent_figures(first / 80, own, second / 80, its)
         low, high = found.interval or [1, 0]
         hits += low <= 0.05 <= high
         assert found.p is not None
@@ -104,12 +97,12 @@ def test_independent_figures_cover_the_difference_of_two_shares():
 
 def test_by_seeds_is_students_paired_test():
     first, second = [0.81, 0.83, 0.79], [0.84, 0.85, 0.83]
-    found, expected = by_seeds(first, second), ttest_rel(second, first)
+    found, expected = paired.by_seeds(first, second), ttest_rel(second, first)
     assert found.p == pytest.approx(expected.pvalue)
     limits = expected.confidence_interval()
     assert found.interval == pytest.approx([limits.low, limits.high])
-    assert by_seeds(first, first).p is None
-    equal = by_seeds([0.525, 0.555], [0.535, 0.565])  # by 0.01, but for rounding: no spread to judge by
+    assert paired.by_seeds(first, first).p is None
+    equal = paired.by_seeds([0.525, 0.555], [0.535, 0.565])  # by 0.01, but for rounding: no spread to judge by
     assert (equal.p, equal.interval) == (None, None)
 
 
@@ -119,7 +112,7 @@ def test_holm_by_a_slow_loop():
         values = np.round(draw.random(5) * 0.2, 3).tolist()
         order = sorted(range(5), key=lambda i: values[i])
         rows = [*({"p": p} for p in values), {"p": None}]
-        holm(rows)
+        paired.holm(rows)
         assert rows.pop() == {"p": None}
         for level in (0.01, 0.05, 0.1):
             rejected, step = set(), 0
@@ -133,7 +126,7 @@ def test_seeds_and_images_are_hillis_formula():
     """Mean squares of the two-way analysis of variance, computed term by term."""
     draw = np.random.default_rng(3)
     first, second = draw.random((2, 4, 30)) < 0.6
-    found = by_seeds_and_images(first, second, np.full(30, 1 / 30))
+    found = paired.by_seeds_and_images(first, second, np.full(30, 1 / 30))
     d = second.astype(float) - first
     mean, rows, columns = d.mean(), d.mean(1), d.mean(0)
     by_seed = 30 * sum((row - mean) ** 2 for row in rows) / 3
@@ -152,16 +145,16 @@ def test_seeds_alone_are_students_paired_test():
     hits = np.arange(1000) < np.round(1000 * levels)[..., None]
     draw = np.random.default_rng(0)
     first, second = (np.stack([draw.permutation(row) for row in rows]) for rows in hits)
-    found, by_seed = by_seeds_and_images(first, second, np.full(1000, 1e-3)), by_seeds(*levels)
+    found, by_seed = paired.by_seeds_and_images(first, second, np.full(1000, 1e-3)), paired.by_seeds(*levels)
     assert found.difference == pytest.approx(by_seed.difference)
     assert found.p == pytest.approx(by_seed.p, rel=0.1)
 
 
 def test_one_pair_is_over_images_alone_and_equal_runs_do_not_differ():
     first, second = pair(12, 3)
-    found = by_seeds_and_images(first[None], second[None], np.full(35, 1 / 35))
-    assert found.p == pytest.approx(paired_figures(9 / 35, first - 0.4, second - 0.6).p or 0, abs=0.02)
-    same = by_seeds_and_images(np.stack([first, second]), np.stack([first, second]), np.full(35, 1 / 35))
+    found = paired.by_seeds_and_images(first[None], second[None], np.full(35, 1 / 35))
+    assert found.p == pytest.approx(paired.paired_figures(9 / 35, first - 0.4, second - 0.6).p or 0, abs=0.02)
+    same = paired.by_seeds_and_images(np.stack([first, second]), np.stack([first, second]), np.full(35, 1 / 35))
     assert (same.difference, same.interval, same.p) == (0, [0, 0], 1)
 
 
@@ -170,9 +163,9 @@ def test_weights_choose_and_weigh_images():
     draw = np.random.default_rng(5)
     first, second = draw.random((2, 3, 40)) < 0.5
     weights = np.r_[np.full(10, 0.05), np.full(20, 0.025), np.zeros(10)]
-    found = by_seeds_and_images(first, second, weights)
+    found = paired.by_seeds_and_images(first, second, weights)
     assert found.difference == pytest.approx(((second.astype(float) - first).mean(0) * weights).sum())
-    again = by_seeds_and_images(first[:, :30], second[:, :30], weights[:30])
+    again = paired.by_seeds_and_images(first[:, :30], second[:, :30], weights[:30])
     assert found.p == pytest.approx(again.p)
     assert found.interval == pytest.approx(again.interval)
 
@@ -181,13 +174,13 @@ def test_an_interval_leaves_0_out_where_its_p_says_so():
     """J15: of every number of images that only one of two gets right, out of 100. The same answers do not differ."""
     for gained in range(12):
         for lost in range(12):
-            result = paired_shares(*pair(gained, lost, both=60, neither=40 - gained - lost))
+            result = paired.paired_shares(*pair(gained, lost, both=60, neither=40 - gained - lost))
             low, high = result.interval or [1, 0]
             assert result.p is not None
             assert (result.p < 0.05) == (low > 0 or high < 0), (gained, lost)
             assert low <= result.difference <= high
-    found = paired_figures(0.0, np.ones(5), np.ones(5))
-    assert (found.interval, found.p, paired_shares(*pair(0, 0)).p) == ([0.0, 0.0], 1.0, 1)
+    found = paired.paired_figures(0.0, np.ones(5), np.ones(5))
+    assert (found.interval, found.p, paired.paired_shares(*pair(0, 0)).p) == ([0.0, 0.0], 1.0, 1)
 
 
 def test_seeds_that_agree_leave_the_chance_of_images():
@@ -196,7 +189,7 @@ def test_seeds_that_agree_leave_the_chance_of_images():
     for places in (range(3), (7, 7, 7)):
         second = first.copy()
         second[range(3), list(places)] = True
-        result = by_seeds_and_images(first, second, np.full(20, 1 / 20))
+        result = paired.by_seeds_and_images(first, second, np.full(20, 1 / 20))
         assert result.difference == pytest.approx(1 / 20)
         assert result.p is not None
         assert 0.05 < result.p < 1

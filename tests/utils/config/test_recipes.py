@@ -15,17 +15,13 @@ ALL = recipes()
 
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
 def test_every_head_says_what_for_what_it_needs_and_what_to_change(recipe):
-    lines = (CONFIGS / f"{recipe.name}.yaml").read_text().splitlines()
+    path = CONFIGS / f"{recipe.name}.yaml"
+    lines = path.read_text().splitlines()
     head = lines[: next(place for place, line in enumerate(lines) if not line.startswith("#"))]
     assert len(recipe.purpose) <= LENGTH
-    assert [line for line in head if line.startswith("# Needs: ")], "what it needs"
-    assert [line for line in head if line.startswith("# Change first: ")], "what to change first"
-
-
-def test_a_recipes_task_is_its_configs():
-    for recipe in ALL:
-        path = CONFIGS / f"{recipe.name}.yaml"
-        assert build_run_config(read_yaml(path), [], str(path)).task == recipe.task
+    for what in ("Needs", "Change first"):
+        assert [line for line in head if line.startswith(f"# {what}: ")], what
+    assert build_run_config(read_yaml(path), [], str(path)).task == recipe.task
 
 
 def test_all_are_listed_by_task_and_size():

@@ -95,10 +95,7 @@ def test_who_does_not_beat_is_silent(tmp_path: Path) -> None:
 
 
 def test_who_is_behind_is_named_if_all_are_alive(tmp_path: Path) -> None:
-    beats = [Heartbeat(tmp_path, rank, interval=0.02) for rank in range(4)]
-    for beat, step in zip(beats, (8, 8, 7, 8), strict=True):
-        beat.step = step
-        beat.start()
+    beats = [beating(tmp_path, rank, step) for rank, step in enumerate((8, 8, 7, 8))]
     assert told(tmp_path, 4, own=3, patience=1.0) == [(2, False, "rank 2 is alive but still in step 7")]
     beats[2].step = 8
     time.sleep(0.2)
@@ -116,12 +113,10 @@ def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_look_like_a_rank_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beat = Heartbeat(tmp_path, 1, interval=0.02)
-    beat.start()
-
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    beat = beating(tmp_path, 1)
     monkeypatch.setattr(Path, "write_text", refuse)
     time.sleep(0.1)
     assert told(tmp_path, 2, patience=0.5) == []

@@ -16,17 +16,20 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def log(folder, *, active=True):
-    return RunLog(folder, active=active, tensorboard=False, total_steps=10)
+@contextmanager
+def logging(folder, start=0, *, tensorboard=False):
+    """A log that is opened at a step, and closed."""
+    run_log = RunLog(folder, active=True, tensorboard=tensorboard, total_steps=10)
+    run_log.open(start)
+    yield run_log
+    run_log.close()
 
 
 def test_rows(tmp_path):
-    run_log = log(tmp_path)
-    run_log.open(0)
-    run_log.metrics(5, {"loss/generator": 0.123456789, "images": 320, "np": np.float32(1.5)})
-    run_log.advance()
-    run_log.metrics(10, {"nan": math.nan, "inf": -math.inf, "np_nan": np.float64("nan"), "small": 1.23456789e-9})
-    run_log.close()
+    with logging(tmp_path) as run_log:
+        run_log.metrics(5, {"loss/generator": 0.123456789, "images": 320, "np": np.float32(1.5)})
+        run_log.advance()
+        run_log.metrics(10, {"nan": math.nan, "inf": -math.inf, "np_nan": np.float64("nan"), "small": 1.23456789e-9})
     assert rows(tmp_path) == [
         {"step": 5, "loss/generator": 0.123457, "images": 320, "np": 1.5},
         {"step": 10, "nan": None, "inf": None, "np_nan": None, "small": 1.23457e-9},
@@ -45,15 +48,11 @@ def test_a_silent_log_writes_nothing(tmp_path):
 
 
 def test_a_resumed_log_goes_on_where_the_checkpoint_was(tmp_path):
-    run_log = log(tmp_path)
-    run_log.open(0)
-    for step in (1, 2, 3, 4):
-        run_log.metrics(step, {"x": float(step)})
-    run_log.close()
-    run_log = log(tmp_path)
-    run_log.open(2)
-    run_log.metrics(3, {"x": 33.0})
-    run_log.close()
+    with logging(tmp_path) as run_log:
+        for step in (1, 2, 3, 4):
+            run_log.metrics(step, {"x": float(step)})
+    with logging(tmp_path, 2) as run_log:
+        run_log.metrics(3, {"x": 33.0})
     assert rows(tmp_path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 2.0}, {"step": 3, "x": 33.0}]
 
 
@@ -69,29 +68,20 @@ def no_file_larger_than(size):
 
 
 def test_a_refused_row_costs_no_other(tmp_path, capsys):
-    path, run_log = tmp_path / "metrics.jsonl", log(tmp_path)
-    run_log.open(0)
-    run_log.metrics(1, {"x": 1.0})
-    for step in (2, 4):
-        with no_file_larger_than(path.stat().st_size + 10):
-            run_log.metrics(step, {"x": float(step)})
-            run_log.metrics(step, {"val/x": float(step)})
-        run_log.metrics(step + 1, {"x": step + 1.0})
-    run_log.close()
+    path = tmp_path / "metrics.jsonl"
+    with logging(tmp_path) as run_log:
+        run_log.metrics(1, {"x": 1.0})
+        for step in (2, 4):
+            with no_file_larger_than(path.stat().st_size + 10):
+                run_log.metrics(step, {"x": float(step)})
+                run_log.metrics(step, {"val/x": float(step)})
+            run_log.metrics(step + 1, {"x": step + 1.0})
     whole = [{"step": 1, "x": 1.0}, {"step": 3, "x": 3.0}, {"step": 5, "x": 5.0}]
     assert rows(tmp_path) == whole
     warning = f"warning: {path}: cannot be written (File too large); training continues without its rows"
     assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [warning]
-    log(tmp_path).open(5)
-    assert rows(tmp_path) == whole
-
-
-def test_a_full_disk_does_not_keep_rows_from_being_cut_off(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 3}\n{"step"')
-    with no_file_larger_than(5):
-        cut_back(path, 1)
-    assert path.read_text() == '{"step": 1}\n'
+    with logging(tmp_path, 5):
+        assert rows(tmp_path) == whole
 
 
 def tensorboard_threads():
@@ -160,11 +150,9 @@ def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
     first, second = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout()), torch.nn.Bilinear(2, 3, 1)
     first[1].eval()
     second.eval()
-    run_log = RunLog(tmp_path, active=True, tensorboard=True, total_steps=10)
-    run_log.open(0)
     x = torch.zeros(1, 2)
-    run_log.graph({"first": (first, (x,)), "second": (second, (x, torch.zeros(1, 3)))})
-    run_log.close()
+    with logging(tmp_path, tensorboard=True) as run_log:
+        run_log.graph({"first": (first, (x,)), "second": (second, (x, torch.zeros(1, 3)))})
     assert [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()] == []
     assert {"first", "second", "1"} <= graph_scopes(tmp_path)
     assert [module.training for module in (first, first[0], first[1], second)] == [True, True, False, False]
@@ -187,10 +175,11 @@ def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("torn", ['{"step": 4, "x"', '{"step"', "{", "\x00\x00\x00", ""])
 def test_later_rows_and_half_lines_are_cut_off(tmp_path, torn):
+    """On a full disk, too."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 3}\n{"step": 3, "val/x": 1}\n{"step": 4}\n' + torn)
-    cut_back(path, 3)
-    assert path.read_text() == '{"step": 1}\n{"step": 3}\n{"step": 3, "val/x": 1}\n'
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-    cut_back(path, 0)
-    assert path.read_text() == ""
+    for step, left in ((3, '{"step": 1}\n{"step": 3}\n{"step": 3, "val/x": 1}\n'), (1, '{"step": 1}\n'), (0, "")):
+        with no_file_larger_than(5):
+            cut_back(path, step)
+        assert path.read_text() == left
+        assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
