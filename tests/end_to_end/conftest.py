@@ -1,6 +1,5 @@
 """Images that several files' runs train on."""
 
-from pathlib import Path
 
 import pytest
 
@@ -8,7 +7,7 @@ from tests.end_to_end.recipes import image_folders, pack_folders
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory):
     """A folder with train.lmdb, 44 encoded images of sizes of their own, and test.lmdb, 21."""
     folder = tmp_path_factory.mktemp("images")
     for split, count, seed in (("train", 44, 0), ("test", 21, 1)):

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +18,14 @@ from tests.end_to_end.helpers import write_config
 
 
 @pytest.fixture
-def command(tmp_path: Path, packed: Path) -> list[str]:
+def command(tmp_path, packed):
     """Options of a classifier's training, whose folder is `run`."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     return ["--config", str(recipe), "--run-dir", str(tmp_path / "run")]
 
 
 @pytest.fixture(scope="module")
-def gan_run(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+def gan_run(tmp_path_factory, packed):
     folder = tmp_path_factory.mktemp("gan")
     config = write_config(folder / "gan.yaml", "gan", packed)
     assert run_cli(train.main, ["--config", str(config), "--run-dir", str(folder / "run"), "--max-steps", "1"]) == 0
@@ -45,7 +44,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
         ("max_steps: 5", "recipe.yaml: unknown key 'max_steps' (did you mean '--max-steps'?)"),
     ],
 )
-def test_unknown_keys_of_the_file(command: list[str], tmp_path: Path, refused: Any, line: str, told: str) -> None:
+def test_unknown_keys_of_the_file(command, tmp_path, refused, line, told):
     with (tmp_path / "recipe.yaml").open("a") as recipe:
         recipe.write(f"{line}\n")
     assert told in refused(train.main, *command)
@@ -81,9 +80,7 @@ def test_unknown_keys_of_the_file(command: list[str], tmp_path: Path, refused: A
         (["--device", "cuda"], "no usable cuda device"),
     ],
 )
-def test_options_and_values(
-    command: list[str], tmp_path: Path, refused: Any, monkeypatch: pytest.MonkeyPatch, override: list[str], told: str
-) -> None:
+def test_options_and_values(command, tmp_path, refused, monkeypatch, override, told):
     if override == ["--device", "cuda"]:
         monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
     assert told in refused(train.main, *command, *override)
@@ -99,9 +96,7 @@ def test_options_and_values(
         (["--data.path="], "data.path"),
     ],
 )
-def test_processes_under_torchrun(
-    command: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
-) -> None:
+def test_processes_under_torchrun(command, refused, monkeypatch, options, told):
     """Found by a reader: they started nothing, without a word."""
     monkeypatch.setattr("duetgan.utils.distributed.collectives.start", lambda *_, **__: None)
     monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 1)
@@ -111,16 +106,14 @@ def test_processes_under_torchrun(
     assert told in refused(train.main, *command[:2], "--device", "cpu", *options)
 
 
-def test_our_launchers_processes_take_its_options(
-    command: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_launchers_processes_take_its_options(command, refused, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "DUET_LAUNCHED": "1"}.items():
         monkeypatch.setenv(name, value)
     options = ["--gpus", "0,1", "--device", "cpu", "--batch-size", "many"]
     assert "batch_size" in refused(train.main, *command[:2], *options)
 
 
-def test_without_a_config(refused: Any) -> None:
+def test_without_a_config(refused):
     assert "--confg (did you mean '--config'?)" in refused(train.main, "--confg", "x.yaml")
     assert "there is no --resume" in refused(train.main, "--resume", "runs/x")
     assert "--config" in refused(train.main)
@@ -131,15 +124,13 @@ def test_without_a_config(refused: Any) -> None:
     ("text", "told"),
     [("task: gan\ndata:\n\tpath: x\n", "tabs"), ("task: gans\n", "did you mean 'gan'")],
 )
-def test_malformed_configs(tmp_path: Path, refused: Any, text: str, told: str) -> None:
+def test_malformed_configs(tmp_path, refused, text, told):
     (tmp_path / "config.yaml").write_text(text)
     assert told in refused(train.main, "--config", tmp_path / "config.yaml")
     assert f"{tmp_path} is a folder: give {tmp_path}/config.yaml" in refused(train.main, "--config", tmp_path)
 
 
-def test_folders_of_others_keep_everything(
-    command: list[str], gan_run: Path, tmp_path: Path, packed: Path, refused: Any
-) -> None:
+def test_folders_of_others_keep_everything(command, gan_run, tmp_path, packed, refused):
     """Also where other images are given: the refused start had rewritten config.yaml and status.json."""
     before = contents(gan_run)
     line = refused(train.main, *command[:2], "--run-dir", gan_run)
@@ -156,7 +147,7 @@ def test_folders_of_others_keep_everything(
     assert (tmp_path / "run" / "chapter1.txt").read_text() == "years of work"
 
 
-def test_gan_checkpoint_given_to_the_classifier(gan_run: Path, tmp_path: Path, refused: Any) -> None:
+def test_gan_checkpoint_given_to_the_classifier(gan_run, tmp_path, refused):
     image = tmp_path / "a.png"
     Image.fromarray(np.zeros((16, 16), np.uint8)).save(image)
     assert "'gan'" in refused(predict.main, "--checkpoint", gan_run, image)
@@ -165,7 +156,7 @@ def test_gan_checkpoint_given_to_the_classifier(gan_run: Path, tmp_path: Path, r
     assert not out.exists()
 
 
-def test_missing_and_damaged_checkpoints(gan_run: Path, tmp_path: Path, refused: Any) -> None:
+def test_missing_and_damaged_checkpoints(gan_run, tmp_path, refused):
     assert "nothing-here" in refused(evaluate.main, "--checkpoint", tmp_path / "nothing-here")
     copy = tmp_path / "copy.pt"
     shutil.copy(next((gan_run / "checkpoints").glob("*.pt")), copy)
@@ -174,9 +165,7 @@ def test_missing_and_damaged_checkpoints(gan_run: Path, tmp_path: Path, refused:
     assert "copy.pt" in refused(evaluate.main, "--checkpoint", copy)
 
 
-def test_labels_beyond_the_classes_are_refused_before_the_first_step(
-    command: list[str], tmp_path: Path, refused: Any
-) -> None:
+def test_labels_beyond_the_classes_are_refused_before_the_first_step(command, tmp_path, refused):
     images = np.zeros((12, 1, 16, 16), np.uint8)
     pack_arrays(tmp_path / "three.lmdb", images, labels=np.arange(12) % 3, classes=["a", "b", "c"])
     line = refused(train.main, *command, "--data.val-path", tmp_path / "three.lmdb")
@@ -185,7 +174,7 @@ def test_labels_beyond_the_classes_are_refused_before_the_first_step(
 
 
 @pytest.mark.parametrize(("name", "file"), [("empty", None), ("texts", "notes.txt"), ("liar", "fake.jpg")])
-def test_sources_that_hold_no_images(tmp_path: Path, refused: Any, name: str, file: str | None) -> None:
+def test_sources_that_hold_no_images(tmp_path, refused, name, file):
     (tmp_path / name / "a").mkdir(parents=True)
     if file is not None:
         (tmp_path / name / "a" / file).write_text("not an image")
@@ -194,7 +183,7 @@ def test_sources_that_hold_no_images(tmp_path: Path, refused: Any, name: str, fi
     assert not (tmp_path / "out.lmdb").exists()
 
 
-def test_the_extractor_is_checked_before_the_first_step(tmp_path: Path, packed: Path, refused: Any) -> None:
+def test_the_extractor_is_checked_before_the_first_step(tmp_path, packed, refused):
     config = write_config(tmp_path / "gan.yaml", "gan", packed)
     run = ["--config", config, "--run-dir", tmp_path / "run", "--evaluation.extractor", "pixel"]
     assert "did you mean 'pixels'" in refused(train.main, *run)
@@ -205,9 +194,7 @@ def test_the_extractor_is_checked_before_the_first_step(tmp_path: Path, packed: 
     ("gpus", "usable", "told"),
     [("0", 0, "--gpus 0: no usable GPU"), ("0,1,5", 2, "--gpus 0,1,5: only 2 of these 3 can be used")],
 )
-def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(
-    command: list[str], refused: Any, monkeypatch: pytest.MonkeyPatch, gpus: str, usable: int, told: str
-) -> None:
+def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(command, refused, monkeypatch, gpus, usable, told):
     monkeypatch.setattr("torch.cuda.device_count", lambda: usable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # train.py sets it; this puts it back
     line = refused(train.main, *command, "--gpus", gpus, "--procs", "1")
@@ -215,7 +202,7 @@ def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(
     assert "--device" not in line  # which nobody has typed
 
 
-def test_dry_run_writes_nothing(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_writes_nothing(command, tmp_path, capsys):
     assert run_cli(train.main, [*command, "--dry-run"]) == 0
     out = capsys.readouterr()
     assert len(out.out.splitlines()) < 10  # U17: not a hundred lines of layers

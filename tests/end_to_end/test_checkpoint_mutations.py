@@ -148,7 +148,7 @@ def outcome(load_it: Callable[[Path], None], path: Path) -> str:
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["classifier", "gan"])
 @pytest.mark.usefixtures("slim")
-def test_whatever_a_checkpoint_holds(tmp_path: Path, packed: Path, task: str, every: int) -> None:
+def test_whatever_a_checkpoint_holds(tmp_path, packed, task, every):
     made = Made(tmp_path, packed, task)
     faults, refused, tried = [], 0, 0
     for what, content in itertools.islice(mutations(made.content), 1, None, every):

@@ -51,7 +51,7 @@ ELSEWHERE_PAGES = {"data-at-scale", "docker", "editing", "explorer", "export", "
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: recipes, class folders of photos, two images to predict."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def made_small(module: str, arguments: Sequence[str]) -> list[str]:
 
 @pytest.mark.timeout(1800)  # a minute or two, more on a busy machine
 @pytest.mark.parametrize("page", [pytest.param(name, marks=pytest.mark.slow) for name in SLOW] + ["recipes"])
-def test_a_pages_commands_run_in_its_order(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pages_commands_run_in_its_order(page, folder, monkeypatch):
     if page in ("evaluation", "gan"):
         save_file(resnet50().state_dict(), WEIGHTS, metadata={"stride": "conv2"})
         monkeypatch.setenv("DUET_WEIGHTS", WEIGHTS)
@@ -189,14 +189,14 @@ def run_python(page: str, names: dict[str, Any]) -> None:
         exec(compile(source, page, "exec"), names)
 
 
-def test_no_page_with_commands_is_left_out() -> None:
+def test_no_page_with_commands_is_left_out():
     shown = {page.stem: fenced(page) for page in PAGES if list(commands(fenced(page)))}
     assert set(shown) == set(BEFORE) | ELSEWHERE_PAGES
     assert {page for page, lines in shown.items() if not list(commands(here(lines)))} == ELSEWHERE_PAGES
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard imports
-def test_tensorboard_takes_the_options_of_the_pages() -> None:
+def test_tensorboard_takes_the_options_of_the_pages():
     from tensorboard.plugins.core.core_plugin import CorePluginLoader
     from tensorboard.program import TensorBoard
 

@@ -32,7 +32,7 @@ def networks(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_the_samples_and_the_weights_are_those_of_one_process(task: str, images: Path, tmp_path: Path) -> None:
+def test_the_samples_and_the_weights_are_those_of_one_process(task, images, tmp_path):
     # longer than it is trained here: the end of a run has an evaluation, which is not for float64
     changes = {"steps": STEPS + 2, "evaluation": {"every": 0}}
     recipe = write_recipe(tmp_path / "recipe.yaml", task, images, **changes)
@@ -52,7 +52,7 @@ def test_the_samples_and_the_weights_are_those_of_one_process(task: str, images:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_the_command_line_goes_from_1_to_2_to_4_to_1(task: str, images: Path, tmp_path: Path) -> None:
+def test_the_command_line_goes_from_1_to_2_to_4_to_1(task, images, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.yaml", task, images)
     command = ["train.py", "--device", "cpu", "--config", str(recipe), "--run-dir"]
     for folder, path in (("whole", [(1, STEPS)]), ("elastic", PATH)):

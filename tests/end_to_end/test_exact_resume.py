@@ -68,7 +68,7 @@ Trainer = Callable[..., Trained]
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, images: Path) -> Trainer:
+def trainer(tmp_path, images):
     """`trainer("name", case, ...)` starts or goes on with the run of that name."""
     started = itertools.count()
 
@@ -123,7 +123,7 @@ def check_alive(case: Case, straight: Trained) -> None:
 
 
 @pytest.mark.parametrize("case", MATRIX)
-def test_interrupted_and_resumed_equals_straight(case: Case, trainer: Trainer) -> None:
+def test_interrupted_and_resumed_equals_straight(case, trainer):
     straight = trainer("straight", case)
     check_alive(case, straight)
     if case.killed:
@@ -140,7 +140,7 @@ def test_interrupted_and_resumed_equals_straight(case: Case, trainer: Trainer) -
     assert differences(straight, resumed) == []
 
 
-def test_batchnorm_that_is_not_synchronised(trainer: Trainer) -> None:
+def test_batchnorm_that_is_not_synchronised(trainer):
     """Found by review: each process had running statistics of its own, of which rank 0's were saved. What the two
     processes hold is compared after every step.
     """
@@ -156,7 +156,7 @@ def test_batchnorm_that_is_not_synchronised(trainer: Trainer) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, images: Path) -> tuple[Trained, Path, list[str]]:
+def stopped(tmp_path_factory, images):
     """A straight run of the GAN in fp16, one that was stopped after INTERRUPTED steps, and the options that resume."""
     folder = tmp_path_factory.mktemp("stopped")
     options = ["--config", str(write_recipe(folder / "gan.yaml", "gan", images)), "--precision", "fp16"]
@@ -204,13 +204,13 @@ def differences_with(spoilt: str | None, stopped: tuple[Trained, Path, list[str]
 
 
 @pytest.mark.parametrize(("part", "seen"), [("loader", "batches"), ("window", "metrics.jsonl")])
-def test_a_wrong_state_is_seen(part: str, seen: str, stopped: tuple[Trained, Path, list[str]], tmp_path: Path) -> None:
+def test_a_wrong_state_is_seen(part, seen, stopped, tmp_path):
     assert seen in differences_with(part, stopped, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_part_of_the_state_counts(stopped: tuple[Trained, Path, list[str]], tmp_path: Path) -> None:
+def test_every_part_of_the_state_counts(stopped, tmp_path):
     _, interrupted, _ = stopped
     parts = sorted(state_of(interrupted, INTERRUPTED))
     assert len(parts) >= 12
@@ -220,6 +220,6 @@ def test_every_part_of_the_state_counts(stopped: tuple[Trained, Path, list[str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_the_number_of_decoding_threads_changes_nothing(task: str, trainer: Trainer) -> None:
+def test_the_number_of_decoding_threads_changes_nothing(task, trainer):
     runs = [trainer(f"{workers}", Case(task, 1, "fp32", workers)) for workers in (0, 2)]
     assert differences(*runs) == []

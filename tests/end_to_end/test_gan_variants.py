@@ -66,9 +66,7 @@ def run(main: Callable[[list[str]], int], *arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_trains_resumes_and_is_used(
-    name: str, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variant_trains_resumes_and_is_used(name, packed, tmp_path, capsys):
     config = tmp_path / "variant.yaml"
     config.write_text(COMMON.format(folder=packed) + VARIANTS[name])
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -109,7 +107,7 @@ def test_a_variant_trains_resumes_and_is_used(
 
 
 @pytest.mark.parametrize("name", ["stylegan2", "r3gan"])
-def test_activation_checkpointing_changes_no_weight_and_is_traced(name: str, packed: Path, tmp_path: Path) -> None:
+def test_activation_checkpointing_changes_no_weight_and_is_traced(name, packed, tmp_path):
     """N1: the graphs for TensorBoard are traced, which cannot record a stage that is computed again."""
     config = tmp_path / "variant.yaml"
     config.write_text(COMMON.format(folder=packed).replace("precision: bf16", "precision: fp32") + VARIANTS[name])

@@ -1,6 +1,5 @@
 """Both tasks on an accelerator; skipped where there is none."""
 
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_trains_stops_and_goes_on(tmp_path: Path, packed: Path, task: str, precision: str) -> None:
+def test_trains_stops_and_goes_on(tmp_path, packed, task, precision):
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     arguments = ["--config", str(config), "--run-dir", str(tmp_path / "run"), "--precision", precision]
     assert run_cli(train.main, [*arguments, "--max-steps", "4"]) == 0

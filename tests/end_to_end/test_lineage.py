@@ -27,7 +27,7 @@ def lineage_at(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+def samples(tmp_path_factory, packed):
     """The same test images beside training images that say that they are samples."""
     folder = tmp_path_factory.mktemp("samples")
     with Dataset(packed / "train.lmdb") as reader:
@@ -39,7 +39,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(samples: Path, tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Path:
+def seen(samples, tmp_path_factory, slim_module):
     """A classifier that was trained on samples, and resumed once."""
     folder = tmp_path_factory.mktemp("seen")
     config = write_config(folder / "recipe.yaml", "classifier", samples)
@@ -49,22 +49,20 @@ def seen(samples: Path, tmp_path_factory: pytest.TempPathFactory, slim_module: N
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_real_images_leave_their_hash(tmp_path: Path, packed: Path, task: str) -> None:
+def test_real_images_leave_their_hash(tmp_path, packed, task):
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     assert train_in_process(config, tmp_path / "run", "--max-steps", "1") == 0
     assert lineage_at(tmp_path / "run") == {"trained_on": [hash_of(packed)], "synthetic": []}
 
 
-def test_samples_leave_their_passport(seen: Path, samples: Path) -> None:
+def test_samples_leave_their_passport(seen, samples):
     found = lineage_at(seen)
     assert found["trained_on"] == [hash_of(samples)]
     assert [passport["generator"] for passport in found["synthetic"]] == [PASSPORT["generator"]]
     assert load(resolve(seen))["step"] == 4
 
 
-def test_who_starts_from_such_weights_has_seen_them_too(
-    tmp_path: Path, seen: Path, samples: Path, packed: Path
-) -> None:
+def test_who_starts_from_such_weights_has_seen_them_too(tmp_path, seen, samples, packed):
     """By --init-from, by model.weights of a checkpoint or an export, and a resume forgets nothing."""
     weights = tmp_path / "seen.safetensors"
     exported = ["--checkpoint", str(seen), "--format", "safetensors", "--out", str(weights)]

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ pytestmark = pytest.mark.usefixtures("slim_module")
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_profiled_and_resumed_equals_straight(
-    tmp_path: Path, packed: Path, task: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profiled_and_resumed_equals_straight(tmp_path, packed, task, capsys):
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     straight, profiled = tmp_path / "straight", tmp_path / "profiled"
     often = ["--log.every", "2"]  # so that figures wait for their row when the measuring begins
@@ -49,7 +46,7 @@ def test_profiled_and_resumed_equals_straight(
 
 
 @pytest.mark.slow
-def test_two_processes_measure_the_same_steps(tmp_path: Path, packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_measure_the_same_steps(tmp_path, packed, capfd):
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     straight, profiled = tmp_path / "straight", tmp_path / "profiled"
     short = ["--procs", "2", "--steps", str(WARM_UP + 1)]
@@ -72,9 +69,7 @@ def test_two_processes_measure_the_same_steps(tmp_path: Path, packed: Path, capf
         (["--profile", "6"], "needs 3 steps to warm up and 6 to measure, but 8 of 8 are left"),
     ],
 )
-def test_refusals_write_nothing(
-    tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
-) -> None:
+def test_refusals_write_nothing(tmp_path, packed, capsys, more, told):
     config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
     assert run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
@@ -83,7 +78,7 @@ def test_refusals_write_nothing(
     assert not run.exists()
 
 
-def test_too_little_of_a_resumed_run_is_left(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_of_a_resumed_run_is_left(tmp_path, packed, capsys):
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     assert train_in_process(config, run, "--max-steps", "4") == 0
     before = (run / "status.json").read_bytes()

@@ -148,7 +148,7 @@ def recipe_of(task: str, steps: int, images: Path, path: Path) -> Path:
     return write_recipe(path, task, images, steps=steps, checkpoint=kept, evaluation=evaluation)
 
 
-def test_three_kills_at_random_moments(images: Path, tmp_path: Path) -> None:
+def test_three_kills_at_random_moments(images, tmp_path):
     recipe = recipe_of("classifier", 60, images, tmp_path / "recipe.yaml")
     kill_and_repeat(Fork, recipe, tmp_path, ["going on", "saving", "going on"], random.Random(1))
 
@@ -167,7 +167,7 @@ def train_until_pointing(notes: str, argv: list[str], which: str) -> int:
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
-def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which: str, images: Path, tmp_path: Path) -> None:
+def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which, images, tmp_path):
     run = tmp_path / "run"
     recipe = recipe_of("classifier", 30, images, tmp_path / "recipe.yaml")
     argv = ["--config", str(recipe), "--run-dir", str(run), "--max-steps", str(FIRST_EVALUATION)]
@@ -187,7 +187,7 @@ def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which: str, images:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_twenty_kills_at_random_moments(processes: int, images: Path, tmp_path: Path) -> None:
+def test_twenty_kills_at_random_moments(processes, images, tmp_path):
     draws = random.Random(processes)
     kinds = draws.sample(KINDS, k=20, counts=[9, 6, 5])
     recipe = recipe_of("gan", 400, images, tmp_path / "recipe.yaml")

@@ -22,7 +22,7 @@ ELASTIC_STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory):
     """A folder with train-0.tar and train-1.tar of 44 images, val-0.tar of 21, and train.lmdb and test.lmdb of them."""
     folder = tmp_path_factory.mktemp("images")
     for split, name, count, shards in (("train", "train", 44, 2), ("val", "test", 21, 1)):
@@ -50,9 +50,7 @@ def recipe(path: Path, task: str, images: Path, *, shards: bool, **changes: Any)
 
 
 @pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
-def test_a_resumed_run_on_shards_equals_one_on_the_packed_file(
-    task: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_on_shards_equals_one_on_the_packed_file(task, images, tmp_path, capsys, monkeypatch):
     packed = [*recipe(tmp_path / "recipe.yaml", task, images, shards=False), str(tmp_path / "packed")]
     straight = Trained(tmp_path / "packed", run(packed, tmp_path / "notes-0"))
     direct = [*recipe(tmp_path / "recipe.yaml", task, images, shards=True), str(tmp_path / "direct")]
@@ -75,7 +73,7 @@ def test_a_resumed_run_on_shards_equals_one_on_the_packed_file(
 
 
 @pytest.mark.parametrize("task", [pytest.param("classifier", marks=pytest.mark.slow), "gan"])
-def test_two_processes_read_what_one_reads(task: str, images: Path, tmp_path: Path) -> None:
+def test_two_processes_read_what_one_reads(task, images, tmp_path):
     """From the shards: one process makes the index, the other waits for it. ADA is on."""
     changes = {"steps": ELASTIC_STEPS + 2, "evaluation": {"every": 0}}
     read: list[Notes] = []

@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from pathlib import Path
 
 import cv2
 import pytest
@@ -19,7 +18,7 @@ from tests.end_to_end.helpers import events_of, graph_scopes, start, train_in_pr
 pytestmark = pytest.mark.usefixtures("slim")
 
 
-def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path, packed: Path) -> None:
+def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path, packed):
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     process = start("train.py", "--config", config, "--run-dir", run, "--steps", "100000")
     while not (run / "checkpoints" / "last.json").exists():
@@ -37,7 +36,7 @@ def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path, packed
     assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == target
 
 
-def test_classifier_evaluate_and_predict(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classifier_evaluate_and_predict(tmp_path, packed, capsys):
     config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed, tensorboard=True), tmp_path / "run"
     assert train_in_process(config, run, "--steps", "60", "--evaluation.every", "20") == 0
     best = json.loads((run / "checkpoints" / "best.json").read_text())
@@ -66,7 +65,7 @@ def test_classifier_evaluate_and_predict(tmp_path: Path, packed: Path, capsys: p
     assert 0 <= label < 10
 
 
-def test_gan_evaluate_and_generate(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gan_evaluate_and_generate(tmp_path, packed, capsys):
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed, tensorboard=True), tmp_path / "run"
     judge_config, judge = write_config(tmp_path / "judge.yaml", "classifier", packed), tmp_path / "judge"
     assert train_in_process(config, run) == 0
@@ -92,7 +91,7 @@ def test_gan_evaluate_and_generate(tmp_path: Path, packed: Path, capsys: pytest.
         assert image.getextrema() != (0, 0)
 
 
-def test_training_that_breaks_stops_itself(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_that_breaks_stops_itself(tmp_path, packed, capsys):
     """Non-finite gradients are masked, counted and, past the cap, end the run with exit code 4."""
     config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
     broken = ["--steps", "40", "--optimizer.lr", "1e18", "--nonfinite-cap", "5", "--checkpoint.every", "10"]

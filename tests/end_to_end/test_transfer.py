@@ -1,6 +1,5 @@
 """`train.py --init-from`: a run that starts from another one's weights."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ STILL = ["--generator_optimizer.lr", "1e-30", "--discriminator_optimizer.lr", "1
 
 
 @pytest.fixture(scope="module")
-def donor(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+def donor(tmp_path_factory, packed):
     """A GAN of 16 px and ten classes, three steps old."""
     folder = tmp_path_factory.mktemp("donor")
     config = write_config(folder / "donor.yaml", "gan", packed)
@@ -30,7 +29,7 @@ def donor(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+def other(tmp_path_factory, packed):
     """Other data: four of the classes, at 32 px."""
     folder = tmp_path_factory.mktemp("other")
     for split in ("train", "test"):
@@ -43,7 +42,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
     return folder
 
 
-def test_from_a_converted_network_of_nvidias(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_converted_network_of_nvidias(tmp_path, capsys):
     """Every tensor of both networks is taken, and training goes on from there."""
     layouts.write_nvidia(tmp_path / "network.pkl")
     assert convert.main([str(tmp_path / "network.pkl"), str(tmp_path / "donor")]) == 0
@@ -66,9 +65,7 @@ def test_from_a_converted_network_of_nvidias(tmp_path: Path, capsys: pytest.Capt
     assert rows(run)[-1]["step"] == 4
 
 
-def test_to_another_data_set_resolution_and_classes(
-    tmp_path: Path, donor: Path, other: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_to_another_data_set_resolution_and_classes(tmp_path, donor, other, capsys):
     config, run = write_config(tmp_path / "recipe.yaml", "gan", other), tmp_path / "run"
     assert train_in_process(config, run, "--init-from", str(donor), "--max-steps", "1", *STILL) == 0
     said = capsys.readouterr().err
@@ -106,7 +103,7 @@ def test_to_another_data_set_resolution_and_classes(
     )
 
 
-def test_killed_after_a_transfer_and_resumed_equals_straight(tmp_path: Path, donor: Path, other: Path) -> None:
+def test_killed_after_a_transfer_and_resumed_equals_straight(tmp_path, donor, other):
     config = write_config(tmp_path / "recipe.yaml", "gan", other)
     straight, killed, again = tmp_path / "straight", tmp_path / "killed", tmp_path / "again"
     assert train_in_process(config, straight, "--init-from", str(donor)) == 0
@@ -121,7 +118,7 @@ def test_killed_after_a_transfer_and_resumed_equals_straight(tmp_path: Path, don
     assert differing(state_of(tmp_path / "short", 1), state_of(again, 1)) == []
 
 
-def test_all_processes_start_from_the_same_weights(tmp_path: Path, donor: Path, packed: Path) -> None:
+def test_all_processes_start_from_the_same_weights(tmp_path, donor, packed):
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     more = ["--init-from", str(donor), "--max-steps", "1", "--micro-batch", "8"]
     assert train_in_process(config, tmp_path / "one", *more) == 0
@@ -133,9 +130,7 @@ def test_all_processes_start_from_the_same_weights(tmp_path: Path, donor: Path, 
             torch.testing.assert_close(two[name][key], value, rtol=1e-3, atol=1e-3)
 
 
-def test_a_classifier_gets_a_new_head(
-    tmp_path: Path, packed: Path, other: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_classifier_gets_a_new_head(tmp_path, packed, other, capsys):
     config, run = write_config(tmp_path / "a.yaml", "classifier", packed), tmp_path / "run"
     assert train_in_process(config, run, "--max-steps", "1") == 0
     new, target = write_config(tmp_path / "b.yaml", "classifier", other), tmp_path / "new"
@@ -156,7 +151,7 @@ def test_a_classifier_gets_a_new_head(
     assert ours["model"]["network.fc.weight"].shape == (4, 512)
 
 
-def test_refusals_write_nothing(tmp_path: Path, donor: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_write_nothing(tmp_path, donor, packed, capsys):
     classifier = write_config(tmp_path / "classifier.yaml", "classifier", packed)
     gan = write_config(tmp_path / "gan.yaml", "gan", packed)
     small = ["--generator.z_dim", "5", "--generator.w_dim", "5", "--generator.channel_max", "3"]

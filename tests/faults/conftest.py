@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ Command = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.server"],
@@ -80,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
 
 
 @pytest.fixture
-def command(server: Command) -> Command:
+def command(server):
     """`command("train.py", ...)` or `command("data.pack", ...)`, in a fork that has imported everything."""
     return server
 
@@ -120,14 +120,14 @@ def with_mounts(*mounts: str) -> list[str]:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, packed: Path) -> list[str]:
+def recipe(tmp_path, packed):
     """`train.py` and its arguments for a tiny classifier; its run folder is tmp_path/run."""
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     return ["train.py", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, packed: Path, server: Command) -> Path:
+def trained(tmp_path_factory, packed, server):
     """A classifier's run of one step."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder / "recipe.yaml", "classifier", packed)
@@ -137,14 +137,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, packed: Path, server: Comm
 
 
 @pytest.fixture
-def gan_recipe(tmp_path: Path, packed: Path) -> list[str]:
+def gan_recipe(tmp_path, packed):
     """`recipe` for a tiny GAN, whose checkpoints are small."""
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     return ["train.py", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")
-def gan_trained(tmp_path_factory: pytest.TempPathFactory, packed: Path, server: Command) -> Path:
+def gan_trained(tmp_path_factory, packed, server):
     """A GAN's run of four steps with checkpoints of steps 2 and 4; the last is the best."""
     folder = tmp_path_factory.mktemp("gan_trained")
     config = write_config(folder / "recipe.yaml", "gan", packed)

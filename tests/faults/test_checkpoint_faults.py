@@ -46,7 +46,7 @@ def strangers(run: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_fault_01_killed_while_writing(tmp_path: Path, kills: int) -> None:
+def test_fault_01_killed_while_writing(tmp_path, kills):
     command = [sys.executable, "-m", "tests.faults.killed_writes", str(tmp_path), str(kills), "1"]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_fault_01_killed_while_writing(tmp_path: Path, kills: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kill-before-write", "kill-before-rename"])
-def test_fault_02_killed_before_the_rename(command: Command, gan_recipe: list[str], tmp_path: Path, kind: str) -> None:
+def test_fault_02_killed_before_the_rename(command, gan_recipe, tmp_path, kind):
     run = tmp_path / "run"
     killed = own_process(*gan_recipe, *QUIET, prefix=["env", f"DUET_FAIL_AT=0:4:{kind}"])
     assert killed.code == -9, killed.err
@@ -107,13 +107,7 @@ def refused_by_a_full_disk(recipe: list[str], run: Path) -> Outcome:
         pytest.param(refused_by_a_full_disk, "warn", marks=pytest.mark.slow),
     ],
 )
-def test_fault_10_disk_full(
-    command: Command,
-    gan_recipe: list[str],
-    tmp_path: Path,
-    refused: Callable[[list[str], Path], Outcome],
-    setting: str,
-) -> None:
+def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused, setting):
     """H5: training goes on without a checkpoint, but a run that lacks its last one has not finished."""
     run, recipe = tmp_path / "run", [*gan_recipe, "--generator.mapping_layers", "8", "--generator.w_dim", "128", *QUIET]
     command(*recipe, "--max-steps", "4").success()
@@ -139,7 +133,7 @@ def test_fault_10_disk_full(
     assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
 
 
-def test_fault_10_no_room_for_images_and_events(gan_recipe: list[str], run: Path) -> None:
+def test_fault_10_no_room_for_images_and_events(gan_recipe, run):
     """Sample grids; TensorBoard's scalars, images and graphs; statistics of layers."""
     config = run.with_name("recipe.yaml")
     config.write_text(config.read_text().replace("tensorboard: false", "tensorboard: true"))
@@ -167,7 +161,7 @@ def test_fault_10_no_room_for_images_and_events(gan_recipe: list[str], run: Path
 
 
 @pytest.fixture
-def run(tmp_path: Path, gan_trained: Path) -> Path:
+def run(tmp_path, gan_trained):
     """A copy of a run with checkpoints of steps 2 and 4, in the run folder of `gan_recipe`."""
     return Path(shutil.copytree(gan_trained, tmp_path / "run"))
 
@@ -203,15 +197,13 @@ def check_falls_back(command: Command, recipe: list[str], run: Path, told: str) 
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
-def test_fault_11_truncated(command: Command, gan_recipe: list[str], run: Path, share: float) -> None:
+def test_fault_11_truncated(command, gan_recipe, run, share):
     damage(run / "checkpoints" / "step-00000004.pt", keep=share)
     check_falls_back(command, gan_recipe, run, "damaged")
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_fault_11_truncated_where_best_points(
-    command: Command, gan_recipe: list[str], run: Path, checksum: bool
-) -> None:
+def test_fault_11_truncated_where_best_points(command, gan_recipe, run, checksum):
     """Neither pointer leads to something else than it says, and all of them damaged is an error."""
     for step in (2, 4):
         path = run / "checkpoints" / f"step-{step:08d}.pt"
@@ -247,22 +239,20 @@ def flipped_checksum(path: Path) -> None:
 
 
 @pytest.mark.parametrize("flip", [flipped_tensor, flipped_metadata, flipped_checksum])
-def test_fault_12_flipped_bit(command: Command, gan_recipe: list[str], run: Path, flip: Callable[[Path], None]) -> None:
+def test_fault_12_flipped_bit(command, gan_recipe, run, flip):
     flip(run / "checkpoints" / "step-00000004.pt")
     check_falls_back(command, gan_recipe, run, "SHA-256")
 
 
 @pytest.mark.parametrize("flip", [flipped_tensor, flipped_metadata])
-def test_fault_12_flipped_bit_without_a_checksum(
-    command: Command, gan_recipe: list[str], run: Path, flip: Callable[[Path], None]
-) -> None:
+def test_fault_12_flipped_bit_without_a_checksum(command, gan_recipe, run, flip):
     path = run / "checkpoints" / "step-00000004.pt"
     flip(path)
     path.with_name(path.name + ".sha256").unlink()
     check_falls_back(command, gan_recipe, run, "damaged (the checksum of its part")
 
 
-def test_fault_12_damaged_pointers(command: Command, gan_recipe: list[str], run: Path) -> None:
+def test_fault_12_damaged_pointers(command, gan_recipe, run):
     """They lead nowhere else, and a run goes on without them."""
     for which in ("last", "best"):
         (run / "checkpoints" / f"{which}.json").write_bytes(b"\xff{")
@@ -287,9 +277,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_fault_13_malicious_pickle(
-    command: Command, gan_recipe: list[str], run: Path, tmp_path_factory: pytest.TempPathFactory, form: str
-) -> None:
+def test_fault_13_malicious_pickle(command, gan_recipe, run, tmp_path_factory, form):
     """With the right checksum, in a real checkpoint, in torch's format of today and in its old one."""
     canary = tmp_path_factory.mktemp("mine") / "canary"
     path = run / "checkpoints" / "step-00000004.pt"

@@ -20,7 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.data.conftest import change, flip, sample_images, save, stored
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import write_config
-from tests.faults.conftest import ENVIRONMENT, Command, own_process
+from tests.faults.conftest import ENVIRONMENT, own_process
 
 DRAWN = int(GlobalSampler(200, batch_size=20, seed=0).order(0)[25])  # a record of the second step's batch
 
@@ -57,9 +57,7 @@ def everything_that_reads(recipe: list[str], trained: Path, path: Path) -> list[
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
-def test_fault_14_truncated_file(
-    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path, share: float
-) -> None:
+def test_fault_14_truncated_file(command, recipe, trained, packed, tmp_path, share):
     """A read beyond the end of a mapped file would kill the process."""
     path = tmp_path / "short.lmdb"
     content = (packed / "train.lmdb").read_bytes()
@@ -71,7 +69,7 @@ def test_fault_14_truncated_file(
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_fault_15_zeroed_page(tmp_path: Path, encoding: str) -> None:
+def test_fault_15_zeroed_page(tmp_path, encoding):
     """Every page in turn, LMDB's own as well: what is read afterwards is right, or it is refused."""
     path = tmp_path / "x.lmdb"
     pack_arrays(path, sample_images(100, side=16), np.arange(100) % 3, list("abc"), encoding=encoding, smallest=8)
@@ -90,9 +88,7 @@ def test_fault_15_zeroed_page(tmp_path: Path, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_fault_15_flipped_byte_stops_and_names_the_record(
-    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path, encoding: str
-) -> None:
+def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, trained, packed, tmp_path, encoding):
     path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
     told = f"x.lmdb: record {DRAWN} is damaged"
     command(*recipe, "--data.path", path, "--data.workers", "0").refusal(told, "copy or pack the file again")
@@ -110,9 +106,7 @@ def test_fault_15_flipped_byte_stops_and_names_the_record(
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_fault_15_flipped_byte_is_skipped_and_counted(
-    command: Command, recipe: list[str], packed: Path, tmp_path: Path, encoding: str
-) -> None:
+def test_fault_15_flipped_byte_is_skipped_and_counted(command, recipe, packed, tmp_path, encoding):
     path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
     run = command if encoding == "jpeg" else own_process
     options = ["--data.on-damage", "skip", "--data.workers", "2", "--max-steps", "3", "--log.every", "1"]
@@ -127,7 +121,7 @@ def test_fault_15_flipped_byte_is_skipped_and_counted(
     assert [row["damaged_records"] for row in rows(tmp_path / "run") if "images" in row][-1] == 1
 
 
-def test_fault_15_two_processes_count_a_record_once(recipe: list[str], packed: Path, tmp_path: Path) -> None:
+def test_fault_15_two_processes_count_a_record_once(recipe, packed, tmp_path):
     path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "raw", DRAWN)
     options = ["--data.on-damage", "skip", "--steps", "24", "--log.every", "8", "--evaluation.every", "0"]
     outcome = own_process(*recipe, "--data.path", path, *options, "--procs", "2").success()
@@ -135,9 +129,7 @@ def test_fault_15_two_processes_count_a_record_once(recipe: list[str], packed: P
     assert [row["damaged_records"] for row in rows(tmp_path / "run") if "images" in row] == [1, 1, 1]
 
 
-def test_fault_15_flipped_byte_in_held_out_images(
-    command: Command, recipe: list[str], packed: Path, tmp_path: Path
-) -> None:
+def test_fault_15_flipped_byte_in_held_out_images(command, recipe, packed, tmp_path):
     """Met at the evaluation after step 4, which is saved first: the training itself is sound."""
     path = repacked(packed / "test.lmdb", tmp_path / "held-out.lmdb", "png", 70)
     outcome = command(*recipe, "--data.val-path", path, "--data.on-damage", "skip")
@@ -148,9 +140,7 @@ def test_fault_15_flipped_byte_in_held_out_images(
 
 
 @pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
-def test_fault_15_flipped_byte_in_one_ranks_held_out_images(
-    request: pytest.FixtureRequest, packed: Path, tmp_path: Path, task: str
-) -> None:
+def test_fault_15_flipped_byte_in_one_ranks_held_out_images(request, packed, tmp_path, task):
     """Found by review: one rank saved while the other one added up counts."""
     path = repacked(packed / "test.lmdb", tmp_path / "held-out.lmdb", "png", 70)
     recipe = request.getfixturevalue("recipe" if task == "classifier" else "gan_recipe")
@@ -165,9 +155,7 @@ def test_fault_15_flipped_byte_in_one_ranks_held_out_images(
     assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
 
 
-def test_fault_15_damage_on_another_rank_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_15_damage_on_another_rank_is_printed(monkeypatch, capsys):
     """Other ranks do not meet the same record: theirs is the only line that names it."""
 
     def main(_: list[str]) -> int:
@@ -178,9 +166,7 @@ def test_fault_15_damage_on_another_rank_is_printed(
     assert "error on rank 1: x.lmdb: record 5 is damaged" in capsys.readouterr().err
 
 
-def test_fault_16_file_without_completion_record(
-    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path
-) -> None:
+def test_fault_16_file_without_completion_record(command, recipe, trained, packed, tmp_path):
     path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "raw")
     change(path, b"complete", None)
     for arguments in everything_that_reads(recipe, trained, path):
@@ -193,7 +179,7 @@ def test_fault_16_file_without_completion_record(
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
 @pytest.mark.parametrize("label", [-1, 10])
-def test_fault_19_label_out_of_range(command: Command, packed: Path, tmp_path: Path, task: str, label: int) -> None:
+def test_fault_19_label_out_of_range(command, packed, tmp_path, task, label):
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     images, classes = sample_images(40, 1), [f"class {number}" for number in range(10)]
     pack_arrays(tmp_path / "x.lmdb", images, np.arange(40) % 10, classes)
@@ -205,13 +191,13 @@ def test_fault_19_label_out_of_range(command: Command, packed: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("classes", [5, 20])
-def test_fault_19_head_of_other_classes(command: Command, recipe: list[str], tmp_path: Path, classes: int) -> None:
+def test_fault_19_head_of_other_classes(command, recipe, tmp_path, classes):
     told = ("train.lmdb: has 10 classes, labels 0 to 9", f"model.classes {classes}", "make it 10")
     command(*recipe, "--model.classes", str(classes)).refusal(*told)
     assert not (tmp_path / "run").exists()
 
 
-def test_fault_19_checkpoint_of_other_classes(command: Command, trained: Path, tmp_path: Path) -> None:
+def test_fault_19_checkpoint_of_other_classes(command, trained, tmp_path):
     """Fewer and more classes than the head of a trained classifier."""
     for count in (3, 12):
         images, classes = sample_images(24, 1, side=16), [f"class {number}" for number in range(count)]
@@ -221,7 +207,7 @@ def test_fault_19_checkpoint_of_other_classes(command: Command, trained: Path, t
     assert not (trained / "eval").exists()
 
 
-def test_fault_20_empty_class(command: Command, recipe: list[str], tmp_path: Path) -> None:
+def test_fault_20_empty_class(command, recipe, tmp_path):
     for name in ("cat/a", "dog/a", "dog/b"):
         save(tmp_path / "photos" / f"{name}.png")
     (tmp_path / "photos" / "emu").mkdir()
@@ -239,9 +225,7 @@ def test_fault_20_empty_class(command: Command, recipe: list[str], tmp_path: Pat
 
 
 @pytest.mark.parametrize("change_of", ["fewer", "renamed", "order"])
-def test_fault_20_other_classes_in_the_held_out_images(
-    command: Command, recipe: list[str], packed: Path, tmp_path: Path, change_of: str
-) -> None:
+def test_fault_20_other_classes_in_the_held_out_images(command, recipe, packed, tmp_path, change_of):
     with Dataset(packed / "test.lmdb") as reader:
         (images, labels), classes = reader.read(range(len(reader))), reader.classes
     others = {"fewer": classes[:-1], "renamed": [*classes[:-1], "sock"], "order": classes[::-1]}[change_of]
@@ -260,9 +244,7 @@ def test_fault_20_other_classes_in_the_held_out_images(
 
 
 @pytest.mark.parametrize("side", [pytest.param(16, marks=pytest.mark.slow), 8])
-def test_evaluation_reads_the_size_that_was_trained_on(
-    command: Command, recipe: list[str], tmp_path: Path, side: int
-) -> None:
+def test_evaluation_reads_the_size_that_was_trained_on(command, recipe, tmp_path, side):
     """A smaller `data.resolution` than the file's 16 px: other figures than the training's own mislead in silence."""
     options = ["--data.resolution", str(side), "--steps", "8", "--evaluation.every", "0", "--log.samples-every", "0"]
     command(*recipe, *options).success()

@@ -36,7 +36,7 @@ def refusal(argv: list[str], world: int, folder: Path) -> str:
     return errors[0]
 
 
-def test_fault_23_processes_that_do_not_divide_the_batch_are_refused(packed: Path, tmp_path: Path) -> None:
+def test_fault_23_processes_that_do_not_divide_the_batch_are_refused(packed, tmp_path):
     config, folder = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"  # batches of 20
     argv = ["--config", str(config), "--run-dir", str(folder)]
     run([*argv, "--max-steps", "2"], tmp_path / "first")
@@ -56,9 +56,7 @@ def test_fault_23_processes_that_do_not_divide_the_batch_are_refused(packed: Pat
         (2, ["--micro-batch", "3"], "micro_batch 3 does not divide the 8 samples a process holds (batch_size 16)"),
     ],
 )
-def test_fault_23_a_gan_names_the_divisor_that_is_missing(
-    world: int, change: list[str], told: str, packed: Path, tmp_path: Path
-) -> None:
+def test_fault_23_a_gan_names_the_divisor_that_is_missing(world, change, told, packed, tmp_path):
     config, folder = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     assert told in refusal(["--config", str(config), "--run-dir", str(folder), *change], world, tmp_path)
     assert not folder.exists()
@@ -94,7 +92,7 @@ def evaluate_here(data: str, batch_size: int, out: str) -> int:
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [(150, 4), (2, 5)])  # three chunks; one, of which the others get none
-def test_fault_30_every_image_is_counted_once_by_all_ranks(count: int, batch_size: int, tmp_path: Path) -> None:
+def test_fault_30_every_image_is_counted_once_by_all_ranks(count, batch_size, tmp_path):
     draws = np.random.default_rng(2)
     labels = np.resize([0, 1, 1, 2, 3], count)
     images = (draws.integers(0, 128, (count, 1, 16, 16)) + 32 * labels[:, None, None, None]).astype(np.uint8)

@@ -21,7 +21,7 @@ from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.script import run_cli
 from tests.data.conftest import sample_images, save
 from tests.end_to_end.ranks import start, wait
-from tests.faults.conftest import Command, own_process, with_mounts
+from tests.faults.conftest import own_process, with_mounts
 
 SHARDS = 40
 ONE_STEP = ["--max-steps", "1", "--evaluation.every", "0", "--log.samples-every", "0"]
@@ -38,9 +38,7 @@ def commands_that_write(recipe: list[str], trained: Path, packed: Path, photos: 
     return [list(map(str, command)) for command in commands]
 
 
-def test_fault_26_a_file_in_the_way_of_the_output_folder(
-    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path
-) -> None:
+def test_fault_26_a_file_in_the_way_of_the_output_folder(command, recipe, trained, packed, tmp_path):
     """Who is root may write into every folder, but not into a file."""
     save(tmp_path / "photos" / "a.png")
     place = tmp_path / "place"
@@ -50,7 +48,7 @@ def test_fault_26_a_file_in_the_way_of_the_output_folder(
     assert place.read_text() == "years of work"
 
 
-def test_fault_26_read_only_output_folder(recipe: list[str], trained: Path, packed: Path, tmp_path: Path) -> None:
+def test_fault_26_read_only_output_folder(recipe, trained, packed, tmp_path):
     save(tmp_path / "photos" / "a.png")
     place = tmp_path / "place"
     place.mkdir()
@@ -61,9 +59,7 @@ def test_fault_26_read_only_output_folder(recipe: list[str], trained: Path, pack
 
 
 @pytest.mark.parametrize("key", ["--data.path", "--data.val-path"])
-def test_fault_26_missing_data(
-    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path, key: str
-) -> None:
+def test_fault_26_missing_data(command, recipe, trained, packed, tmp_path, key):
     typo, nowhere = packed / "tarin.lmdb", tmp_path / "nowhere" / "train.lmdb"
     commands: list[Callable[[Path], list[str | Path]]] = [
         lambda path: [*recipe, key, path],
@@ -83,9 +79,9 @@ def train_with(argv: list[str], of_rank_1: list[str]) -> int:
     return run_cli(train.main, argv + (of_rank_1 if os.environ["RANK"] == "1" else []))
 
 
-def test_fault_26_missing_data_on_one_node(recipe: list[str], packed: Path, tmp_path: Path) -> None:
+def test_fault_26_missing_data_on_one_node(recipe, packed, tmp_path):
     """Found by review: nobody printed what was wrong. Nor may the nodes' files differ."""
-    _, *argv = [*recipe, "--device", "cpu"]
+    argv = [*recipe[1:], "--device", "cpu"]
     pack_arrays(tmp_path / "other.lmdb", sample_images(200, 1, 16), np.arange(200) % 10, [str(i) for i in range(10)])
     bad = {packed / "tarin.lmdb": "tarin.lmdb: no such file", tmp_path / "other.lmdb": "rank 1 has other images"}
     for path, told in bad.items():
@@ -98,7 +94,7 @@ def test_fault_26_missing_data_on_one_node(recipe: list[str], packed: Path, tmp_
 
 
 @pytest.fixture
-def own_sizes(packed: Path, tmp_path: Path) -> Path:
+def own_sizes(packed, tmp_path):
     """The training images as JPEGs of 80 px and more: a pattern of SHARDS files, each of which stays open."""
     with Dataset(packed / "train.lmdb") as reader:
         images, labels = reader.read(range(len(reader)))
@@ -118,7 +114,7 @@ def limited(soft: int, hard: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_fault_27_small_shared_memory_and_a_low_soft_limit(recipe: list[str], own_sizes: Path, tmp_path: Path) -> None:
+def test_fault_27_small_shared_memory_and_a_low_soft_limit(recipe, own_sizes, tmp_path):
     """Decoding is done by threads: batches do not go through /dev/shm. A soft limit of open files is raised."""
     prefix = with_mounts("mount -t tmpfs -o size=1m tmpfs /dev/shm", 'test "$(stat -f -c %b*%S /dev/shm)" = 256*4096')
     options = ["--data.resolution", "64", "--data.workers", "2", "--data.crop", "random", "--data.val-path=null"]
@@ -127,7 +123,7 @@ def test_fault_27_small_shared_memory_and_a_low_soft_limit(recipe: list[str], ow
     assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 1
 
 
-def test_fault_27_few_open_files(recipe: list[str], own_sizes: Path, tmp_path: Path) -> None:
+def test_fault_27_few_open_files(recipe, own_sizes, tmp_path):
     told = ("a process may open 40 files here (ulimit -n), training needs", "run `ulimit -n ")
     run: list[str | Path] = [*recipe, *ONE_STEP, "--data.path", own_sizes, "--data.resolution", "16"]
     own_process(*run, preexec_fn=limited(40, 40)).refusal(*told)

@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,7 @@ def lines(errors: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_killed_in_the_evaluation_of_a_training(
-    gan_recipe: list[str], tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_killed_in_the_evaluation_of_a_training(gan_recipe, tmp_path, rank, monkeypatch):
     monkeypatch.setenv(inject.VARIABLE, f"{rank}:0:kill-in-pass")
     outcome = own_process(*gan_recipe, "--procs", "2")
     assert outcome.code == 4, outcome.err
@@ -35,9 +32,7 @@ def test_a_rank_killed_in_the_evaluation_of_a_training(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_evaluate_is_killed(
-    trained: Path, tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_of_evaluate_is_killed(trained, tmp_path, rank, monkeypatch):
     monkeypatch.setenv(inject.VARIABLE, f"{rank}:0:kill-in-pass")
     outcome = own_process("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
     assert outcome.code == 4, outcome.err
@@ -45,7 +40,7 @@ def test_a_rank_of_evaluate_is_killed(
     assert not (tmp_path / "eval" / "metrics.json").exists()
 
 
-def test_a_damaged_record_is_told_once(trained: Path, packed: Path, tmp_path: Path) -> None:
+def test_a_damaged_record_is_told_once(trained, packed, tmp_path):
     path = repacked(packed / "test.lmdb", tmp_path / "x.lmdb", "png", 70)
     outcome = own_process("evaluate.py", "--checkpoint", trained, "--data", path, "--procs", "2", "--device", "cpu")
     assert outcome.code == 2, outcome.err
@@ -54,14 +49,14 @@ def test_a_damaged_record_is_told_once(trained: Path, packed: Path, tmp_path: Pa
     assert "x.lmdb: record 70 is damaged" in line
 
 
-def test_a_wrong_option_is_told_before_processes_start(trained: Path) -> None:
+def test_a_wrong_option_is_told_before_processes_start(trained):
     outcome = own_process("evaluate.py", "--checkpoint", trained / "nowhere", "--procs", "2")
     assert "no such run folder" in outcome.refusal()
     outcome = own_process("evaluate.py", "--checkpoint", trained, "--procs", "2", "--classifier", trained)
     assert "is for a GAN" in outcome.refusal()
 
 
-def test_a_signal_ends_all_processes_of_evaluate(trained: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_all_processes_of_evaluate(trained, tmp_path):
     process = start("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
     time.sleep(1)  # while torch is imported
     process.send_signal(signal.SIGTERM)

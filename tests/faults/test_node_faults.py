@@ -85,25 +85,25 @@ def lose_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
-def test_fault_29_the_survivor_of_a_lost_node_goes_on(tmp_path: Path, packed: Path, first: int) -> None:
+def test_fault_29_the_survivor_of_a_lost_node_goes_on(tmp_path, packed, first):
     """`first` 1: the node that is lost holds rank 0, which writes."""
     lose_one(tmp_path, packed, first, Node.lose)
 
 
 @pytest.mark.slow
-def test_fault_29_the_rendezvous_on_a_machine_that_does_not_train(tmp_path: Path, packed: Path) -> None:
+def test_fault_29_the_rendezvous_on_a_machine_that_does_not_train(tmp_path, packed):
     """Then any node may be lost; the command is that of docs/scaling.md."""
     lose_one(tmp_path, packed, 1, Node.lose, apart=True)
 
 
 @pytest.mark.slow
-def test_fault_29_a_node_behind_a_broken_cable(tmp_path: Path, packed: Path) -> None:
+def test_fault_29_a_node_behind_a_broken_cable(tmp_path, packed):
     """Nothing says that it is gone: the survivor's operation fails at its time-out."""
     lose_one(tmp_path, packed, 0, Node.unplug, "--distributed.timeout", "30")
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_later_is_taken_in(tmp_path: Path, packed: Path) -> None:
+def test_a_node_that_comes_later_is_taken_in(tmp_path, packed):
     """torchrun stops the processes, which save, and starts them again as two."""
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     options = ["--steps", "1000000", "--evaluation.every", "0"]

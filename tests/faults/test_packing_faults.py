@@ -16,13 +16,13 @@ from duetgan.data.decode import stored_image
 from duetgan.data.images import fit
 from duetgan.data.lmdb.reader import LMDBReader
 from tests.data.conftest import save
-from tests.faults.conftest import Command, own_process, with_mounts
+from tests.faults.conftest import own_process, with_mounts
 
 NOISE = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
 
 
 @pytest.fixture(scope="session")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def many(tmp_path_factory):
     """A folder of 300 images of noise in two classes: seven megabytes of raw pixels at 88 px."""
     folder = tmp_path_factory.mktemp("many") / "many"
     for number in range(300):
@@ -33,7 +33,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def content_hash(many: Path, server: Command, tmp_path_factory: pytest.TempPathFactory) -> str:
+def content_hash(many, server, tmp_path_factory):
     """Of `many` packed in peace, as PNG."""
     path = tmp_path_factory.mktemp("whole") / "x.lmdb"
     server(*packing(many, path)).success()
@@ -59,7 +59,7 @@ sys.exit(run_cli(pack.main))
 """
 
 
-def test_fault_17_full_map_grows(many: Path, content_hash: str, tmp_path: Path) -> None:
+def test_fault_17_full_map_grows(many, content_hash, tmp_path):
     path = tmp_path / "x.lmdb"
     own_process("-c", SMALL_MAP, *packing(many, path)[1:]).success()
     assert path.stat().st_size > 50 << 16
@@ -69,7 +69,7 @@ def test_fault_17_full_map_grows(many: Path, content_hash: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
 @pytest.mark.parametrize("size", [1 << 13, 2 << 20])
-def test_fault_17_disk_full(many: Path, tmp_path: Path, encoding: str, size: int) -> None:
+def test_fault_17_disk_full(many, tmp_path, encoding, size):
     """Files may not grow beyond `size` bytes."""
     command = packing(many, tmp_path / "x.lmdb", encoding)
     done = own_process(*command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
@@ -77,7 +77,7 @@ def test_fault_17_disk_full(many: Path, tmp_path: Path, encoding: str, size: int
     assert names(tmp_path) == []
 
 
-def test_fault_17_disk_full_of_a_small_file_system(many: Path, tmp_path: Path) -> None:
+def test_fault_17_disk_full_of_a_small_file_system(many, tmp_path):
     """An older file of the same name stays."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -111,9 +111,7 @@ sys.exit(run_cli(pack.main, sys.argv[3:]))
 @pytest.mark.parametrize(
     ("name", "calls"), [("add_record", 0), ("add_record", 200), ("fsync", 0), ("replace", 0), ("fsync", 1)]
 )
-def test_fault_17_killed_while_packing(
-    command: Command, recipe: list[str], many: Path, content_hash: str, tmp_path: Path, name: str, calls: int
-) -> None:
+def test_fault_17_killed_while_packing(command, recipe, many, content_hash, tmp_path, name, calls):
     """kill -9 instead of a call: at the first image, in the middle, around the last write and the rename."""
     folder = tmp_path / "packed"
     path = folder / "x.lmdb"
@@ -130,9 +128,7 @@ def test_fault_17_killed_while_packing(
     assert LMDBReader(path).meta.content_hash == content_hash
 
 
-def test_fault_17_killed_while_a_file_is_replaced(
-    command: Command, many: Path, content_hash: str, tmp_path: Path
-) -> None:
+def test_fault_17_killed_while_a_file_is_replaced(command, many, content_hash, tmp_path):
     """The older file stays."""
     save(tmp_path / "photos" / "a.png")
     path = tmp_path / "packed" / "x.lmdb"
@@ -173,7 +169,7 @@ def image_file(kind: str, pixels: np.ndarray = NOISE[:40, :40]) -> bytes:
 
 
 @pytest.mark.parametrize("encoding", [["--size", "16"], ["--encoding", "source"]])
-def test_fault_18_broken_files(command: Command, tmp_path: Path, encoding: list[str]) -> None:
+def test_fault_18_broken_files(command, tmp_path, encoding):
     photos, path = tmp_path / "photos", tmp_path / "x.lmdb"
     for name in ("cat/a.png", "cat/b.png", "dog/c.png"):
         save(photos / name)
@@ -197,7 +193,7 @@ def test_fault_18_broken_files(command: Command, tmp_path: Path, encoding: list[
     assert names(tmp_path) == ["photos"]
 
 
-def test_fault_18_a_class_of_broken_files_only(command: Command, tmp_path: Path) -> None:
+def test_fault_18_a_class_of_broken_files_only(command, tmp_path):
     save(tmp_path / "photos" / "cat" / "a.png")
     (tmp_path / "photos" / "dog").mkdir()
     (tmp_path / "photos" / "dog" / "b.png").write_text("no image")
@@ -258,7 +254,7 @@ def write_refused(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "source"])
-def test_fault_21_every_kind_of_image(command: Command, tmp_path: Path, encoding: str) -> None:
+def test_fault_21_every_kind_of_image(command, tmp_path, encoding):
     expected = write_kinds(tmp_path / "photos")
     refused = write_refused(tmp_path / "photos")
     path = tmp_path / "x.lmdb"

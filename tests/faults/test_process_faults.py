@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.conftest import ENVIRONMENT, REPOSITORY, Command, Outcome
+from tests.faults.conftest import ENVIRONMENT, REPOSITORY, Outcome
 
 WAIT = 120  # seconds: these tests wait for what must come, on machines that may be busy
 LONG = ["--steps", "100000", "--evaluation.every", "0", "--log.samples-every", "0", "--checkpoint.every", "4"]
@@ -21,12 +21,12 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     return tmp_path / "run"
 
 
 @pytest.fixture
-def start(gan_recipe: list[str]) -> Iterator[Start]:
+def start(gan_recipe):
     """`start("--procs", "2", fail_at="1:3:kill")`: a tiny GAN's training as a process of its own, cleaned up."""
     started = []
 
@@ -96,7 +96,7 @@ def unlocked(run: Path) -> bool:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_fault_04_a_killed_rank_ends_the_run(start: Start, run: Path, rank: int) -> None:
+def test_fault_04_a_killed_rank_ends_the_run(start, run, rank):
     """One line tells which; the others leave by themselves, the file of the run's state tells it too."""
     found = outcome(start("--procs", "2", fail_at=f"{rank}:6:kill"))
     assert found.code == 4
@@ -109,7 +109,7 @@ def test_fault_04_a_killed_rank_ends_the_run(start: Start, run: Path, rank: int)
     assert unlocked(run)
 
 
-def test_fault_05_a_stopped_rank_is_named(start: Start, run: Path) -> None:
+def test_fault_05_a_stopped_rank_is_named(start, run):
     process = start("--procs", "2", "--distributed.timeout", "5", fail_at="1:6:stop")
     found = outcome(process)
     found.error("rank 1 is stopped", "the same command resumes")
@@ -118,7 +118,7 @@ def test_fault_05_a_stopped_rank_is_named(start: Start, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fault_05_rank_0_stopped(start: Start, run: Path) -> None:
+def test_fault_05_rank_0_stopped(start, run):
     """Rank 1 tells it, in its own name."""
     process = start("--procs", "2", "--distributed.timeout", "5", fail_at="0:6:stop")
     found = outcome(process)
@@ -129,9 +129,7 @@ def test_fault_05_rank_0_stopped(start: Start, run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "processes"), [("SIGTERM", 2), ("SIGINT", 1), pytest.param("SIGUSR1", 1, marks=pytest.mark.slow)]
 )
-def test_fault_06_07_a_signal_saves_and_leaves(
-    start: Start, command: Command, gan_recipe: list[str], run: Path, name: str, processes: int
-) -> None:
+def test_fault_06_07_a_signal_saves_and_leaves(start, command, gan_recipe, run, name, processes):
     """All ranks finish the same step and save once; nobody is left; the same command resumes."""
     process = start("--procs", str(processes))
     until(lambda: saved(run), process)
@@ -152,7 +150,7 @@ def test_fault_06_07_a_signal_saves_and_leaves(
     assert last(run) == told["step"] + 1
 
 
-def test_fault_08_a_signal_to_one_rank_only(start: Start, run: Path) -> None:
+def test_fault_08_a_signal_to_one_rank_only(start, run):
     process = start("--procs", "2")
     until(lambda: saved(run), process)
     os.kill(sign(run, 1)["pid"], signal.SIGTERM)
@@ -162,7 +160,7 @@ def test_fault_08_a_signal_to_one_rank_only(start: Start, run: Path) -> None:
     assert (told["state"], told["reason"], told["step"]) == ("stopped", "SIGTERM", last(run))
 
 
-def test_fault_09_a_second_interrupt_leaves_at_once(start: Start, run: Path) -> None:
+def test_fault_09_a_second_interrupt_leaves_at_once(start, run):
     """It is stopped (asleep) in a step that never ends, so only leaving at once ends it."""
     process = start("--distributed.timeout", "3000", fail_at="0:6:sleep")
     until(lambda: sign(run, 0).get("step") == 6, process)
@@ -176,9 +174,7 @@ def test_fault_09_a_second_interrupt_leaves_at_once(start: Start, run: Path) -> 
 
 
 @pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_fault_32_a_killed_launcher(
-    start: Start, command: Command, run: Path, gan_recipe: list[str], launcher: str
-) -> None:
+def test_fault_32_a_killed_launcher(start, command, run, gan_recipe, launcher):
     """It leaves nobody behind, and the lock is free."""
     if launcher == "torchrun":
         gan_recipe[:0] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -199,7 +195,7 @@ def test_fault_32_a_killed_launcher(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_before_the_first_step(start: Start, run: Path, processes: int) -> None:
+def test_a_signal_before_the_first_step(start, run, processes):
     """Nothing is there to be saved; a scheduler that queues the job again at exit code 3 does so."""
     process = start("--procs", str(processes))
     time.sleep(0.7)
@@ -211,9 +207,7 @@ def test_a_signal_before_the_first_step(start: Start, run: Path, processes: int)
     assert line.endswith("nothing was lost, the same command resumes")
 
 
-def test_a_killed_run_goes_on_by_its_own_config_before_its_first_checkpoint(
-    start: Start, command: Command, run: Path
-) -> None:
+def test_a_killed_run_goes_on_by_its_own_config_before_its_first_checkpoint(start, command, run):
     process = start("--checkpoint.every", "100000")
     until(lambda: (run / "status.json").exists() and sign(run, 0).get("step"), process)
     process.kill()
@@ -222,7 +216,7 @@ def test_a_killed_run_goes_on_by_its_own_config_before_its_first_checkpoint(
     assert last(run) == 2
 
 
-def test_what_a_person_sees_of_a_run(start: Start, command: Command, gan_recipe: list[str], run: Path) -> None:
+def test_what_a_person_sees_of_a_run(start, command, gan_recipe, run):
     """status.json's step moves on with the checkpoints; both signals are answered; an orderly stop leaves no heartbeat,
     and fewer steps than were done are refused.
     """

@@ -18,13 +18,13 @@ from duetgan.utils.checkpoint import newest_first, step_of
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from tests.end_to_end.helpers import GAN
-from tests.faults.conftest import Command, start
+from tests.faults.conftest import start
 
 QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
 
 
 @pytest.fixture
-def run(tmp_path: Path, gan_trained: Path) -> Path:
+def run(tmp_path, gan_trained):
     """A copy of a run with checkpoints of steps 2 and 4, in the run folder of `gan_recipe`."""
     return Path(shutil.copytree(gan_trained, tmp_path / "run"))
 
@@ -37,7 +37,7 @@ def contents(run: Path) -> dict[str, bytes]:
 # --- 24: another config
 
 
-def test_fault_24_a_harmless_change_is_taken_and_told(command: Command, gan_recipe: list[str], run: Path) -> None:
+def test_fault_24_a_harmless_change_is_taken_and_told(command, gan_recipe, run):
     changes = ["--generator-optimizer.lr", "0.003", "--loss.r1-gamma", "0.5", "--log.every", "1"]
     outcome = command(*gan_recipe, *QUIET, "--max-steps", "5", *changes).success()
     notices = sorted(line for line in outcome.err.splitlines() if line.startswith("config changed"))
@@ -63,9 +63,7 @@ def test_fault_24_a_harmless_change_is_taken_and_told(command: Command, gan_reci
         (["--discriminator.architecture", "plain"], "discriminator.architecture: 'residual' there, 'plain' now"),
     ],
 )
-def test_fault_24_what_breaks_the_state_is_refused(
-    command: Command, gan_recipe: list[str], run: Path, changes: list[str], told: str
-) -> None:
+def test_fault_24_what_breaks_the_state_is_refused(command, gan_recipe, run, changes, told):
     before = contents(run)
     command(*gan_recipe, *changes, "--log.every", "1").refusal(f"{run}: holds another run (", told, "--run-dir")
     assert contents(run) == before
@@ -91,7 +89,7 @@ def running(recipe: list[str], run: Path) -> Iterator[int]:
         process.communicate()
 
 
-def test_fault_25_two_runs_on_one_folder(command: Command, gan_recipe: list[str], tmp_path: Path) -> None:
+def test_fault_25_two_runs_on_one_folder(command, gan_recipe, tmp_path):
     run = tmp_path / "run"
     with running(gan_recipe, run) as pid:
         config = (run / "config.yaml").read_bytes()
@@ -108,9 +106,7 @@ def test_fault_25_two_runs_on_one_folder(command: Command, gan_recipe: list[str]
 # --- 31: the wrong thing
 
 
-def test_fault_31_a_checkpoint_of_the_wrong_task(
-    command: Command, recipe: list[str], trained: Path, gan_trained: Path, tmp_path: Path
-) -> None:
+def test_fault_31_a_checkpoint_of_the_wrong_task(command, recipe, trained, gan_trained, tmp_path):
     image = tmp_path / "a.png"
     Image.fromarray(np.zeros((16, 16), np.uint8)).save(image)
     grid = tmp_path / "grid.png"
@@ -131,7 +127,7 @@ def test_fault_31_a_checkpoint_of_the_wrong_task(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "recipe.yaml"]
 
 
-def test_fault_31_a_truncated_config(command: Command, gan_recipe: list[str], tmp_path: Path) -> None:
+def test_fault_31_a_truncated_config(command, gan_recipe, tmp_path):
     """Wherever it was cut: a recipe, with other values where those were lost, or one line."""
     recipe = tmp_path / "recipe.yaml"
     whole = recipe.read_text().strip()
@@ -150,7 +146,7 @@ def test_fault_31_a_truncated_config(command: Command, gan_recipe: list[str], tm
     assert not (tmp_path / "run").exists()
 
 
-def test_fault_31_a_truncated_config_of_a_run(command: Command, gan_recipe: list[str], run: Path) -> None:
+def test_fault_31_a_truncated_config_of_a_run(command, gan_recipe, run):
     config = run / "config.yaml"
     config.write_text(config.read_text()[:30])
     checkpoints = contents(run / "checkpoints")
@@ -161,7 +157,7 @@ def test_fault_31_a_truncated_config_of_a_run(command: Command, gan_recipe: list
         assert contents(run / "checkpoints") == checkpoints
 
 
-def test_fault_31_tabs_and_typing_errors(command: Command, gan_recipe: list[str], tmp_path: Path) -> None:
+def test_fault_31_tabs_and_typing_errors(command, gan_recipe, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     whole = recipe.read_text()
     recipe.write_text(whole.replace("generator: {", "generator:\n\tz_dim: 8\ndiscriminator: {", 1))

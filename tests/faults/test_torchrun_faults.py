@@ -46,7 +46,7 @@ def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> No
 
 
 @pytest.mark.slow
-def test_the_old_launcher_starts_too(tmp_path: Path, packed: Path) -> None:
+def test_the_old_launcher_starts_too(tmp_path, packed):
     """N3: it gives every process its `--local-rank N`."""
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     code, out = ended(torchrun(config, tmp_path / "run", "--dry-run", module="torch.distributed.launch"))
@@ -57,18 +57,18 @@ def test_the_old_launcher_starts_too(tmp_path: Path, packed: Path) -> None:
         assert train.parser().parse_known([option, "--seed", "3"])[1] == ["--seed", "3"]
 
 
-def test_fault_03_killed_rank_all_restart_from_the_last_checkpoint(tmp_path: Path, packed: Path) -> None:
+def test_fault_03_killed_rank_all_restart_from_the_last_checkpoint(tmp_path, packed):
     check_restarted(tmp_path, packed, "gan", step=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 7])  # before there is a checkpoint, and in the last steps
-def test_fault_03_of_a_classifier(tmp_path: Path, packed: Path, step: int) -> None:
+def test_fault_03_of_a_classifier(tmp_path, packed, step):
     check_restarted(tmp_path, packed, "classifier", step=step)
 
 
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves_and_its_command_goes_on(tmp_path: Path, packed: Path) -> None:
+def test_sigterm_to_torchrun_saves_and_its_command_goes_on(tmp_path, packed):
     """torchrun itself exits with 1, whatever its processes' exit code: status.json says what happened."""
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     process = torchrun(config, run, "--steps", "100000")

@@ -24,7 +24,7 @@ SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "
 
 
 @pytest.fixture
-def fail_at(monkeypatch: pytest.MonkeyPatch, slim: None) -> Any:
+def fail_at(monkeypatch, slim):
     """`fail_at("0:3:nan")`, in this process and in those that it starts. Classifiers are slim here."""
 
     inject.install(monkeypatch.setattr)
@@ -47,9 +47,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_22_a_nan_is_skipped_and_written_down(
-    tmp_path: Path, packed: Path, task: str, fail_at: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_22_a_nan_is_skipped_and_written_down(tmp_path, packed, task, fail_at, capsys):
     """The step changes neither weights nor averages nor moments; the next ones train on."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     fail_at("0:4:nan")
@@ -66,7 +64,7 @@ def test_fault_22_a_nan_is_skipped_and_written_down(
     assert all(torch.isfinite(value).all() for value in state_of(tmp_path / "run", 8)[hit[1]].values())
 
 
-def test_fault_22_on_one_rank_it_is_seen_by_all(tmp_path: Path, packed: Path, fail_at: Any) -> None:
+def test_fault_22_on_one_rank_it_is_seen_by_all(tmp_path, packed, fail_at):
     """Rank 1's NaN masks rank 0's update too: the weights stay equal, which is compared after every step."""
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:3:nan")
@@ -76,9 +74,7 @@ def test_fault_22_on_one_rank_it_is_seen_by_all(tmp_path: Path, packed: Path, fa
     assert math.isfinite(rows(tmp_path / "run")[-1]["loss/generator"])
 
 
-def test_fault_22_past_the_cap_training_stops_itself(
-    tmp_path: Path, packed: Path, fail_at: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_22_past_the_cap_training_stops_itself(tmp_path, packed, fail_at, capsys):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     fail_at("0:2:nan,0:3:nan,0:4:nan")
     found = in_process(config, tmp_path / "run", capsys, "--nonfinite-cap", "2")
@@ -87,9 +83,7 @@ def test_fault_22_past_the_cap_training_stops_itself(
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 
-def test_fault_22_what_the_loss_scaler_skips_is_told_apart(
-    tmp_path: Path, packed: Path, fail_at: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_22_what_the_loss_scaler_skips_is_told_apart(tmp_path, packed, fail_at, capsys):
     """In fp16 an overflow lowers the scale, 65536 at first: no fault, and not counted as one."""
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     fail_at("0:2:nan")
@@ -101,9 +95,7 @@ def test_fault_22_what_the_loss_scaler_skips_is_told_apart(
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_28_out_of_memory(
-    tmp_path: Path, packed: Path, task: str, fail_at: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_28_out_of_memory(tmp_path, packed, task, fail_at, capsys):
     """The message names batch, resolution and three settings; the last checkpoint is intact, the command goes on."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     fail_at("0:5:oom")
@@ -123,7 +115,7 @@ def test_fault_28_out_of_memory(
     assert "resumed at step 4 of 8" in in_process(config, tmp_path / "run", capsys).success().err
 
 
-def test_fault_28_on_one_rank(tmp_path: Path, packed: Path, fail_at: Any) -> None:
+def test_fault_28_on_one_rank(tmp_path, packed, fail_at):
     """The rank at fault tells it; the others leave, and the file of the run's state has its reason."""
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:5:oom")
@@ -136,7 +128,7 @@ def test_fault_28_on_one_rank(tmp_path: Path, packed: Path, fail_at: Any) -> Non
     assert "rank 1 has left in step 5: TrainingHalted: memory ran out" in reason
 
 
-def test_ranks_that_drift_apart_are_found(tmp_path: Path, packed: Path, fail_at: Any) -> None:
+def test_ranks_that_drift_apart_are_found(tmp_path, packed, fail_at):
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:4:unequal")
     options = ["--procs", "2", "--distributed.check-every", "2", *SHORT]
@@ -145,7 +137,7 @@ def test_ranks_that_drift_apart_are_found(tmp_path: Path, packed: Path, fail_at:
     found.error("no longer hold the same numbers after step 4", "generator on rank 1")
 
 
-def test_what_is_compared(tmp_path: Path) -> None:
+def test_what_is_compared(tmp_path):
     """Weights, averages, statistics, moments and numbers."""
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
     network.register_buffer("w_avg", torch.zeros(3))
@@ -162,7 +154,7 @@ def test_what_is_compared(tmp_path: Path) -> None:
     assert (prints != changed).tolist() == [True, False]
 
 
-def test_parameters_without_a_gradient_are_named() -> None:
+def test_parameters_without_a_gradient_are_named():
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     updater = Updater(network, OptimizerConfig(name="sgd"), Precision("fp32", torch.device("cpu")), 10)
     network[0](torch.ones(1, 2)).sum().backward()
@@ -172,9 +164,7 @@ def test_parameters_without_a_gradient_are_named() -> None:
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_deterministic_training_runs_on_this_device(
-    tmp_path: Path, packed: Path, task: str, fail_at: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deterministic_training_runs_on_this_device(tmp_path, packed, task, fail_at, capsys):
     """With deterministic algorithms only the numbers are, on a CPU, those without."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     try:
@@ -187,9 +177,7 @@ def test_deterministic_training_runs_on_this_device(
 
 
 @pytest.mark.slow
-def test_the_seed_of_pythons_hashes_does_not_matter(
-    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_seed_of_pythons_hashes_does_not_matter(tmp_path, packed, monkeypatch):
     """The order of sets of strings depends on it; a training does not."""
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     states = []
@@ -200,7 +188,7 @@ def test_the_seed_of_pythons_hashes_does_not_matter(
     assert differing(states[0], states[1]) == []
 
 
-def test_an_operation_without_a_deterministic_form_is_explained(packed: Path) -> None:
+def test_an_operation_without_a_deterministic_form_is_explained(packed):
     from duetgan.training.engine.tasks import build_run_config
 
     config = build_run_config({"task": "gan", "data": {"path": str(packed / "train.lmdb")}}, [], "x")
@@ -215,6 +203,6 @@ def test_an_operation_without_a_deterministic_form_is_explained(packed: Path) ->
     assert health.explain(RuntimeError("something else"), config, 3, 16) is None
 
 
-def test_halting_keeps_its_reason() -> None:
+def test_halting_keeps_its_reason():
     error = TrainingHalted("rank 1 is gone", rank_specific=True, quiet=True)
     assert (str(error), error.rank_specific, error.quiet, error.exit_code) == ("rank 1 is gone", True, True, 4)

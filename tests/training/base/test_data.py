@@ -32,7 +32,7 @@ LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """train.lmdb: 10 raw RGB images of 8 px; test.lmdb: four others; own.lmdb: sizes of their own."""
     pack_arrays(tmp_path / "train.lmdb", sample_images(10), LABELS, CLASSES)
     pack_arrays(tmp_path / "test.lmdb", sample_images(4, seed=1), [0, 1, 2, 0], CLASSES)
@@ -62,7 +62,7 @@ def opened(config: RunConfig) -> tuple[Dataset, Dataset | None]:
 # --- opening
 
 
-def test_every_option_reaches_the_data_set(folder: Path) -> None:
+def test_every_option_reaches_the_data_set(folder):
     plain = data.open_training(config_of(folder).data)
     assert (plain.workers, plain.crop, plain.on_damage, plain.resolution) == (0, None, "stop", 8)
     options: dict[str, Any] = {"crop": "random", "crop_area": (0.5, 0.9), "crop_aspect": (0.8, 1.25)}
@@ -72,7 +72,7 @@ def test_every_option_reaches_the_data_set(folder: Path) -> None:
     assert (dataset.workers, dataset.on_damage, dataset.resolution) == (3, "skip", 6)
 
 
-def test_held_out_images_are_whole_and_at_the_same_size(folder: Path) -> None:
+def test_held_out_images_are_whole_and_at_the_same_size(folder):
     assert data.open_held_out(config_of(folder).data, Dataset(folder / "train.lmdb")) is None
     config = config_of(folder, val_path=str(folder / "own.lmdb"), crop="random", on_damage="skip", resolution=6)
     training, held_out = opened(config)
@@ -108,7 +108,7 @@ def test_held_out_images_are_whole_and_at_the_same_size(folder: Path) -> None:
         *(({"val_path": f"{kind}.lmdb"}, rf"{kind}\.lmdb: .*pack") for kind in ("grey", "large", "small")),
     ],
 )
-def test_files_that_are_missing_or_do_not_fit_are_named(folder: Path, options: dict[str, Any], problem: str) -> None:
+def test_files_that_are_missing_or_do_not_fit_are_named(folder, options, problem):
     """Held-out images of another size were scaled in silence."""
     for name, channels, side in (("grey", 1, 8), ("large", 3, 16), ("small", 3, 4)):
         pack_arrays(folder / f"{name}.lmdb", sample_images(4, channels, side), [0, 1, 2, 0], CLASSES)
@@ -123,7 +123,7 @@ def test_files_that_are_missing_or_do_not_fit_are_named(folder: Path, options: d
 # --- checks
 
 
-def test_held_out_images_are_scaled_where_a_resolution_is_set(folder: Path) -> None:
+def test_held_out_images_are_scaled_where_a_resolution_is_set(folder):
     pack_arrays(folder / "larger.lmdb", sample_images(4, side=16), [0, 1, 2, 0], CLASSES)
     _, held_out = opened(config_of(folder, val_path=str(folder / "larger.lmdb"), resolution=8))
     assert held_out is not None
@@ -132,7 +132,7 @@ def test_held_out_images_are_scaled_where_a_resolution_is_set(folder: Path) -> N
 
 @pytest.mark.parametrize("label", [-1, 3, 1 << 40])
 @pytest.mark.parametrize("name", ["train.lmdb", "test.lmdb"])
-def test_labels_without_a_class(folder: Path, name: str, label: int) -> None:
+def test_labels_without_a_class(folder, name, label):
     """Also for a GAN, whose task does not look at them."""
     change_entry(folder / name, label=label)
     told = rf"{name}: record 0 is damaged: label {label} has no class, the file has 3 classes; copy or pack"
@@ -140,7 +140,7 @@ def test_labels_without_a_class(folder: Path, name: str, label: int) -> None:
         opened(config_of(folder, val_path=str(folder / "test.lmdb")))
 
 
-def test_leaks_are_counted(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaks_are_counted(folder, capsys, monkeypatch):
     mixed = np.concatenate([sample_images(4, seed=1), sample_images(10)[[3, 3, 7]]])
     pack_arrays(folder / "mixed.lmdb", mixed, [0] * 7, CLASSES)
     opened(config_of(folder, val_path=str(folder / "test.lmdb")))
@@ -162,7 +162,7 @@ def test_leaks_are_counted(folder: Path, capsys: pytest.CaptureFixture[str], mon
     ("soft", "hard", "raised"),
     [(98, 98, None), (1024, 4096, None), (40, 4096, 98), (40, 98, 98), (40, -1, 98), (-1, -1, None)],
 )
-def test_limit_of_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None) -> None:
+def test_limit_of_open_files(monkeypatch, soft, hard, raised):
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
@@ -170,7 +170,7 @@ def test_limit_of_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: i
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
-def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_too_few_open_files(monkeypatch, folder):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 97))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("raised"))
     with pytest.raises(UserError, match=r"may open 97 files here \(ulimit -n\), training needs 98; run `ulimit -n 98`"):
@@ -184,7 +184,7 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
 # --- sampling and loading
 
 
-def test_weights(folder: Path) -> None:
+def test_weights(folder):
     reader = Dataset(folder / "train.lmdb")
     shares = data.label_shares
 
@@ -209,7 +209,7 @@ def test_weights(folder: Path) -> None:
     assert all(type(share) is float for share in found)
 
 
-def test_loader_follows_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_follows_the_config(folder, monkeypatch):
     monkeypatch.setattr("duetgan.utils.distributed.collectives.rank", lambda: 1)
     monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
     config = config_of(folder, sampling="balanced", prefetch=3)
@@ -227,7 +227,7 @@ def test_loader_follows_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch
 # --- what the plan says
 
 
-def test_threads_are_measured_only_where_they_are_left_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_measured_only_where_they_are_left_open(folder, monkeypatch):
     asked: list[int] = []
 
     def measured(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
@@ -250,14 +250,14 @@ def test_threads_are_measured_only_where_they_are_left_open(folder: Path, monkey
     assert (training.workers, held_out.workers, asked) == (2, 2, [4])
 
 
-def test_description(folder: Path) -> None:
+def test_description(folder):
     assert data.data_text(Dataset(folder / "train.lmdb")) == "10 images, 8 px, RGB, 3 classes, raw"
     pack_arrays(folder / "grey.lmdb", sample_images(1200, 1, 4), encoding="png")
     two = Dataset([folder / "grey.lmdb", folder / "grey.lmdb"])
     assert data.data_text(two) == "2,400 images in 2 files, 4 px, grey, no labels, png"
 
 
-def test_fault_20_held_out_classes_of_a_gan(tmp_path: Path) -> None:
+def test_fault_20_held_out_classes_of_a_gan(tmp_path):
     made = {}
     names = {"train": ["cat", "dog"], "val": ["cat", "emu"], "swapped": ["dog", "cat"], "plain": []}
     for name, classes in names.items():
@@ -272,7 +272,7 @@ def test_fault_20_held_out_classes_of_a_gan(tmp_path: Path) -> None:
     gan.GanTask(config, made["train"], None, torch.device("cpu"))
 
 
-def test_what_the_report_says_of_the_images(folder: Path) -> None:
+def test_what_the_report_says_of_the_images(folder):
     """U9: count, classes, size and content of both files, as plain data."""
     training, held_out = opened(config_of(folder, val_path=str(folder / "test.lmdb")))
     facts = data.facts(training, held_out)
@@ -287,7 +287,7 @@ def test_what_the_report_says_of_the_images(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], ["--data.class_rates", "{1: 2.0}"]])
-def test_a_class_that_yaml_reads_as_a_number(tmp_path: Path, tokens: list[str]) -> None:
+def test_a_class_that_yaml_reads_as_a_number(tmp_path, tokens):
     """J31: it is the class of that name."""
     text = "data: {path: x.lmdb, class_rates: {1: 2.0}}"
     recipe = tmp_path / "recipe.yaml"

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """An untrained GAN of 8 px grey images of three classes."""
     return gan_run(tmp_path_factory.mktemp("gan") / "run")
 
@@ -32,7 +32,7 @@ def keys(epochs: Any, seed: int = 5) -> SampleKeys:
     return SampleKeys(seed, np.array(epochs), np.zeros(len(epochs), np.int64))
 
 
-def test_a_sample_depends_on_its_epoch_and_number_alone(run: Path) -> None:
+def test_a_sample_depends_on_its_epoch_and_number_alone(run):
     whole, labels = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([0] * COUNT))
     np.testing.assert_array_equal(labels, np.arange(COUNT) % 3)
     later, _ = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([1] * COUNT))
@@ -49,7 +49,7 @@ def test_a_sample_depends_on_its_epoch_and_number_alone(run: Path) -> None:
         samples.read([0])
 
 
-def test_they_are_the_generators_own_with_their_labels(run: Path) -> None:
+def test_they_are_the_generators_own_with_their_labels(run):
     samples = GeneratedSamples(str(run), COUNT)
     found, labels = samples.read(range(BLOCK), keys=keys([4] * BLOCK))
     expected = generate(
@@ -60,7 +60,7 @@ def test_they_are_the_generators_own_with_their_labels(run: Path) -> None:
     assert not np.array_equal(found, fixed)  # those of grids and evaluation have keys of their own
 
 
-def test_what_makes_other_samples_has_another_hash(run: Path, tmp_path: Path) -> None:
+def test_what_makes_other_samples_has_another_hash(run, tmp_path):
     hashes = {
         GeneratedSamples(str(run), COUNT).meta.content_hash,
         GeneratedSamples(str(run), COUNT + 1).meta.content_hash,
@@ -71,7 +71,7 @@ def test_what_makes_other_samples_has_another_hash(run: Path, tmp_path: Path) ->
     assert GeneratedSamples(str(run), COUNT).meta.content_hash in hashes
 
 
-def test_a_run_that_does_not_fit_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_is_refused(run, tmp_path):
     with pytest.raises(UserError, match="a 'gan' checkpoint is needed"):
         GeneratedSamples(str(classifier_run(tmp_path / "judge")), COUNT)
     with pytest.raises(UserError, match="its generator has 3 classes, the images 2"):
@@ -86,7 +86,7 @@ def test_a_run_that_does_not_fit_is_refused(run: Path, tmp_path: Path) -> None:
         ([], 3, [0, 0, 0]),
     ],
 )
-def test_labels_are_spread_evenly(shares: list[float], count: int, expected: list[int]) -> None:
+def test_labels_are_spread_evenly(shares, count, expected):
     assert even_labels(shares, count).tolist() == expected
 
 
@@ -100,7 +100,7 @@ def config_of(folder: Path, run: Path, **synthetic: Any) -> RunConfig:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """train.lmdb: 20 images of 8 px, 12, 6 and 2 of a class."""
     labels = [0] * 12 + [1] * 6 + [2] * 2
     pack_arrays(tmp_path / "train.lmdb", sample_images(20, channels=1), labels, CLASSES)
@@ -114,7 +114,7 @@ def opened(config: RunConfig) -> MixedDataset:
     return training
 
 
-def test_ranks_and_restarts_draw_the_same_samples(folder: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_restarts_draw_the_same_samples(folder, run, monkeypatch):
     config = config_of(folder, run)
     straight = data.make_loader(config, opened(config), CPU)
     batches = [next(straight) for _ in range(6)]  # 72 samples: more than three epochs
@@ -136,7 +136,7 @@ def test_ranks_and_restarts_draw_the_same_samples(folder: Path, run: Path, monke
         assert torch.equal(batch.labels, torch.cat([part.labels for part in parts]))
 
 
-def test_fresh_samples_fill_up_rare_classes(folder: Path, run: Path) -> None:
+def test_fresh_samples_fill_up_rare_classes(folder, run):
     config = config_of(folder, run, share=None, balance="fill")  # they lack 0, 6 and 10: 16 of 36
     loader, found = data.make_loader(config, opened(config), CPU), np.zeros(3, int)
     for _ in range(30):
@@ -145,7 +145,7 @@ def test_fresh_samples_fill_up_rare_classes(folder: Path, run: Path) -> None:
     assert abs(found - 240).max() <= 20
 
 
-def test_other_classes_are_refused_and_the_plan_names_the_run(folder: Path, run: Path, tmp_path: Path) -> None:
+def test_other_classes_are_refused_and_the_plan_names_the_run(folder, run, tmp_path):
     other = gan_run(tmp_path / "other", classes=["light", "grey", "dark"])
     with pytest.raises(UserError, match="its classes are not those of"):
         opened(config_of(folder, other))

@@ -22,7 +22,7 @@ def noise(count: int, seed: int = 0) -> list[float]:
     return list(np.random.default_rng(seed).normal(2.0, 0.1, count))
 
 
-def test_a_jump_is_found_and_noise_is_not() -> None:
+def test_a_jump_is_found_and_noise_is_not():
     detector = SpikeDetector(SpikesConfig(factor=20))
     assert detector.see(0, noise(500)) is None
     found = detector.see(500, [2.1, 1.9, 9.0, 30.0])
@@ -32,13 +32,13 @@ def test_a_jump_is_found_and_noise_is_not() -> None:
 
 
 @pytest.mark.parametrize(("value", "spike"), [(2.0 + 0.1 * 5 * 1.4, True), (2.0 + 0.1 * 5 * 0.6, False)])
-def test_the_threshold_is_in_standard_deviations(value: float, spike: bool) -> None:
+def test_the_threshold_is_in_standard_deviations(value, spike):
     detector = SpikeDetector(SpikesConfig(factor=5, window=5000))
     detector.history = noise(5000)
     assert (detector.see(0, [value]) is not None) == spike
 
 
-def test_what_is_no_spike() -> None:
+def test_what_is_no_spike():
     """A fall, what is not finite, and what comes before anything is usual."""
     detector = SpikeDetector(SpikesConfig())
     assert detector.see(0, [*noise(100), -50.0, math.nan, math.inf]) is None
@@ -46,7 +46,7 @@ def test_what_is_no_spike() -> None:
     assert SpikeDetector(SpikesConfig()).see(0, [1.0] * (LEAST - 1) + [100.0]) is None
 
 
-def test_a_spike_does_not_become_usual_but_a_new_level_does() -> None:
+def test_a_spike_does_not_become_usual_but_a_new_level_does():
     detector = SpikeDetector(SpikesConfig())
     detector.see(0, noise(100))
     assert detector.see(100, [9.0]) is not None
@@ -56,13 +56,13 @@ def test_a_spike_does_not_become_usual_but_a_new_level_does() -> None:
     assert detector.see(200, [9.0 + x for x in noise(20, seed=1)]) is None
 
 
-def test_a_loss_that_stands_still_may_move_a_little() -> None:
+def test_a_loss_that_stands_still_may_move_a_little():
     detector = SpikeDetector(SpikesConfig(factor=20))
     assert detector.see(0, [0.5] * 100 + [0.505]) is None
     assert detector.see(101, [0.52]) is not None
 
 
-def test_its_state_goes_on() -> None:
+def test_its_state_goes_on():
     one, two = SpikeDetector(SpikesConfig(window=50)), SpikeDetector(SpikesConfig(window=50))
     one.see(0, [*noise(80), 9.0, 9.0])
     assert len(one.history) == 50
@@ -85,9 +85,7 @@ def run(config: Path, folder: Path, *more: str, spikes: str = "") -> int:
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_back_to_the_last_checkpoint_with_other_images(
-    tmp_path: Path, packed: Path, task: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_back_to_the_last_checkpoint_with_other_images(tmp_path, packed, task, capsys):
     """The run that rolled back equals one that stopped at that checkpoint and went on from it with the loader ahead."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     assert run(config, tmp_path / "spiked", "--spikes.action", "roll-back", spikes="37") == 0
@@ -106,7 +104,7 @@ def test_back_to_the_last_checkpoint_with_other_images(
     assert [row["step"] for row in map(json.loads, lines) if "images" in row] == list(range(4, 45, 4))
 
 
-def test_a_warning_changes_nothing(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_changes_nothing(tmp_path, packed, capsys):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     assert run(config, tmp_path / "quiet") == 0
     assert "jumped" not in capsys.readouterr().err
@@ -116,14 +114,14 @@ def test_a_warning_changes_nothing(tmp_path: Path, packed: Path, capsys: pytest.
     assert differing(a["model"], b["model"]) == []
 
 
-def test_too_many_roll_backs_end_the_run(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_roll_backs_end_the_run(tmp_path, packed, capsys):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     more = ["--spikes.action", "roll-back", "--spikes.limit", "1", "--log.every", "1"]
     assert run(config, tmp_path / "run", *more, spikes="37 38") == 4
     assert "after 1 roll-backs (spikes.limit); lower the learning rate" in capsys.readouterr().err
 
 
-def test_a_metric_that_is_not_there_is_named(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_that_is_not_there_is_named(tmp_path, packed, capsys):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     assert run(config, tmp_path / "run", "--spikes.metric", "loss/generator") == 2
     assert "spikes.metric loss/generator: not a metric of every step" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def test_its_state_goes_on():
     assert second.reason == "early stopping: 3 evaluations without x better than 0.5"
 
 
-def test_it_needs_images_to_evaluate_with(packed: Path):
+def test_it_needs_images_to_evaluate_with(packed):
     tree = {"task": "classifier", "early_stopping": {"patience": 1}}
     config: Any = build_run_config(tree | {"data": {"path": str(packed / "train.lmdb")}}, [], "x")
     with Dataset(packed / "train.lmdb") as reader, pytest.raises(UserError, match=r"give data\.val_path"):
@@ -119,7 +118,7 @@ def ran(packed, folder, patience=None, *, size=8, max_steps=None):
     return loop
 
 
-def test_a_run_stops_early_and_a_resume_knows(packed: Path, tmp_path: Path, capsys):
+def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
     loop = ran(packed, tmp_path / "run", 2, max_steps=6)  # stopped on the way it counts on
     assert (loop.step, loop.finished) == (6, False)
     loop = ran(packed, tmp_path / "run", 2)
@@ -133,7 +132,7 @@ def test_a_run_stops_early_and_a_resume_knows(packed: Path, tmp_path: Path, caps
     assert straight.step == 8
 
 
-def test_images_are_counted_over_a_resume_with_another_batch_size(packed: Path, tmp_path: Path):
+def test_images_are_counted_over_a_resume_with_another_batch_size(packed, tmp_path):
     """U6: they ran backwards."""
     ran(packed, tmp_path / "run", size=8, max_steps=6)
     loop = ran(packed, tmp_path / "run", size=4)

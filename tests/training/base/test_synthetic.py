@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """train.lmdb: 10 raw RGB images of 8 px, 6, 3 and 1 of a class; drawn.lmdb: 12 others, 4 of each class."""
     pack_arrays(tmp_path / "train.lmdb", sample_images(10), LABELS, CLASSES)
     pack_arrays(tmp_path / "drawn.lmdb", sample_images(12, seed=1), np.arange(12) % 3, CLASSES)
@@ -55,11 +55,11 @@ def refusal(config: RunConfig) -> str:
 
 
 @pytest.mark.parametrize(("until", "end"), [(1.0, None), (0.8, 80), (0.801, 81), (30, 30), (100, None), (2, 2)])
-def test_until_is_a_share_of_the_steps_or_a_step(until: float, end: int | None) -> None:
+def test_until_is_a_share_of_the_steps_or_a_step(until, end):
     assert SyntheticConfig(path="x", share=0.5, until=until).last_step(100) == end
 
 
-def test_a_recipe_and_the_command_line_set_it() -> None:
+def test_a_recipe_and_the_command_line_set_it():
     tree = {"task": "classifier", "data": {"path": "a", "synthetic": {"path": "b", "share": 0.5}}}
     config = build_run_config(tree, ["--data.synthetic.share", "0.25", "--data.synthetic.until=0.5"], "x")
     assert isinstance(config, ClassifierConfig)
@@ -69,7 +69,7 @@ def test_a_recipe_and_the_command_line_set_it() -> None:
 # --- the second file
 
 
-def test_it_is_read_as_the_training_images_are(folder: Path) -> None:
+def test_it_is_read_as_the_training_images_are(folder):
     training = opened(config_of(folder, more={"on_damage": "skip", "crop": "random", "workers": 2}))
     second = training.synthetic
     assert isinstance(second, Dataset)
@@ -78,7 +78,7 @@ def test_it_is_read_as_the_training_images_are(folder: Path) -> None:
     assert type(data.open_training(DataConfig(path=str(folder / "train.lmdb")))).__name__ == "Dataset"
 
 
-def test_a_file_that_cannot_be_used_is_told_before_the_first_step(folder: Path) -> None:
+def test_a_file_that_cannot_be_used_is_told_before_the_first_step(folder):
     told = refusal(config_of(folder, path=str(folder / "none.lmdb")))
     assert told.startswith("data.synthetic.path ")
     assert "generate.py dataset" in told
@@ -98,14 +98,14 @@ def test_a_file_that_cannot_be_used_is_told_before_the_first_step(folder: Path) 
         (sample_images(6), [0, 1] * 3, CLASSES, "no image of class 'emu'"),
     ],
 )
-def test_a_file_that_does_not_fit_is_named(folder: Path, images: Any, labels: Any, classes: Any, told: str) -> None:
+def test_a_file_that_does_not_fit_is_named(folder, images, labels, classes, told):
     pack_arrays(folder / "other.lmdb", images, labels, classes)
     found = refusal(config_of(folder, path=str(folder / "other.lmdb"), share=None, balance="fill"))
     assert found.startswith(str(folder / "other.lmdb"))
     assert told in found
 
 
-def test_held_out_images_among_the_synthetic_ones_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_images_among_the_synthetic_ones_are_told(folder, capsys):
     pack_arrays(folder / "test.lmdb", sample_images(12, seed=1)[:4], [0, 1, 2, 0], CLASSES)
     opened(config_of(folder, more={"val_path": str(folder / "test.lmdb")}))
     assert "warning: 4 of the 4 images of" in capsys.readouterr().err
@@ -127,14 +127,14 @@ def seen(config: RunConfig, count: int) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
-def test_each_batch_has_its_share_until_the_end_of_the_mixture(folder: Path) -> None:
+def test_each_batch_has_its_share_until_the_end_of_the_mixture(folder):
     config = config_of(folder, until=0.1)
     loader = data.make_loader(config, opened(config), CPU)
     counts = [int(batch.synthetic.sum()) for batch in (next(loader) for _ in range(14)) if batch.synthetic is not None]
     assert counts == [2] * 10 + [0] * 4
 
 
-def test_fill_brings_rare_classes_up_to_the_largest(folder: Path) -> None:
+def test_fill_brings_rare_classes_up_to_the_largest(folder):
     """6, 3 and 1 real images lack 0, 3 and 5: of 18 images 8 are synthetic."""
     config = config_of(folder, share=None, balance="fill", batch_size=9)
     assert share_of(config.data.synthetic, [6, 3, 1]) == Fraction(8, 18)
@@ -145,13 +145,13 @@ def test_fill_brings_rare_classes_up_to_the_largest(folder: Path) -> None:
     assert drawn.sum() == 400
 
 
-def test_fill_with_a_share_keeps_the_share(folder: Path) -> None:
+def test_fill_with_a_share_keeps_the_share(folder):
     real, drawn = seen(config_of(folder, balance="fill"), 100)
     assert (real.sum(), drawn.sum()) == (600, 200)
     assert abs(drawn - np.array([0, 75, 125])).max() <= 5
 
 
-def test_fill_follows_weighted_sampling(folder: Path) -> None:
+def test_fill_follows_weighted_sampling(folder):
     rates = {"class_rates": {"dog": 2.0}}  # 6, 6 and 1
     config = config_of(folder, share=None, balance="fill", more=rates)
     assert share_of(config.data.synthetic, real_label_shares(config.data, opened(config))) == Fraction(5, 18)
@@ -159,7 +159,7 @@ def test_fill_follows_weighted_sampling(folder: Path) -> None:
     assert told.startswith("data.synthetic.balance fill: no class lacks images")
 
 
-def test_classes_are_as_frequent_as_both_kinds_show_them(folder: Path) -> None:
+def test_classes_are_as_frequent_as_both_kinds_show_them(folder):
     config = config_of(folder, share=0.5)
     expected = 0.5 * np.array([0.6, 0.3, 0.1]) + 0.5 / 3
     np.testing.assert_allclose(label_shares(config.data, opened(config)), expected)
@@ -167,7 +167,7 @@ def test_classes_are_as_frequent_as_both_kinds_show_them(folder: Path) -> None:
     np.testing.assert_allclose(label_shares(config.data, opened(config)), [1 / 3] * 3)
 
 
-def test_the_plan_says_it(folder: Path) -> None:
+def test_the_plan_says_it(folder):
     config = config_of(folder, until=0.5, weight=0.5)
     told = data.mixture_text(config, opened(config))
     assert told.startswith("12 images, 8 px, RGB, 3 classes, raw, no passport: they count as real; 0.25 of each batch")

@@ -1,5 +1,4 @@
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def state_of(task):
     return copy.deepcopy({name: part.state_dict() for name, part in task.registry().items() if name != "micro_batch"})
 
 
-def test_a_step_without_memory_is_repeated_from_its_beginning(packed: Path, capsys):
+def test_a_step_without_memory_is_repeated_from_its_beginning(packed, capsys):
     task, loader = build(packed, micro_batch="auto")
     smaller, other_loader = build(packed, micro_batch=3)
     tried = full_above(task, 3)
@@ -119,7 +118,7 @@ def test_a_step_without_memory_is_repeated_from_its_beginning(packed: Path, caps
     assert resumed.micro.parts() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
 
 
-def test_memory_that_runs_out_between_micro_batches(packed: Path):
+def test_memory_that_runs_out_between_micro_batches(packed):
     """Gradients of the parts before must not stay."""
     task, loader = build(packed, micro_batch="auto")
     smaller, other_loader = build(packed, micro_batch=3)
@@ -138,7 +137,7 @@ def test_memory_that_runs_out_between_micro_batches(packed: Path):
     torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
 
 
-def test_other_errors_are_not_memory(packed: Path):
+def test_other_errors_are_not_memory(packed):
     task, loader = build(packed, micro_batch="auto")
     tried = full_above(task, 0, RuntimeError("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
@@ -146,7 +145,7 @@ def test_other_errors_are_not_memory(packed: Path):
     assert tried == [12]
 
 
-def test_without_auto_the_remedy_is_told(packed: Path):
+def test_without_auto_the_remedy_is_told(packed):
     task, loader = build(packed)
     full_above(task, 3)
     with pytest.raises(torch.OutOfMemoryError) as caught:

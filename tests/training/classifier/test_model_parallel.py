@@ -5,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def build(**config: Any) -> Classifier:
         ({"name": "schedulefree-adamw", "scaled": True, "weight_decay": 0.1}, False),
     ],
 )
-def test_an_update_is_made_on_each_device(options: dict[str, Any], frozen: bool, slim: None) -> None:
+def test_an_update_is_made_on_each_device(options, frozen, slim):
     model = build(split={"layer3": 1})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "layer3" not in name and "fc" not in name))
@@ -113,7 +112,7 @@ def test_an_update_is_made_on_each_device(options: dict[str, Any], frozen: bool,
             assert ours.device == theirs.device
 
 
-def test_what_lies_elsewhere_is_refused_here() -> None:
+def test_what_lies_elsewhere_is_refused_here():
     """The test above would see it: faked tensors alone let the second pass."""
     with faked():
         here, there = torch.ones(2, device=GPUS[0]), torch.ones((), device=GPUS[1])
@@ -123,7 +122,7 @@ def test_what_lies_elsewhere_is_refused_here() -> None:
             torch._foreach_mul_([here], there)
 
 
-def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch):
     sent: list[tuple[str, int]] = []
 
     class Work:
@@ -150,7 +149,7 @@ def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch: pytest.Mon
     assert sent == [("cuda:0", 105), ("cuda:1", 117), ("cuda:0", 50)]
 
 
-def test_layers_on_both_devices_are_watched() -> None:
+def test_layers_on_both_devices_are_watched():
     model = build(split={"layer3": 1})
     watched = {name: model.get_submodule(f"network.{name}") for name in ("layer1.0.bn2", "layer3.0.bn2")}
     statistics = LayerStatistics(watched)
@@ -169,9 +168,7 @@ def test_layers_on_both_devices_are_watched() -> None:
     ("visible", "processes", "rank", "expected"),
     [(4, 2, 0, [0, 1]), (4, 2, 1, [2, 3]), (5, 2, 1, [2, 3]), (4, 1, 0, [0, 1, 2, 3]), (2, 2, 1, [1])],
 )
-def test_each_process_has_as_many_devices(
-    monkeypatch: pytest.MonkeyPatch, visible: int, processes: int, rank: int, expected: list[int]
-) -> None:
+def test_each_process_has_as_many_devices(monkeypatch, visible, processes, rank, expected):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
@@ -190,14 +187,12 @@ def test_each_process_has_as_many_devices(
 
 
 @pytest.fixture
-def two_cpus(monkeypatch: pytest.MonkeyPatch, slim: None) -> None:
+def two_cpus(monkeypatch, slim):
     """The CPU counts as two devices, and the networks are slim."""
     monkeypatch.setattr(collectives, "own_devices", lambda device: [device, device])
 
 
-def test_a_split_run_is_one_that_was_not_to_the_bit_and_either_goes_on_as_the_other(
-    packed: Path, tmp_path: Path, two_cpus: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_split_run_is_one_that_was_not_to_the_bit_and_either_goes_on_as_the_other(packed, tmp_path, two_cpus, capsys):
     recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
     runs = {name: ["--config", recipe, "--run-dir", str(tmp_path / name), "--steps", "3"] for name in ("one", "two")}
     assert run_cli(train.main, runs["one"]) == 0
@@ -216,9 +211,7 @@ def test_a_split_run_is_one_that_was_not_to_the_bit_and_either_goes_on_as_the_ot
     assert differing(state_of(tmp_path / "one", 3), state_of(tmp_path / "two", 3)) == []
 
 
-def test_the_plan_says_what_lies_where(
-    packed: Path, tmp_path: Path, two_cpus: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_says_what_lies_where(packed, tmp_path, two_cpus, capsys):
     recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
     arguments = ["--config", recipe, "--run-dir", str(tmp_path / "run"), "--dry-run", "--model.split", "{layer3: 1}"]
     assert run_cli(train.main, arguments) == 0
@@ -229,9 +222,7 @@ def test_the_plan_says_what_lies_where(
 
 
 @pytest.mark.parametrize("setting", ["auto", "{layer3: 1}"])
-def test_one_device_is_not_enough(
-    packed: Path, tmp_path: Path, setting: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_device_is_not_enough(packed, tmp_path, setting, capsys):
     recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
     arguments = ["--config", recipe, "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--model.split", setting]
     assert run_cli(train.main, arguments) == 2
@@ -240,14 +231,14 @@ def test_one_device_is_not_enough(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_does_not_go_with_it() -> None:
+def test_what_does_not_go_with_it():
     tree = {"task": "classifier", "data": {"path": "x.lmdb"}, "compile": "on"}
     build_run_config(tree | {"model": {"split": "off"}}, [], "recipe")
     with pytest.raises(UserError, match="compile on cannot be combined with"):
         build_run_config(tree | {"model": {"split": "auto"}}, [], "recipe")
 
 
-def test_a_folder_takes_another_split_and_no_other_network(tmp_path: Path) -> None:
+def test_a_folder_takes_another_split_and_no_other_network(tmp_path):
     folder = RunFolder(tmp_path)
     folder.save_config({"model": {"name": "resnet18", "split": "off"}})
     for now in ("auto", {"layer3": 1}):
@@ -259,7 +250,7 @@ def test_a_folder_takes_another_split_and_no_other_network(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_two_processes_with_two_devices_each(packed: Path, tmp_path: Path) -> None:
+def test_two_processes_with_two_devices_each(packed, tmp_path):
     recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
     for module, setting in (("train", "off"), (__name__, "{layer3: 1}")):
         arguments = ["--config", recipe, "--run-dir", str(tmp_path / module), "--device", "cpu", "--max-steps", "2"]
@@ -273,7 +264,7 @@ def test_two_processes_with_two_devices_each(packed: Path, tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="fewer than two accelerators")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_two_accelerators_train_what_one_does(packed: Path, tmp_path: Path, precision: str) -> None:
+def test_two_accelerators_train_what_one_does(packed, tmp_path, precision):
     recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
     states = {}
     for name, setting in (("one", "off"), ("two", "{layer3: 1}"), ("auto", "auto")):

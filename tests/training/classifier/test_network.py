@@ -10,7 +10,7 @@ from duetgan.training.classifier.network import widen_narrow_maps
 
 
 @pytest.mark.parametrize(("kernel", "stride", "side"), [(3, 2, 1), (5, 2, 1), (7, 2, 1), (3, 3, 2), (3, 2, 2)])
-def test_gradients_are_those_of_fp32_whatever_the_memory_held(kernel: int, stride: int, side: int) -> None:
+def test_gradients_are_those_of_fp32_whatever_the_memory_held(kernel, stride, side):
     """As in layer4 of a ResNet with images of 16 px."""
     torch.manual_seed(0)
     conv = nn.Conv2d(64, 64, kernel, stride=stride, padding=kernel // 2, bias=False)
@@ -32,7 +32,7 @@ def test_gradients_are_those_of_fp32_whatever_the_memory_held(kernel: int, strid
     assert torch.equal(conv(x), own(x))  # in fp32 nothing changes
 
 
-def test_other_convolutions_stay_as_they_are() -> None:
+def test_other_convolutions_stay_as_they_are():
     others = [nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 2, stride=2), nn.Conv2d(4, 4, 4, stride=2, padding=1)]
     widen_narrow_maps(nn.ModuleList(others))
     assert not any(conv._forward_pre_hooks for conv in others)

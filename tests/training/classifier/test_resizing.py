@@ -54,7 +54,7 @@ def slow_sides(steps: int, full: int, scale: str, delay: str, last: str) -> list
     ("scale", "delay", "last"),
     [("0.5", "0.5", "0.2"), ("0.75", "0", "0.1"), ("0.6", "0.9", "0.1"), ("0.5", "0", "1"), ("0.51", "0.33", "0.3")],
 )
-def test_sides_are_those_of_a_slow_count(steps: int, full: int, scale: str, delay: str, last: str) -> None:
+def test_sides_are_those_of_a_slow_count(steps, full, scale, delay, last):
     fractions = {"delay_fraction": float(delay), "finetune_fraction": float(last)}
     config = ResizingConfig(initial_scale=float(scale), **fractions)
     expected = slow_sides(steps, full, scale, delay, last)
@@ -79,7 +79,7 @@ def test_sides_are_those_of_a_slow_count(steps: int, full: int, scale: str, dela
     assert list(kinds.values()) == sorted(kinds.values(), reverse=True)
 
 
-def test_sides_by_hand() -> None:
+def test_sides_by_hand():
     """Composer's defaults at 32 px and ten steps: five of 16 px, three that grow, two whole."""
     config = ResizingConfig(initial_scale=0.5)
     assert [side_at(config, step, 10, 32) for step in range(10)] == [16, 16, 16, 16, 16, 16, 20, 28, 32, 32]
@@ -88,7 +88,7 @@ def test_sides_by_hand() -> None:
 
 
 @pytest.fixture
-def reader(packed: Path):
+def reader(packed):
     with Dataset(packed / "train.lmdb") as opened:
         yield opened
 
@@ -98,7 +98,7 @@ def task_of(packed: Path, reader: Dataset, **more: Any) -> ClassifierTask:
     return ClassifierTask(config, reader, reader, CPU)
 
 
-def test_training_sees_them_and_evaluation_full_size(packed: Path, reader: Dataset) -> None:
+def test_training_sees_them_and_evaluation_full_size(packed, reader):
     """Data of 16 px: 8, then 12, then 16."""
     task = task_of(packed, reader, steps=3, resizing={"initial_scale": 0.5, "delay_fraction": 0.0})
     assert task.describe() == {"image size": "8 px, 12 px from step 1, 16 px from step 2"}
@@ -118,7 +118,7 @@ def test_training_sees_them_and_evaluation_full_size(packed: Path, reader: Datas
     assert not any("side" in name for name in task.model.state_dict())
 
 
-def test_steps_at_full_size_are_those_of_a_run_without(packed: Path, reader: Dataset) -> None:
+def test_steps_at_full_size_are_those_of_a_run_without(packed, reader):
     """And a smaller step is one with images that were scaled before; mixed ones are scaled once they are mixed."""
     resized, plain = task_of(packed, reader), task_of(packed, reader, resizing={})
     assert not plain.resizing.on
@@ -139,7 +139,7 @@ def test_steps_at_full_size_are_those_of_a_run_without(packed: Path, reader: Dat
         assert torch.equal(ours, theirs)
 
 
-def test_images_are_scaled_once_where_the_network_enlarges_them() -> None:
+def test_images_are_scaled_once_where_the_network_enlarges_them():
     model = Classifier(ModelConfig(stem="small", input_size=48), channels=1, classes=2, resolution=16)
     images = to_float(torch.arange(256).to(torch.uint8).view(1, 1, 16, 16))
     resizing = Resizing(ResizingConfig(initial_scale=0.5), model, 10)
@@ -159,7 +159,7 @@ def test_images_are_scaled_once_where_the_network_enlarges_them() -> None:
         ({"delay_fraction": 0.9, "finetune_fraction": 0.2}, r"0\.9 and finetune_fraction 0\.2: together they must be"),
     ],
 )
-def test_impossible_values_are_refused(wrong: dict[str, float], told: str) -> None:
+def test_impossible_values_are_refused(wrong, told):
     with pytest.raises(UserError, match=told):
         ResizingConfig(**wrong)
 
@@ -173,7 +173,7 @@ def test_impossible_values_are_refused(wrong: dict[str, float], told: str) -> No
         ("timm:test_vit", 160, 0.5, r"cannot take images of 80 px: raise resizing\.initial_scale, or leave it out"),
     ],
 )
-def test_sizes_that_a_network_cannot_take_are_refused(name: str, side: int, scale: float, told: str) -> None:
+def test_sizes_that_a_network_cannot_take_are_refused(name, side, scale, told):
     if name.startswith("timm"):
         pytest.importorskip("timm")
     model = Classifier(ModelConfig(name=name), channels=3, classes=2, resolution=side)
@@ -183,9 +183,7 @@ def test_sizes_that_a_network_cannot_take_are_refused(name: str, side: int, scal
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_compiled_network_is_compiled_for_every_size(
-    packed: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_network_is_compiled_for_every_size(packed, reader, monkeypatch):
     original, made = torch.compile, [0]
 
     def traced(function: Any, **options: Any) -> Any:

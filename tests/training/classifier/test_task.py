@@ -77,7 +77,7 @@ def train(config: Any, folder: Path, max_steps: int | None = None) -> dict[str, 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resumed_run_is_the_straight_one_to_the_bit(packed: Path, tmp_path: Path, variant: str) -> None:
+def test_a_resumed_run_is_the_straight_one_to_the_bit(packed, tmp_path, variant):
     config = config_of(packed, **VARIANTS[variant])
     straight = train(config, tmp_path / "straight")
     train(config, tmp_path / "resumed", max_steps=3 if variant == "cycle" else 4)  # there images are still small
@@ -88,13 +88,13 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(packed: Path, tmp_path: Pa
     assert ("micro_batch" in straight) == (config.micro_batch == "auto")
 
 
-def test_a_run_that_had_a_number_can_go_on_with_auto(packed: Path, tmp_path: Path) -> None:
+def test_a_run_that_had_a_number_can_go_on_with_auto(packed, tmp_path):
     train(config_of(packed), tmp_path / "run", max_steps=1)
     state = train(config_of(packed, micro_batch="auto"), tmp_path / "run", max_steps=2)
     assert state["micro_batch"] == {"size": 48}
 
 
-def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed: Path) -> None:
+def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
     config = config_of(packed, **VARIANTS["schedule-free"])
     with Dataset(packed / "train.lmdb") as reader:
         task = ClassifierTask(config, reader, None, CPU)
@@ -111,7 +111,7 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed: Path) ->
     assert not torch.equal(ours[name], theirs[name])  # these are averaged as ever
 
 
-def test_weights_scaled_rates_and_the_head_arrive(packed: Path) -> None:
+def test_weights_scaled_rates_and_the_head_arrive(packed):
     rates = {"name": "sgd", "lr": 0.1, "lr_batch_size": 96, "clip_adaptive": 0.01}
     config = config_of(packed, loss={"class_weights": {"Sandal": 3.0}}, optimizer=rates)
     with Dataset(packed / "train.lmdb") as reader:
@@ -126,7 +126,7 @@ def test_weights_scaled_rates_and_the_head_arrive(packed: Path) -> None:
         ClassifierTask(unknown, reader, None, CPU)
 
 
-def test_balanced_sampling_and_balanced_weights_do_not_add_up(packed: Path) -> None:
+def test_balanced_sampling_and_balanced_weights_do_not_add_up(packed):
     config = config_of(packed, data={"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}})
     with Dataset(packed / "train.lmdb") as reader:
         weights = ClassifierTask(config, reader, None, CPU).class_weights
@@ -135,7 +135,7 @@ def test_balanced_sampling_and_balanced_weights_do_not_add_up(packed: Path) -> N
     assert (weights[place] * 4 / weights[place - 1]).item() == pytest.approx(1.0)
 
 
-def test_compile_is_asked_for_the_network(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_is_asked_for_the_network(packed, monkeypatch):
     compiled: list[Any] = []
 
     def record(function: Any, **_: object) -> Any:
@@ -162,9 +162,7 @@ def test_compile_is_asked_for_the_network(packed: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("setting", "converted"), [("auto", True), ("off", False)])
-def test_batchnorm_is_synchronised_where_there_are_several_processes(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, setting: str, converted: bool
-) -> None:
+def test_batchnorm_is_synchronised_where_there_are_several_processes(packed, monkeypatch, setting, converted):
     seen: list[torch.device] = []
 
     def convert(model: nn.Module, device: torch.device) -> nn.Module:
@@ -180,7 +178,7 @@ def test_batchnorm_is_synchronised_where_there_are_several_processes(
     assert seen == [CPU] * converted
 
 
-def test_the_first_images_are_shown_mixed(packed: Path) -> None:
+def test_the_first_images_are_shown_mixed(packed):
     with Dataset(packed / "train.lmdb") as reader:
         mixed = ClassifierTask(config_of(packed, augment={"mixup": 8.0}), reader, None, CPU).sample_grid(0)
         plain = ClassifierTask(config_of(packed, augment={}), reader, None, CPU).sample_grid(0)

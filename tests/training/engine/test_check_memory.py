@@ -46,9 +46,7 @@ def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_si
         ("classifier", ["--model.input-size", "1000000000"], "model.input_size 1000000000: must be a whole number at"),
     ],
 )
-def test_what_cannot_fit_is_refused_in_seconds(
-    tmp_path: Path, packed: Path, task: str, options: list[str], told: str
-) -> None:
+def test_what_cannot_fit_is_refused_in_seconds(tmp_path, packed, task, options, told):
     recipe, began = write_config(tmp_path / "recipe.yaml", task, packed), time.monotonic()
     with pytest.raises(UserError, match=told):
         main(["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--device", "cpu", *options])
@@ -56,18 +54,18 @@ def test_what_cannot_fit_is_refused_in_seconds(
     assert not (tmp_path / "run").exists()
 
 
-def test_no_machine_has_so_many_processes() -> None:
+def test_no_machine_has_so_many_processes():
     with pytest.raises(UserError, match="--procs 1000000000: at least 1, at most 1024 on a machine"):
         main(["--config", "configs/quickstart_gan.yaml", "--procs", "1000000000"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_fit_where_they_are_meant_for(recipe: str) -> None:
+def test_recipes_fit_where_they_are_meant_for(recipe):
     tree = read_yaml(Path("configs") / f"{recipe}.yaml")
     check(tree, gib=16, resolution=tree.get("data", {}).get("resolution") or 32)
 
 
-def test_the_batch_that_is_named_fits() -> None:
+def test_the_batch_that_is_named_fits():
     tree = {"task": "classifier", "batch_size": 1_000_000}
     with pytest.raises(UserError, match=r"1000000 images of 32 px need 14\.3 GiB or more") as error:
         check(tree, gib=8)
@@ -82,12 +80,12 @@ def test_the_batch_that_is_named_fits() -> None:
     check(tree | {"micro_batch": "auto"}, gib=8)
 
 
-def test_weights_count_with_what_belongs_to_them() -> None:
+def test_weights_count_with_what_belongs_to_them():
     tree = {"task": "gan", "generator": {"z_dim": 500_000}}  # its first layer: 0.95 GiB
     check(tree, gib=6)
     with pytest.raises(UserError, match=r"^generator: its weights and what belongs to each need 4\.\d GiB or more"):
         check(tree, gib=3.5)
 
 
-def test_all_the_memory_there_is() -> None:
+def test_all_the_memory_there_is():
     assert 2**28 < total_bytes(CPU) < 2**50

@@ -1,6 +1,5 @@
 """N11: where memory ran out the message names keys that exist, help this task, and are not on yet."""
 
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ G, D, M = (f"--{name}.activation_checkpointing true" for name in ("generator", "
         ),
     ],
 )
-def test_what_helps_where_memory_ran_out(tree: dict[str, Any], helps: list[str]) -> None:
+def test_what_helps_where_memory_ran_out(tree, helps):
     config = build_run_config(tree, [], "x.yaml")
     told = explain(torch.OutOfMemoryError("no"), config, 3, 32)
     assert told is not None

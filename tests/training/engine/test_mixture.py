@@ -56,7 +56,7 @@ def config_of(packed: Path, task: str = "classifier", more: Any = None, **synthe
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("task", TREES)
-def test_a_resumed_run_is_the_straight_one_to_the_bit(packed: Path, tmp_path: Path, task: str, fresh: bool) -> None:
+def test_a_resumed_run_is_the_straight_one_to_the_bit(packed, tmp_path, task, fresh):
     other: dict[str, Any] = {}
     if fresh:
         classes = sample_images("test", 1)[2]
@@ -70,7 +70,7 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(packed: Path, tmp_path: Pa
     assert (loader["synthetic"]["consumed"], loader["consumed"]) == (72, 6 * 48 - 72)
 
 
-def test_a_run_cannot_go_on_with_another_mixture(packed: Path, tmp_path: Path) -> None:
+def test_a_run_cannot_go_on_with_another_mixture(packed, tmp_path):
     train(config_of(packed), tmp_path / "run", max_steps=1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     alone = build_run_config(TREES["classifier"] | {"data": {"path": str(packed / "train.lmdb")}}, [], "x")
@@ -82,7 +82,7 @@ def test_a_run_cannot_go_on_with_another_mixture(packed: Path, tmp_path: Path) -
         train(config_of(packed, path=str(tmp_path / "other.lmdb")), tmp_path / "copy")
 
 
-def test_checkpoints_record_who_drew_the_images(packed: Path, tmp_path: Path) -> None:
+def test_checkpoints_record_who_drew_the_images(packed, tmp_path):
     images, labels, classes = sample_images("test", 5)
     run = gan_run(tmp_path / "generator", classes=classes, side=16)
     passport = GeneratedSamples(str(run), 10).passport(0)
@@ -110,7 +110,7 @@ def first_loss(config: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("augment", [{"mixup": 0.4, "cutmix": 1.0}, {}])
-def test_the_weight_reaches_the_loss(packed: Path, augment: dict[str, Any]) -> None:
+def test_the_weight_reaches_the_loss(packed, augment):
     more = {"augment": augment}
     plain, right = first_loss(config_of(packed, more=more, share=1.0))
     half, also_right = first_loss(config_of(packed, more=more, share=1.0, weight=0.5))
@@ -121,7 +121,7 @@ def test_the_weight_reaches_the_loss(packed: Path, augment: dict[str, Any]) -> N
     assert 0.6 * plain < some < 0.9 * plain
 
 
-def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed: Path) -> None:
+def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed):
     """`until` is a step: from there on a batch is of real images alone, and its loss a plain mean."""
     losses = []
     for weight in (1.0, 0.5, 0.25):

@@ -52,7 +52,7 @@ def plan_of(task: ClassifierTask) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("batch_size", "warned"), [(200, False), (201, True)])
-def test_a_batch_larger_than_the_data_set_is_mentioned(packed: Path, batch_size: int, warned: bool) -> None:
+def test_a_batch_larger_than_the_data_set_is_mentioned(packed, batch_size, warned):
     rows = plan_of(task_of(packed, batch_size=batch_size, steps=3))
     warning = "batch larger than the data set: each batch holds repeats; make batch_size at most 200"
     assert rows.get("warning") == (warning if warned else None)
@@ -67,7 +67,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line) for line in text.splitlines()) if len(cells) > 1}
 
 
-def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed: Path) -> None:
+def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed):
     unfreeze = {"head": 0, "layer4": 7}
     config = FineTuneConfig(unfreeze=unfreeze, freeze=["layer4.0.*"], stage_lr={"layer4": 0.1})
     task = task_of(packed, finetune=config)
@@ -87,14 +87,14 @@ def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed: Path)
     assert not any(module._forward_hooks for module in task.ema.model.modules())
 
 
-def test_frozen_statistics_and_one_rate_for_all(packed: Path) -> None:
+def test_frozen_statistics_and_one_rate_for_all(packed):
     text = model_summary(task_of(packed, finetune=FineTuneConfig(freeze_bn=True)), "classifier", 8)
     assert rows_of(text)["bn1"][-3:] == ["0.5", "0", "yes, statistics kept"]
     assert rows_of(text)["conv1"][-3:] == ["0.5", "0.01", "yes"]
     assert "Non-trainable params: 0" in text
 
 
-def test_the_plan_says_what_trains(packed: Path) -> None:
+def test_the_plan_says_what_trains(packed):
     def told(**train: Any) -> str | None:
         return plan_of(task_of(packed, finetune=FineTuneConfig(**train))).get("what trains")
 
@@ -122,7 +122,7 @@ class PlainTask(ClassifierTask):
     trains = Task.trains
 
 
-def test_a_task_without_a_table_of_layers_has_torchinfos() -> None:
+def test_a_task_without_a_table_of_layers_has_torchinfos():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
     text = model_summary(PlainTask(network, torch.zeros(1, 1, 4, 4)), "net", 5)
     assert "Conv2d" in text
@@ -130,7 +130,7 @@ def test_a_task_without_a_table_of_layers_has_torchinfos() -> None:
     assert "at 5 samples" in text
 
 
-def test_the_bytes_of_a_forward_and_a_backward_pass() -> None:
+def test_the_bytes_of_a_forward_and_a_backward_pass():
     """Linear layers of 100 without biases: an input that is kept, an output, its gradient and the input's."""
     layers = [nn.Linear(100, 100, bias=False) for _ in range(3)]
     x, activations, weights = torch.zeros(8, 100), 8 * 100 * 4, 100 * 100 * 4
@@ -145,9 +145,7 @@ def test_the_bytes_of_a_forward_and_a_backward_pass() -> None:
     ("architecture", "small"),
     [("stylegan2", {"channel_base": 128, "channel_max": 16}), ("r3gan", {"width": 8, "cardinality": 2})],
 )
-def test_the_memory_of_a_gan_with_activation_checkpointing(
-    packed: Path, architecture: str, small: dict[str, int]
-) -> None:
+def test_the_memory_of_a_gan_with_activation_checkpointing(packed, architecture, small):
     file = str(packed / "train.lmdb")
     kept = {}
     for saving in (False, True):
@@ -160,7 +158,7 @@ def test_the_memory_of_a_gan_with_activation_checkpointing(
     assert kept[True] < 0.95 * kept[False]  # the stage of the images themselves needs most of it
 
 
-def test_memory_with_activation_checkpointing() -> None:
+def test_memory_with_activation_checkpointing():
     """The stages' inputs, and the stage that needs most when it is computed again."""
     x = torch.zeros(32, 1, 16, 16)
     kept = {}
@@ -175,7 +173,7 @@ def test_memory_with_activation_checkpointing() -> None:
     assert kept[True] < 0.8 * kept[False]
 
 
-def test_a_dry_run_prints_the_table(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_table(tmp_path, packed, capsys):
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--layers", "--finetune.freeze", '["layer4"]') == 0
     rows = rows_of(capsys.readouterr().out)
@@ -186,7 +184,7 @@ def test_a_dry_run_prints_the_table(tmp_path: Path, packed: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("name", "optimizer"), [("gan", "adam"), *(("classifier", each) for each in ("adamw", "sgd", "schedulefree-adamw"))]
 )
-def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path: Path, packed: Path, name: str, optimizer: str) -> None:
+def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path, packed, name, optimizer):
     """U17: it said 170.5 MiB of one that has 128.0."""
     recipe = write_config(tmp_path / "recipe.yaml", name, packed)
     options = [] if name == "gan" else ["--optimizer.name", optimizer]
@@ -204,7 +202,7 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path: Path, packed: P
 
 
 @pytest.mark.usefixtures("slim")
-def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path: Path, packed: Path) -> None:
+def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path, packed):
     """U15, J19: the rate of the last update, for each optimizer, in metrics.jsonl too."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     options = ["--max-steps", "4", "--log.every", "2", "--log.tensorboard", "true", "--optimizer.warmup-steps", "4"]
@@ -227,7 +225,7 @@ def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path: Path, pack
 
 
 @pytest.fixture
-def start(tmp_path: Path, packed: Path, refused: Any) -> Any:
+def start(tmp_path, packed, refused):
     """Starts a training that is refused; returns the line, after a look that nothing was written."""
 
     def starts(*options: str | Path) -> str:
@@ -261,13 +259,13 @@ def pack(path: Path, labels: list[int], classes: str) -> Path:
         ("", "", "this file has 0"),
     ],
 )
-def test_classes_that_do_not_do(start: Any, tmp_path: Path, training: str, held_out: str, problem: str) -> None:
+def test_classes_that_do_not_do(start, tmp_path, training, held_out, problem):
     train_file = pack(tmp_path / "train.lmdb", list(range(max(1, len(training.split())))), training)
     test_file = pack(tmp_path / "test.lmdb", [0, 0], held_out)
     assert re.search(problem, start("--data.path", train_file, "--data.val-path", test_file))
 
 
-def test_labels_beyond_the_head(start: Any, tmp_path: Path) -> None:
+def test_labels_beyond_the_head(start, tmp_path):
     line = start("--model.classes", "7")
     assert "has 10 classes, labels 0 to 9, but the head has model.classes 7; make it 10 or leave it out" in line
     good, bad = (pack(tmp_path / f"{name}.lmdb", [0, 1, 2, 0], "cat dog emu") for name in ("good", "bad"))
@@ -277,7 +275,7 @@ def test_labels_beyond_the_head(start: Any, tmp_path: Path) -> None:
         assert problem in start("--data.path", paths[0], "--data.val-path", paths[1])
 
 
-def test_weights_for_other_shapes(start: Any, tmp_path: Path) -> None:
+def test_weights_for_other_shapes(start, tmp_path):
     with forked(0, "init", "other"):
         other = Classifier(ModelConfig(name="resnet34"), channels=3, classes=4, resolution=32)
     torch.save(other.network.state_dict(), tmp_path / "r34.pth")
@@ -296,7 +294,7 @@ def empty_meta(path: Path) -> None:
     change(path, COMPLETE_KEY, json.dumps(complete).encode())
 
 
-def test_no_held_out_images(start: Any, tmp_path: Path) -> None:
+def test_no_held_out_images(start, tmp_path):
     (tmp_path / "empty.lmdb").touch()
     line = start("--data.val-path", tmp_path / "empty.lmdb")
     assert "empty.lmdb is empty: packing was not finished or the copy failed; run data.pack again" in line

@@ -8,8 +8,6 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,19 +45,19 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a laptop
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def measured(monkeypatch):
     """The other tests fix what auto means."""
     monkeypatch.delenv(speed.FORCED, raising=False)
 
 
 @pytest.fixture
-def reader(packed: Path):
+def reader(packed):
     with Dataset(packed / "train.lmdb") as opened:
         yield opened
 
 
 @pytest.fixture
-def config_of(packed: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+def config_of(packed, tmp_path):
     """`config_of(task, ...options)`."""
 
     def build(task: str, *overrides: str) -> RunConfig:
@@ -70,13 +68,13 @@ def config_of(packed: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 
 
 @pytest.fixture
-def chosen(config_of: Any, reader: Dataset) -> Callable[..., Choice]:
+def chosen(config_of, reader):
     """`chosen(task, ...options)`: the choice of a run."""
     return lambda task, *options, device=CPU, **how: choose(config_of(task, *options), reader, device, **how)
 
 
 @pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...]]]:
+def faster(monkeypatch):
     """`faster("bf16")`: what is measured says so; `really`: after it was done. Returns what was compared."""
     real = speed.race
 
@@ -98,7 +96,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...
 
 
 @pytest.mark.parametrize(("name", "slower"), [("fp32", "bf16"), ("bf16", "fp32")])
-def test_auto_is_the_faster_on_cpus(chosen: Any, faster: Any, name: str, slower: str) -> None:
+def test_auto_is_the_faster_on_cpus(chosen, faster, name, slower):
     compared = faster(name, by=1.25)
     assert chosen("classifier")[:4] == (name, f"{name} (auto: 1.25 times the speed of {slower})", 1.25, "")
     assert compared == [("fp32", "bf16")]
@@ -106,16 +104,14 @@ def test_auto_is_the_faster_on_cpus(chosen: Any, faster: Any, name: str, slower:
 
 @pytest.mark.parametrize("given", ["bf16", "fp16"])
 @pytest.mark.parametrize(("by", "warned"), [(8.0, True), (math.inf, True), (1.05, False), (0.5, False)])
-def test_a_slower_one_by_hand_is_taken_with_a_warning(
-    chosen: Any, faster: Any, given: str, by: float, warned: bool
-) -> None:
+def test_a_slower_one_by_hand_is_taken_with_a_warning(chosen, faster, given, by, warned):
     compared = faster("fp32", by=by)
     warning = f"fp32 trains at {times(by)} the speed of {given} on this CPU; take --precision auto"
     assert chosen("gan", "--precision", given)[:4] == (given, given, 1 / by, warning if warned else "")
     assert compared == [("fp32", given)]
 
 
-def test_the_environment_may_say_what_auto_means(chosen: Any, faster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_say_what_auto_means(chosen, faster, monkeypatch):
     compared = faster("bf16")
     assert chosen("gan", "--precision", "fp32") == Choice("fp32", "fp32")  # nothing to compare with
     monkeypatch.setenv(speed.FORCED, "bf16")
@@ -128,9 +124,7 @@ def test_the_environment_may_say_what_auto_means(chosen: Any, faster: Any, monke
 
 
 @pytest.mark.parametrize(("supported", "best"), [(True, "bf16"), (False, "fp16")])
-def test_accelerators_take_what_is_native(
-    chosen: Any, monkeypatch: pytest.MonkeyPatch, faster: Any, supported: bool, best: str
-) -> None:
+def test_accelerators_take_what_is_native(chosen, monkeypatch, faster, supported, best):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     compared, gpu = faster("fp32"), torch.device("cuda", 0)
     assert chosen("gan", device=gpu)[:2] == (best, f"{best} (auto: native here)")
@@ -140,7 +134,7 @@ def test_accelerators_take_what_is_native(
     assert compared == []
 
 
-def test_a_task_without_a_choice_is_in_fp32() -> None:
+def test_a_task_without_a_choice_is_in_fp32():
     precision = Precision("auto", CPU)
     assert (precision.name, precision.scaler.is_enabled()) == ("fp32", False)
     precision.switch("fp16")
@@ -199,15 +193,7 @@ class Clock:
     ],
     ids=["close", "slow", "given-up", "clear"],
 )
-def test_candidates_are_compared_at_the_runs_batch(
-    config_of: Any,
-    reader: Dataset,
-    monkeypatch: pytest.MonkeyPatch,
-    task: str,
-    seconds: dict[tuple[str, int], float],
-    expected: dict[str, float],
-    tried: list[tuple[str, int]],
-) -> None:
+def test_candidates_are_compared_at_the_runs_batch(config_of, reader, monkeypatch, task, seconds, expected, tried):
     clock = Clock(monkeypatch, seconds)
     each, image, more = race(config_of(task), 1, reader, CPU, ("fp32", "bf16"))
     assert [*each.values(), image] == pytest.approx([*expected.values(), min(expected.values())])
@@ -217,7 +203,7 @@ def test_candidates_are_compared_at_the_runs_batch(
     assert times(math.inf) == "more than 3 times"
 
 
-def test_networks_that_take_too_long_are_judged_by_a_convolution(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_that_take_too_long_are_judged_by_a_convolution(chosen, monkeypatch):
     Clock(monkeypatch, {("fp32", 4): 60.0})
     convolution = {"fp32": 0.02, "bf16": 0.01, "fp16": 0.1}
     monkeypatch.setattr(speed, "convolution_seconds", lambda name, _: convolution[name])
@@ -229,7 +215,7 @@ def test_networks_that_take_too_long_are_judged_by_a_convolution(chosen: Any, mo
     assert 0 < convolution_seconds("fp32", CPU) < 60
 
 
-def test_a_measurement_without_memory_is_no_failure(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_without_memory_is_no_failure(chosen, monkeypatch):
     def short(*_: Any) -> Any:
         raise raised
 
@@ -242,14 +228,14 @@ def test_a_measurement_without_memory_is_no_failure(chosen: Any, monkeypatch: py
         chosen("gan")
 
 
-def test_a_step_ends_at_its_limit(config_of: Any, reader: Dataset) -> None:
+def test_a_step_ends_at_its_limit(config_of, reader):
     trial = Trial(config_of("gan"), 4, reader, CPU)
     with pytest.raises(speed.TooSlow):
         trial.seconds("fp32", limit=1e-6)
     assert 0 < trial.seconds("bf16", limit=100) < 100  # and the next is a step like others
 
 
-def test_typical_steps_are_of_every_kind(config_of: Any, reader: Dataset) -> None:
+def test_typical_steps_are_of_every_kind(config_of, reader):
     """R1 every 16 steps, path lengths every 4: 12 plain steps, 3 with path lengths, 1 with both; of 9, and of 10 from
     the step 8 on.
     """
@@ -262,7 +248,7 @@ RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_can_be_tried(recipe: Path) -> None:
+def test_every_recipe_can_be_tried(recipe):
     """Its smallest batch divides a forward pass's; precision is fixed only where the recipe says why."""
     config = build_run_config(read_yaml(recipe), [], str(recipe))
     assert config.micro(1) % config.smallest_batch == 0
@@ -273,7 +259,7 @@ def test_every_recipe_can_be_tried(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_nothing_is_left_of_it(chosen: Any, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_it(chosen, task, monkeypatch):
     """No random number is used up, no setting changed, and the networks are gone."""
     made: list[weakref.ref[Any]] = []
     real = Trial.__init__
@@ -301,7 +287,7 @@ def test_nothing_is_left_of_it(chosen: Any, task: str, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def takes(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def takes(chosen, monkeypatch):
     """`takes(task, seconds, images, ...options)`: the plan's time where a step takes `seconds(trial, step)`."""
 
     def told(task: str, seconds: Any, images: int, *options: str) -> str:
@@ -312,7 +298,7 @@ def takes(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_time_is_images_by_speed(takes: Callable[..., str], task: str) -> None:
+def test_time_is_images_by_speed(takes, task):
     """U1: a month on a CPU was printed without a comment."""
     assert takes(task, lambda trial, _: 0.01 * trial.samples, 360_000) == "about 60 min here, 100 images/s"
     text = takes(task, lambda trial, _: 0.1 * trial.samples, 8_640_000)
@@ -324,7 +310,7 @@ def test_time_is_images_by_speed(takes: Callable[..., str], task: str) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_time_counts_every_step_as_what_it_is(takes: Callable[..., str], task: str) -> None:
+def test_time_counts_every_step_as_what_it_is(takes, task):
     """A classifier's smaller images, a GAN's lazy penalties: R1 every third step takes twice as long here."""
 
     def of_a_sample(config: Any, step: int, steps: int) -> float:
@@ -351,9 +337,7 @@ def test_time_counts_every_step_as_what_it_is(takes: Callable[..., str], task: s
     ("once", "micro", "told", "most"),
     [(0.2, "2000", "35 min", 600), (0.2, "10", "35 min", 10), (2.0, "2000", "50 min", 8), (2.6, "2000", "55 min", 2)],
 )
-def test_what_comes_once_a_step_counts_once(
-    takes: Callable[..., str], once: float, micro: str, told: str, most: int
-) -> None:
+def test_what_comes_once_a_step_counts_once(takes, once, micro, told, most):
     """airbench: Muon takes longer than the first small batches, and was counted for each of them. A larger batch might
     take four times as long as the smallest: the plan would be waited for.
     """
@@ -368,7 +352,7 @@ def test_what_comes_once_a_step_counts_once(
     assert max(tried) <= most
 
 
-def test_short_trainings_and_accelerators_are_not_measured(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_trainings_and_accelerators_are_not_measured(chosen, monkeypatch):
     monkeypatch.setattr(speed, "Trial", lambda *_: pytest.fail("measured"))
     long = ("gan", "--steps", "1000000")
     assert forecast(chosen("gan", "--precision", "fp32", "--steps", "10"), 10**6) == ""
@@ -377,9 +361,7 @@ def test_short_trainings_and_accelerators_are_not_measured(chosen: Any, monkeypa
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_plan_has_the_time_and_the_run_no_trace_of_it(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], task: str
-) -> None:
+def test_plan_has_the_time_and_the_run_no_trace_of_it(packed, tmp_path, monkeypatch, capfd, task):
     recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
     states = []
     for name, least in (("without", 20_000), ("with", 1)):
@@ -395,9 +377,7 @@ def test_plan_has_the_time_and_the_run_no_trace_of_it(
 
 
 @pytest.mark.parametrize(("task", "name"), [("gan", "fp32"), ("classifier", "bf16")])
-def test_auto_trains_what_the_same_precision_by_hand_does(
-    packed: Path, tmp_path: Path, faster: Any, task: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_trains_what_the_same_precision_by_hand_does(packed, tmp_path, faster, task, name, capsys):
     config, last = write_config(tmp_path / "recipe.yaml", task, packed), ["--max-steps", "4"]
     compared = faster(name, really=True)
     assert train_in_process(config, tmp_path / "auto", *last) == 0
@@ -412,9 +392,7 @@ def test_auto_trains_what_the_same_precision_by_hand_does(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_run_goes_on_in_its_precision_on_another_machine(
-    packed: Path, tmp_path: Path, faster: Any, task: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_in_its_precision_on_another_machine(packed, tmp_path, faster, task, capsys):
     """The other machine's measurement would choose fp32: it is not made, and the run stays in bf16 to the bit."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     faster("bf16")
@@ -448,7 +426,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return found
 
 
-def test_rank_0_measures_and_all_agree(packed: Path, tmp_path: Path) -> None:
+def test_rank_0_measures_and_all_agree(packed, tmp_path):
     """The ranks compare their weights after every step."""
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     options = ["--procs", "2", "--max-steps", "3", "--distributed.check_every", "1"]
@@ -458,9 +436,7 @@ def test_rank_0_measures_and_all_agree(packed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_accelerators_search_the_fastest_convolutions(
-    deterministic: bool, monkeypatch: pytest.MonkeyPatch, config_of: Any
-) -> None:
+def test_accelerators_search_the_fastest_convolutions(deterministic, monkeypatch, config_of):
     """N5: unless the run is to be deterministic."""
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled())
@@ -485,7 +461,7 @@ print(torch.backends.cpu.get_cpu_capability(), found.precision, found.ratio)
 """
 
 
-def test_without_units_for_bf16_auto_is_fp32(packed: Path) -> None:
+def test_without_units_for_bf16_auto_is_fp32(packed):
     """U2: the quickstart's GAN at 16 px on a laptop's instruction set."""
     images = str(packed / "train.lmdb")
     found = python("-c", SLOW_BF16, "configs/quickstart_gan.yaml", "--data.path", images, **AVX2, OMP_NUM_THREADS="1")
@@ -496,7 +472,7 @@ def test_without_units_for_bf16_auto_is_fp32(packed: Path) -> None:
     assert float(ratio) > 1.5
 
 
-def test_a_recipes_speed(packed: Path, tmp_path: Path, faster: Any) -> None:
+def test_a_recipes_speed(packed, tmp_path, faster):
     faster("bf16", by=1.5, really=True)
     recipe = str(write_config(tmp_path / "gan.yaml", "gan", packed))
     found = measure_recipe(recipe, ["--batch_size", "8"], device="cpu")

@@ -13,11 +13,11 @@ def imported(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_help_imports_nothing_heavy() -> None:
+def test_the_help_imports_nothing_heavy():
     assert not {"torch", "numpy", "cv2"} & imported("import train\ntrain.parser()")
 
 
-def test_gpus_are_chosen_before_torch_is_imported() -> None:
+def test_gpus_are_chosen_before_torch_is_imported():
     """Once CUDA is initialised CUDA_VISIBLE_DEVICES has no effect."""
     code = (
         "import os, sys, train\n"
@@ -28,6 +28,6 @@ def test_gpus_are_chosen_before_torch_is_imported() -> None:
     assert done.stdout.split() == ["False", "3"]
 
 
-def test_training_imports_only_what_it_uses() -> None:
+def test_training_imports_only_what_it_uses():
     heavy = {"torchvision", "scipy", "matplotlib", "tensorboard", "torchmetrics", "pandas", "pyarrow"}
     assert not heavy & imported("import duetgan.training.engine.run")

@@ -70,7 +70,7 @@ def spans(stages: Stages) -> list[tuple[int, int, int]]:
 
 @settings(derandomize=True, deadline=None)
 @given(lengths=schedules())
-def test_every_step_is_that_of_the_walk(lengths: Lengths) -> None:
+def test_every_step_is_that_of_the_walk(lengths):
     stages = stages_of(lengths)
     for step, (side, alpha, batch, images, first) in enumerate(grown(lengths, 150)):
         stage = stages.at(step)
@@ -81,7 +81,7 @@ def test_every_step_is_that_of_the_walk(lengths: Lengths) -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(lengths=schedules(), steps=st.integers(1, 200))
-def test_whether_the_run_is_long_enough(lengths: Lengths, steps: int) -> None:
+def test_whether_the_run_is_long_enough(lengths, steps):
     stages = stages_of(lengths, steps)
     full = [(side, alpha) == (lengths.sides[-1], Fraction(1)) for side, alpha, *_ in grown(lengths, 700)].index(True)
     rows = stages.describe()
@@ -89,7 +89,7 @@ def test_whether_the_run_is_long_enough(lengths: Lengths, steps: int) -> None:
     assert steps > full or f"at alpha 1 begin at step {full:,}:" in rows[-1]
 
 
-def test_spans_are_the_stages() -> None:
+def test_spans_are_the_stages():
     lengths = Lengths((8, 16, 32), {16: 30, 32: 8}, {8: 21, 16: 12}, {8: 10, 16: 5, 32: 2})
     stages = stages_of(lengths)
     assert spans(stages) == [(0, 8, 10), (3, 16, 5), (12, 32, 2)]
@@ -98,7 +98,7 @@ def test_spans_are_the_stages() -> None:
     assert stages.at(15) == Stage(resolution=32, alpha=0.75, batch_size=2, first_step=12, first_image=75, fade_images=8)
 
 
-def test_one_number_for_all_stages_and_batches_of_the_run() -> None:
+def test_one_number_for_all_stages_and_batches_of_the_run():
     progressive = ProgressiveConfig(start=8, fade_kimg=0.6, stable_kimg=1, batch_sizes={16: 50})
     config = GanConfig(progressive=progressive, steps=100, batch_size=10)
     assert config.spans(32) == spans(config.stages(32)) == [(0, 8, 10), (100, 16, 50), (132, 32, 10)]
@@ -107,13 +107,13 @@ def test_one_number_for_all_stages_and_batches_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("length", [1.001, {16: 1.001, 32: 1.001}])  # times 1000 it is a little less than 1001
-def test_lengths_are_whole_images(length: Any) -> None:
+def test_lengths_are_whole_images(length):
     stages = Stages(ProgressiveConfig(start=8, fade_kimg=length, stable_kimg=1), 32, 100, 1)
     assert spans(stages) == [(0, 8, 1), (1000, 16, 1), (3001, 32, 1)]
 
 
 @pytest.mark.parametrize("config", [ProgressiveConfig(), ProgressiveConfig(batch_sizes={8: 3}, fade_kimg={})])
-def test_without_growth_there_is_one_stage(config: ProgressiveConfig) -> None:
+def test_without_growth_there_is_one_stage(config):
     stages = Stages(config, 48, 70, 12)  # any resolution
     for step in (0, 1, 69, 70, 10**9):
         assert stages.at(step) == Stage(48, 12, 0, 0, 0, alpha=1.0)
@@ -122,7 +122,7 @@ def test_without_growth_there_is_one_stage(config: ProgressiveConfig) -> None:
     assert spans(stages) == [(0, 48, 12)]
 
 
-def test_plan() -> None:
+def test_plan():
     config = ProgressiveConfig(start=8, fade_kimg={16: 2, 32: 0}, stable_kimg=1, batch_sizes={8: 64})
     assert Stages(config, 32, 200, 20).describe() == [
         "8 px from step 0: batches of 64, 1,024 images",
@@ -161,7 +161,7 @@ def test_plan() -> None:
         ({"batch_sizes": {16: 0}}, r"^batch_sizes\.16 0: must be a whole number above 0"),
     ],
 )
-def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_values_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         ProgressiveConfig(**options)
 
@@ -185,7 +185,7 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
         ({"stable_kimg": {8: 1, 16: 0}, "fade_kimg": 0}, 32, r"the stage of 16 px sees no images"),
     ],
 )
-def test_stages_that_do_not_fit_are_refused(options: dict[str, Any], resolution: int, message: str) -> None:
+def test_stages_that_do_not_fit_are_refused(options, resolution, message):
     with pytest.raises(UserError, match=message):
         Stages(ProgressiveConfig(start=8, **options), resolution, 100, 8)
 
@@ -209,13 +209,13 @@ def test_stages_that_do_not_fit_are_refused(options: dict[str, Any], resolution:
         (6, {"micro_batch": 16, "progressive": {}}, None),  # 4 samples in one pass
     ],
 )
-def test_batches_that_do_not_fit_name_their_stage(world: int, changes: dict[str, Any], message: str | None) -> None:
+def test_batches_that_do_not_fit_name_their_stage(world, changes, message):
     config = build(GanConfig, {"batch_size": 24, "progressive": {"start": 8, "batch_sizes": {8: 64}}} | changes)
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
         config.check_batches(config.stages(16), world)
 
 
-def test_config_from_yaml_and_the_command_line() -> None:
+def test_config_from_yaml_and_the_command_line():
     tree = {"start": 8, "fade_kimg": {16: 5, 32: 1.5}, "batch_sizes": {8: 64}, "reset_optimizer": False}
     config = build(ProgressiveConfig, tree, ["--stable_kimg", "{8: 2, 16: 3.5}", "--batch_sizes={16: 32}"])
     assert config == ProgressiveConfig(
