@@ -96,8 +96,35 @@ def differing(a: Any, b: Any, where: str = "") -> list[str]:
 def rows(run: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl without the figures that are times or memory."""
     timing = ("images_per_second", "data_wait", "memory_mib")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in timing} for line in lines]
+    return [{key: value for key, value in row.items() if key not in timing} for row in log_of(run)]
+
+
+def log_of(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(run: Path, *names: str) -> Any:
+    """A run's status.json, or what it says of these names."""
+    found = json.loads((run / "status.json").read_text())
+    return tuple(found[name] for name in names) if names else found
+
+
+def last(run: Path) -> int:
+    """The step of the checkpoint that a run would resume from."""
+    return json.loads((run / "checkpoints" / "last.json").read_text())["step"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Of all files of a run, but for its lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def check_same(one: Path, other: Path, step: int) -> None:
+    """Two runs have the same state after `step`, to the bit, and the same rows in their logs."""
+    assert differing(state_of(one, step), state_of(other, step)) == []
+    assert rows(one) == rows(other)
 
 
 def train_in_process(config: Path, run: Path, *more: str) -> int:

@@ -12,7 +12,7 @@ import train
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.script import run_cli
-from tests.end_to_end.helpers import differing, graph_scopes, state_of
+from tests.end_to_end.helpers import differing, graph_scopes, log_of, state_of
 
 NETS = """
 generator: {z_dim: 8, w_dim: 8, mapping_layers: 2, channel_base: 128, channel_max: 8}
@@ -75,7 +75,7 @@ def test_a_variant_trains_resumes_and_is_used(name, packed, tmp_path, capsys):
     run(train.main, "--config", config, "--run-dir", resumed)
     assert "resumed at step 3 of 7" in capsys.readouterr().err
     assert differing(state_of(straight, 7), state_of(resumed, 7)) == []
-    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    rows = log_of(straight)
     named = set().union(*rows)
     assert {"logits/margin", "logits/real_sign", "loss/r1", "gradient_norm/generator"} <= named
     if name == "stylegan2":

@@ -8,7 +8,7 @@ import pytest
 import train
 from duetgan.training.engine.profile import WARM_UP
 from duetgan.utils.script import run_cli
-from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
+from tests.end_to_end.helpers import check_same, differing, state_of, status, train_in_process, write_config
 from tests.training.engine.test_profile import phases_of
 
 pytestmark = pytest.mark.usefixtures("slim_module")
@@ -26,8 +26,7 @@ def test_profiled_and_resumed_equals_straight(tmp_path, packed, task, capsys):
     out = capsys.readouterr()
     assert out.out == summary
 
-    status = json.loads((profiled / "status.json").read_text())
-    assert (status["state"], status["step"], status["reason"]) == ("stopped", WARM_UP + 2, "profile")
+    assert status(profiled, "state", "step", "reason") == ("stopped", WARM_UP + 2, "profile")
     shares = {name: share for name, (_, share) in phases_of(summary).items()}
     assert shares.pop("step") == 100
     assert sum(shares.values()) == pytest.approx(100, abs=0.1 * len(shares))
@@ -41,8 +40,7 @@ def test_profiled_and_resumed_equals_straight(tmp_path, packed, task, capsys):
     assert [e["name"] for e in events if e.get("cat") == "user_annotation"].count("step") == 2
 
     assert train_in_process(config, profiled, *often) == 0
-    assert differing(state_of(straight, 8), state_of(profiled, 8)) == []
-    assert rows(straight) == rows(profiled)
+    check_same(straight, profiled, 8)
 
 
 @pytest.mark.slow
@@ -56,7 +54,7 @@ def test_two_processes_measure_the_same_steps(tmp_path, packed, capfd):
     out = capfd.readouterr().out
     assert out == (profiled / "profile" / "summary.txt").read_text()
     assert "on 2 processes, rank 0 measured" in out
-    assert json.loads((profiled / "status.json").read_text())["state"] == "finished"
+    assert status(profiled)["state"] == "finished"
     assert differing(state_of(straight, WARM_UP + 1), state_of(profiled, WARM_UP + 1)) == []
 
 

@@ -1,6 +1,5 @@
 """kill -9 at random moments, and the same command again each time: the run ends as if it had never been disturbed."""
 
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import yaml
 from duetgan.utils import checkpoint
 from tests.conftest import REPOSITORY
 from tests.end_to_end import ranks
-from tests.end_to_end.helpers import differing, rows, state_of
+from tests.end_to_end.helpers import check_same, status
 from tests.end_to_end.recipes import write_recipe
 
 EVERY, FIRST_EVALUATION = 2, 15  # steps between checkpoints, and until the first that may be the best
@@ -112,10 +111,8 @@ def kill(running: Running, run: Path, kind: str, draws: random.Random) -> bool:
 def check(straight: Path, killed: Path, steps: int) -> None:
     """Both runs are finished and the same in all that a user has of them."""
     for run in (straight, killed):
-        status = json.loads((run / "status.json").read_text())
-        assert (status["state"], status["step"], status["exit_code"]) == ("finished", steps, 0)
-    assert differing(state_of(straight, steps), state_of(killed, steps)) == []
-    assert rows(straight) == rows(killed)
+        assert status(run, "state", "step", "exit_code") == ("finished", steps, 0)
+    check_same(straight, killed, steps)
     for which in ("last", "best"):
         found = [checkpoint.pointer(run / "checkpoints", which) for run in (straight, killed)]
         assert found[0] is not None

@@ -12,7 +12,7 @@ from duetgan.utils.checkpoint import file_sha256
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.seeding import generator as keyed
 from tests.end_to_end import ranks
-from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
+from tests.end_to_end.helpers import check_same, differing, rows, state_of, train_in_process, write_config
 from tests.models.official import layouts
 
 # steps that change no weight; the average stays because its ramp is off after a transfer
@@ -110,8 +110,7 @@ def test_killed_after_a_transfer_and_resumed_equals_straight(tmp_path, donor, ot
     argv = ["--config", str(config), "--run-dir", str(killed), "--init-from", str(donor)]
     ranks.run(argv, tmp_path / "notes", kill_at=3 * 16, saved=2)
     assert train_in_process(config, killed) == 0  # without the option: it is the run's, not the command's
-    assert differing(state_of(straight, 8), state_of(killed, 8)) == []
-    assert rows(straight) == rows(killed)
+    check_same(straight, killed, 8)
     # the run's own config trains it once more, from the same weights
     assert train_in_process(config, tmp_path / "short", "--init-from", str(donor), "--max-steps", "1") == 0
     assert train_in_process(straight / "config.yaml", again, "--max-steps", "1") == 0

@@ -10,13 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from duetgan.utils.checkpoint import file_sha256, load, newest_first, step_of
 from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import last, log_of, status
 from tests.faults.conftest import ENVIRONMENT, Command, Outcome, own_process, with_mounts
 from tests.utils.checkpoint.files import damage
 
@@ -25,14 +25,6 @@ QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
 
 def checkpoints(run: Path) -> list[int]:
     return [step_of(path) for path in newest_first(run / "checkpoints")]
-
-
-def last(run: Path) -> int:
-    return json.loads((run / "checkpoints" / "last.json").read_text())["step"]
-
-
-def status(run: Path) -> dict[str, Any]:
-    return json.loads((run / "status.json").read_text())
 
 
 def strangers(run: Path) -> list[str]:
@@ -118,7 +110,7 @@ def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused, setting):
     assert f"warning: checkpoint of step 6 was not written ({why}); the previous one is kept" in outcome.err
     assert {path: path.read_bytes() for path in newest_first(run / "checkpoints")} == before
     assert (checkpoints(run), last(run), strangers(run)) == ([4, 2], 4, [])
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = log_of(run)
     assert all(100 < line["memory_mib"] < 10_000 for line in lines if "images" in line)  # N12
     rows = [line["step"] for line in lines]
     if setting == "warn":
@@ -127,7 +119,7 @@ def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused, setting):
     else:
         outcome.error("checkpoint of step 6 was not written", why, "make room, then the same command resumes")
         assert rows[-1] <= 8
-    assert (outcome.code, status(run)["state"], status(run)["exit_code"]) == (4, "failed", 4)
+    assert (outcome.code, *status(run, "state", "exit_code")) == (4, "failed", 4)
     assert "was not written" in status(run)["reason"]
     again = command(*recipe, *more).success()
     assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
@@ -154,7 +146,7 @@ def test_fault_10_no_room_for_images_and_events(gan_recipe, run):
     warnings = [line for line in outcome.err.splitlines() if "warning" in line]
     assert sorted(warnings) == sorted(f"warning: {path}: {why} {what}" for path, what in refused.items())
     assert (checkpoints(run), status(run)["state"]) == ([8, 6], "finished")
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][-1] == 8
+    assert log_of(run)[-1]["step"] == 8
 
 
 # --- 11 and 12: damaged

@@ -19,19 +19,10 @@ from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.data.conftest import change, flip, sample_images, save, stored
 from tests.data.test_inspect import change_entry
-from tests.end_to_end.helpers import write_config
+from tests.end_to_end.helpers import last, log_of, status, write_config
 from tests.faults.conftest import ENVIRONMENT, own_process
 
 DRAWN = int(GlobalSampler(200, batch_size=20, seed=0).order(0)[25])  # a record of the second step's batch
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def status(run: Path) -> tuple[str, int]:
-    found = json.loads((run / "status.json").read_text())
-    return found["state"], found["exit_code"]
 
 
 def repacked(source: Path, path: Path, encoding: str, damaged: int | None = None) -> Path:
@@ -92,7 +83,7 @@ def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, train
     path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
     told = f"x.lmdb: record {DRAWN} is damaged"
     command(*recipe, "--data.path", path, "--data.workers", "0").refusal(told, "copy or pack the file again")
-    assert status(tmp_path / "run") == ("failed", 2)
+    assert status(tmp_path / "run", "state", "exit_code") == ("failed", 2)
     command("evaluate.py", "--checkpoint", trained, "--data", path).refusal(told)
     assert not (trained / "eval").exists()
     outcome = command("data.inspect", path, "--verify", "--json")
@@ -102,7 +93,7 @@ def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, train
         return
     # the same command resumes once the file is whole
     command(*recipe, "--data.path", repacked(packed / "train.lmdb", tmp_path / "whole.lmdb", encoding)).success()
-    assert status(tmp_path / "run") == ("finished", 0)
+    assert status(tmp_path / "run", "state", "exit_code") == ("finished", 0)
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
@@ -114,11 +105,11 @@ def test_fault_15_flipped_byte_is_skipped_and_counted(command, recipe, packed, t
     assert outcome.err.count("warning: ") == 1
     assert f"x.lmdb: record {DRAWN} is damaged" in outcome.err
     assert "the next intact record replaces it (1 so far)" in outcome.err
-    assert [row["damaged_records"] for row in rows(tmp_path / "run")] == [0, 1, 1]
-    assert status(tmp_path / "run") == ("stopped", 0)
+    assert [row["damaged_records"] for row in log_of(tmp_path / "run")] == [0, 1, 1]
+    assert status(tmp_path / "run", "state", "exit_code") == ("stopped", 0)
     options[options.index("--max-steps") + 1] = "4"  # it is not met again
     command(*recipe, "--data.path", path, *options).success()
-    assert [row["damaged_records"] for row in rows(tmp_path / "run") if "images" in row][-1] == 1
+    assert [row["damaged_records"] for row in log_of(tmp_path / "run") if "images" in row][-1] == 1
 
 
 def test_fault_15_two_processes_count_a_record_once(recipe, packed, tmp_path):
@@ -126,7 +117,7 @@ def test_fault_15_two_processes_count_a_record_once(recipe, packed, tmp_path):
     options = ["--data.on-damage", "skip", "--steps", "24", "--log.every", "8", "--evaluation.every", "0"]
     outcome = own_process(*recipe, "--data.path", path, *options, "--procs", "2").success()
     assert outcome.err.count("warning: ") >= 1
-    assert [row["damaged_records"] for row in rows(tmp_path / "run") if "images" in row] == [1, 1, 1]
+    assert [row["damaged_records"] for row in log_of(tmp_path / "run") if "images" in row] == [1, 1, 1]
 
 
 def test_fault_15_flipped_byte_in_held_out_images(command, recipe, packed, tmp_path):
@@ -135,8 +126,8 @@ def test_fault_15_flipped_byte_in_held_out_images(command, recipe, packed, tmp_p
     outcome = command(*recipe, "--data.val-path", path, "--data.on-damage", "skip")
     outcome.error("held-out.lmdb: record 70 is damaged")
     assert outcome.code == 2
-    assert status(tmp_path / "run") == ("failed", outcome.code)
-    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
+    assert status(tmp_path / "run", "state", "exit_code") == ("failed", outcome.code)
+    assert last(tmp_path / "run") == 4
 
 
 @pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
@@ -151,8 +142,8 @@ def test_fault_15_flipped_byte_in_one_ranks_held_out_images(request, packed, tmp
     assert "held-out.lmdb: record 70 is damaged" in line
     if task == "classifier":  # the GAN's test images are drawn in another order
         assert line.startswith("error on rank 1: ")
-    assert status(tmp_path / "run") == ("failed", 2)
-    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
+    assert status(tmp_path / "run", "state", "exit_code") == ("failed", 2)
+    assert last(tmp_path / "run") == 4
 
 
 def test_fault_15_damage_on_another_rank_is_printed(monkeypatch, capsys):
@@ -248,7 +239,7 @@ def test_evaluation_reads_the_size_that_was_trained_on(command, recipe, tmp_path
     """A smaller `data.resolution` than the file's 16 px: other figures than the training's own mislead in silence."""
     options = ["--data.resolution", str(side), "--steps", "8", "--evaluation.every", "0", "--log.samples-every", "0"]
     command(*recipe, *options).success()
-    expected = {key: value for row in rows(tmp_path / "run") for key, value in row.items()}
+    expected = {key: value for row in log_of(tmp_path / "run") for key, value in row.items()}
     figures = json.loads(command("evaluate.py", "--checkpoint", tmp_path / "run", "--json").success().out)
     assert figures["accuracy"] == pytest.approx(expected["val/accuracy"])
     assert figures["ece"] == pytest.approx(expected["val/ece"], rel=1e-5)  # six digits are logged

@@ -3,7 +3,6 @@ first step, or no hindrance.
 """
 
 import io
-import json
 import os
 import resource
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.script import run_cli
 from tests.data.conftest import sample_images, save
+from tests.end_to_end.helpers import last
 from tests.end_to_end.ranks import start, wait
 from tests.faults.conftest import own_process, with_mounts
 
@@ -120,7 +120,7 @@ def test_fault_27_small_shared_memory_and_a_low_soft_limit(recipe, own_sizes, tm
     options = ["--data.resolution", "64", "--data.workers", "2", "--data.crop", "random", "--data.val-path=null"]
     low = limited(40, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     own_process(*recipe, *ONE_STEP, "--data.path", own_sizes, *options, prefix=prefix, preexec_fn=low).success()
-    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 1
+    assert last(tmp_path / "run") == 1
 
 
 def test_fault_27_few_open_files(recipe, own_sizes, tmp_path):

@@ -1,12 +1,12 @@
 """What ends an evaluation that several processes share: one line, and the exit code of the same fault in training."""
 
-import json
 import signal
 import time
 
 import pytest
 
 from duetgan.utils.distributed.launch import AGAIN
+from tests.end_to_end.helpers import status
 from tests.faults import inject
 from tests.faults.conftest import own_process, start
 from tests.faults.test_data_faults import repacked
@@ -25,8 +25,7 @@ def test_a_rank_killed_in_the_evaluation_of_a_training(gan_recipe, tmp_path, ran
     assert outcome.code == 4, outcome.err
     (line,) = lines(outcome.err)
     assert f"rank {rank} was ended by SIGKILL; the same command resumes" in line
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 4, 4)
+    assert status(tmp_path / "run", "state", "exit_code", "step") == ("failed", 4, 4)
     monkeypatch.delenv(inject.VARIABLE)
     own_process(*gan_recipe, "--procs", "2", "--max-steps", "4").success()
 

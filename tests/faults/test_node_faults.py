@@ -3,7 +3,6 @@ keeps the rendezvous survives. docs/scaling.md tells what to do about that one.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 import train
 from duetgan.utils.script import run_cli
-from tests.end_to_end.helpers import differing, state_of, write_config
-from tests.faults.test_torchrun_faults import rows
+from tests.end_to_end.helpers import check_same, last, status, write_config
 from tests.faults.torchrun import PATIENCE
 from tests.faults.two_nodes import Node, two_nodes
 
@@ -50,8 +48,7 @@ def check_survived(run: Path, survivor: str, lost: str, config: Path, tmp_path: 
     """The run was finished by one process, from a checkpoint of two. Two processes and then one, on one machine and
     undisturbed, end in the same state to the bit: no sample was lost or taken twice.
     """
-    status = json.loads((run / "status.json").read_text())
-    assert (status["state"], status["step"], status["exit_code"]) == ("finished", STEPS, 0), survivor
+    assert status(run, "state", "step", "exit_code") == ("finished", STEPS, 0), survivor
     assert "cpu x 2 processes" in survivor + lost
     alone = survivor.partition("cpu x 1 process,")[2]
     assert "resumed at step" not in lost
@@ -61,8 +58,7 @@ def check_survived(run: Path, survivor: str, lost: str, config: Path, tmp_path: 
     command = ["--config", str(config), "--run-dir", str(straight), "--device", "cpu", *LONG]
     assert run_cli(train.main, [*command, "--procs", "2", "--max-steps", resumed]) == 0
     assert run_cli(train.main, command) == 0
-    assert differing(state_of(straight, STEPS), state_of(run, STEPS)) == []
-    assert rows(straight) == rows(run)
+    check_same(straight, run, STEPS)
 
 
 def lose_one(
@@ -108,10 +104,9 @@ def test_a_node_that_comes_later_is_taken_in(tmp_path, packed):
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     options = ["--steps", "1000000", "--evaluation.every", "0"]
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
-    last = run / "checkpoints" / "last.json"
     with nodes(0) as (first, second):
         first.train(config, run, *options, host=first, log=logs[0])
-        wait_for(last.exists, first)
+        wait_for((run / "checkpoints" / "last.json").exists, first)
         second.train(config, run, *options, host=first, log=logs[1])
         wait_for(lambda: "cpu x 2 processes" in logs[0].read_text(), first, second)
         told = logs[0].read_text()
@@ -119,4 +114,4 @@ def test_a_node_that_comes_later_is_taken_in(tmp_path, packed):
         wait_for(lambda: "resumed at step" in logs[0].read_text(), first, second)
         resumed = logs[0].read_text().partition("resumed at step ")[2].split()[0]
         assert f"saved at step {resumed}." in told
-        wait_for(lambda: json.loads(last.read_text())["step"] > int(resumed), first, second)
+        wait_for(lambda: last(run) > int(resumed), first, second)

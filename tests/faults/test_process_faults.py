@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.helpers import last, status
 from tests.faults.conftest import ENVIRONMENT, REPOSITORY, Outcome
 
 WAIT = 120  # seconds: these tests wait for what must come, on machines that may be busy
@@ -72,14 +73,6 @@ def sign(run: Path, rank: int) -> dict[str, Any]:
         return {}
 
 
-def status(run: Path) -> dict[str, Any]:
-    return json.loads((run / "status.json").read_text())
-
-
-def last(run: Path) -> int:
-    return json.loads((run / "checkpoints" / "last.json").read_text())["step"]
-
-
 def saved(run: Path) -> bool:
     return (run / "checkpoints" / "last.json").exists()
 
@@ -102,9 +95,8 @@ def test_fault_04_a_killed_rank_ends_the_run(start, run, rank):
     assert found.code == 4
     found.error(f"rank {rank} was ended by SIGKILL", "the same command resumes")
     assert found.err.strip().splitlines()[-1].startswith("error: ")
-    told = status(run)
-    assert (told["state"], told["exit_code"]) == ("failed", 4)
-    assert f"rank {rank} is gone" in told["reason"]
+    assert status(run, "state", "exit_code") == ("failed", 4)
+    assert f"rank {rank} is gone" in status(run)["reason"]
     assert last(run) == 4
     assert unlocked(run)
 

@@ -3,7 +3,6 @@
 """
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import newest_first, step_of
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
-from tests.end_to_end.helpers import GAN
+from tests.end_to_end.helpers import GAN, contents, last, status
 from tests.faults.conftest import start
 
 QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
@@ -27,11 +26,6 @@ QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
 def run(tmp_path, gan_trained):
     """A copy of a run with checkpoints of steps 2 and 4, in the run folder of `gan_recipe`."""
     return Path(shutil.copytree(gan_trained, tmp_path / "run"))
-
-
-def contents(run: Path) -> dict[str, bytes]:
-    files = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 # --- 24: another config
@@ -49,7 +43,7 @@ def test_fault_24_a_harmless_change_is_taken_and_told(command, gan_recipe, run):
         "loss.r1_gamma was 1.0, is 0.5",
     ]
     assert "resumed at step 4 of 8" in outcome.err
-    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == 5
+    assert last(run) == 5
     again = command(*gan_recipe, *QUIET, "--max-steps", "5", *changes).success()
     assert "config changed" not in again.err  # the new one is the run's now
 
@@ -95,12 +89,12 @@ def test_fault_25_two_runs_on_one_folder(command, gan_recipe, tmp_path):
         config = (run / "config.yaml").read_bytes()
         command(*gan_recipe, *QUIET).refusal(f"{run}: another run (process {pid}) is writing here", "--run-dir")
         assert (run / "config.yaml").read_bytes() == config
-        assert json.loads((run / "status.json").read_text())["state"] == "running"
+        assert status(run)["state"] == "running"
     assert (run / ".lock").read_text() == str(pid)  # stale
     left = step_of(newest_first(run / "checkpoints")[0])  # the kill may have come before last.json points at it
     again = command(*gan_recipe, *QUIET, "--steps", "1000000", "--max-steps", str(left + 2)).success()
     assert f"resumed at step {left} of" in again.err
-    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == left + 2
+    assert last(run) == left + 2
 
 
 # --- 31: the wrong thing

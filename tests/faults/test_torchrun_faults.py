@@ -1,6 +1,5 @@
 """Training under torchrun, and a rank that is killed while torchrun may restart (fault 3 of the project's table)."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.helpers import check_same, last, status, write_config
 from tests.faults.conftest import own_process
 from tests.faults.torchrun import PATIENCE, ended, torchrun
 
@@ -16,17 +15,6 @@ LAST = 8  # step of the recipes' end; they save every second one
 QUIET = ("--log.samples-every", "0", "--evaluation.every", "0")
 ONE_NODE = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
 RESTARTS = (*ONE_NODE, "--max-restarts=1", "--monitor-interval=0.1")
-
-
-def rows(run: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock."""
-    timing = ("images_per_second", "data_wait", "memory_mib")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in timing} for line in lines]
-
-
-def status(run: Path) -> dict:
-    return json.loads((run / "status.json").read_text())
 
 
 def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> None:
@@ -40,9 +28,8 @@ def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> No
     # torchrun names the first process that ended, and its SIGTERM may end rank 0 before that has told anything
     assert "exitcode: -9" in out or "rank 1 is gone" in out, out
     assert (f"resumed at step {saved} of {LAST}" in out) == (saved > 0), out
-    assert differing(state_of(straight, LAST), state_of(run, LAST)) == []
-    assert rows(straight) == rows(run)
-    assert (status(run)["state"], status(run)["step"], status(run)["exit_code"]) == ("finished", LAST, 0)
+    check_same(straight, run, LAST)
+    assert status(run, "state", "step", "exit_code") == ("finished", LAST, 0)
 
 
 @pytest.mark.slow
@@ -80,11 +67,11 @@ def test_sigterm_to_torchrun_saves_and_its_command_goes_on(tmp_path, packed):
     process.send_signal(signal.SIGTERM)
     code, out = ended(process)
     assert code == 1, out
-    stopped = status(run)
-    assert (stopped["state"], stopped["reason"], stopped["exit_code"]) == ("stopped", "SIGTERM", 3)
-    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == stopped["step"] > 0
-    end = stopped["step"] + 2
+    assert status(run, "state", "reason", "exit_code") == ("stopped", "SIGTERM", 3)
+    stopped = status(run)["step"]
+    assert last(run) == stopped > 0
+    end = stopped + 2
     code, out = ended(torchrun(config, run, "--steps", "100000", "--max-steps", str(end)))
     assert code == 0, out
-    assert f"resumed at step {stopped['step']}" in out
+    assert f"resumed at step {stopped}" in out
     assert status(run)["step"] == end

@@ -1,6 +1,5 @@
 """What goes wrong inside a step, by number in the project's table of faults (22, 28), and ranks that drift apart."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import TrainingHalted
 from duetgan.utils.script import run_cli
-from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.helpers import differing, log_of, state_of, status, write_config
 from tests.faults import inject
 from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
 
@@ -43,7 +42,7 @@ def in_process(config: Path, run: Path, capsys: pytest.CaptureFixture[str], *mor
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if "images" in (row := json.loads(line))]
+    return [row for row in log_of(run) if "images" in row]
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
@@ -80,7 +79,7 @@ def test_fault_22_past_the_cap_training_stops_itself(tmp_path, packed, fail_at, 
     found = in_process(config, tmp_path / "run", capsys, "--nonfinite-cap", "2")
     assert found.code == 4
     found.error("3 updates had non-finite gradients, more than nonfinite_cap 2", "lower the learning rate")
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert status(tmp_path / "run")["state"] == "failed"
 
 
 def test_fault_22_what_the_loss_scaler_skips_is_told_apart(tmp_path, packed, fail_at, capsys):
@@ -109,8 +108,7 @@ def test_fault_28_out_of_memory(tmp_path, packed, task, fail_at, capsys):
         "activation_checkpointing",
         "the same command resumes from the last checkpoint",
     )
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 4, 5)
+    assert status(tmp_path / "run", "state", "exit_code", "step") == ("failed", 4, 5)
     fail_at("")
     assert "resumed at step 4 of 8" in in_process(config, tmp_path / "run", capsys).success().err
 
@@ -124,7 +122,7 @@ def test_fault_28_on_one_rank(tmp_path, packed, fail_at):
     assert found.code == 4
     assert [line[:23] for line in found.err.splitlines() if "error" in line] == ["error on rank 1: memory"]
     assert "Traceback" not in found.err
-    reason = json.loads((tmp_path / "run" / "status.json").read_text())["reason"]
+    reason = status(tmp_path / "run")["reason"]
     assert "rank 1 has left in step 5: TrainingHalted: memory ran out" in reason
 
 

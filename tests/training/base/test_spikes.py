@@ -1,6 +1,5 @@
 """Spikes of the loss: what counts as one, and the way back from it."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ import train
 from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.script import run_cli
-from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.helpers import differing, log_of, state_of, write_config
 from tests.faults import inject
 
 pytestmark = pytest.mark.usefixtures("slim")  # these tests save often
@@ -100,8 +99,7 @@ def test_back_to_the_last_checkpoint_with_other_images(tmp_path, packed, task, c
     checkpoints.save(other / "checkpoints", content)
     assert run(config, other, "--spikes.action", "roll-back") == 0
     assert differing(state_of(tmp_path / "spiked", 44), state_of(other, 44)) == []
-    lines = (tmp_path / "spiked" / "metrics.jsonl").read_text().splitlines()
-    assert [row["step"] for row in map(json.loads, lines) if "images" in row] == list(range(4, 45, 4))
+    assert [row["step"] for row in log_of(tmp_path / "spiked") if "images" in row] == list(range(4, 45, 4))
 
 
 def test_a_warning_changes_nothing(tmp_path, packed, capsys):

@@ -1,4 +1,3 @@
-import json
 import math
 from typing import Any
 
@@ -14,6 +13,7 @@ from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
+from tests.end_to_end.helpers import log_of
 
 
 def watch(figures, *, lower=False, **config):
@@ -136,7 +136,6 @@ def test_images_are_counted_over_a_resume_with_another_batch_size(packed, tmp_pa
     """U6: they ran backwards."""
     ran(packed, tmp_path / "run", size=8, max_steps=6)
     loop = ran(packed, tmp_path / "run", size=4)
-    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    counts = {row["step"]: row["images"] for row in rows if "images" in row}
+    counts = {row["step"]: row["images"] for row in log_of(tmp_path / "run") if "images" in row}
     assert counts == {2: 16, 4: 32, 6: 48, 8: 56, 10: 64, 12: 72}
     assert loop.images == loop.state_dict()["images"] == 72

@@ -23,7 +23,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.script import run_cli
-from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
+from tests.end_to_end.helpers import check_same, differing, state_of, train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -253,8 +253,7 @@ def test_the_command_suggests_and_leaves_the_training_as_it_was(tmp_path, packed
     after = {path: path.read_bytes() for path in searched.rglob("*") if path.is_file() and "lr_find" not in path.name}
     assert after == before
     assert train_in_process(config, searched) == 0
-    assert differing(state_of(straight, 8), state_of(searched, 8)) == []
-    assert rows(straight) == rows(searched)
+    check_same(straight, searched, 8)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.seeding import forked
 from tests.data.conftest import change
 from tests.data.test_inspect import change_entry
-from tests.end_to_end.helpers import events_of, train_in_process, write_config
+from tests.end_to_end.helpers import events_of, log_of, train_in_process, write_config
 
 CPU = torch.device("cpu")
 
@@ -211,8 +211,8 @@ def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path, packed):
     events = events_of(tmp_path / "run")
     shown = {event.step: event.value for event in events.Scalars("lr/optimizer")}
     assert shown == {2: pytest.approx(0.25), 4: pytest.approx(0.5)}
-    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert {row["step"]: row["lr/optimizer"] for row in rows if "lr/optimizer" in row} == {2: 0.25, 4: 0.5}
+    logged = {row["step"]: row["lr/optimizer"] for row in log_of(tmp_path / "run") if "lr/optimizer" in row}
+    assert logged == {2: 0.25, 4: 0.5}
     (text,) = events.Tensors("config/text_summary")
     (markdown,) = tensor_util.make_ndarray(text.tensor_proto).tolist()
     config = (tmp_path / "run" / "config.yaml").read_text()

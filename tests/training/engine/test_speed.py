@@ -37,7 +37,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from tests.conftest import REPOSITORY
-from tests.end_to_end.helpers import TASKS, differing, rows, state_of, train_in_process, write_config
+from tests.end_to_end.helpers import TASKS, check_same, differing, state_of, train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -385,8 +385,7 @@ def test_auto_trains_what_the_same_precision_by_hand_does(packed, tmp_path, fast
     assert len(compared) == 1
     os.environ[speed.FORCED] = "fp32"  # the fixture takes it back: by hand nothing is measured
     assert train_in_process(config, tmp_path / "hand", *last, "--precision", name) == 0
-    assert differing(state_of(tmp_path / "auto", 4), state_of(tmp_path / "hand", 4)) == []
-    assert rows(tmp_path / "auto") == rows(tmp_path / "hand")
+    check_same(tmp_path / "auto", tmp_path / "hand", 4)
     assert read_yaml(tmp_path / "auto" / "config.yaml") == read_yaml(tmp_path / "hand" / "config.yaml")
     assert read_yaml(tmp_path / "auto" / "config.yaml")["precision"] == name
 
@@ -405,8 +404,7 @@ def test_a_run_goes_on_in_its_precision_on_another_machine(packed, tmp_path, fas
     assert "bf16 (kept: the run began in it)" in told
     assert "config changed" not in told
     assert compared == []
-    assert differing(state_of(tmp_path / "straight", 6), state_of(tmp_path / "resumed", 6)) == []
-    assert rows(tmp_path / "straight") == rows(tmp_path / "resumed")
+    check_same(tmp_path / "straight", tmp_path / "resumed", 6)
     assert read_yaml(tmp_path / "resumed" / "config.yaml")["precision"] == "bf16"
     assert train_in_process(config, tmp_path / "resumed", "--max-steps", "7", "--precision", "fp32") == 0
     assert "precision was 'bf16', is 'fp32'" in capsys.readouterr().err
