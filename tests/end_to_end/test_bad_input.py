@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import train
-from duetgan.data import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.utils.script import run_cli
@@ -63,6 +62,14 @@ def test_unknown_keys_of_the_file(command, tmp_path, refused, wrong, right):
         (["--procs", "0"], "--procs"),
         (["--gpus", "0,x"], "--gpus"),
         (["--device", "cuda"], "no usable cuda device"),
+        (["--profile", "2", "--dry-run"], "leave --dry-run and --max-steps out"),
+        (["--profile", "2", "--max-steps", "4"], "leave --dry-run and --max-steps out"),
+        (["--profile", "0"], "at least 1"),
+        (["--profile", "6"], "needs 3 steps to warm up and 6 to measure, but 8 of 8 are left"),
+        (["--lr-find", "--dry-run"], "leave --dry-run, --max-steps and --profile out"),
+        (["--lr-find", "--max-steps", "3"], "leave --dry-run, --max-steps and --profile out"),
+        (["--lr-find-to", "1"], "belong to --lr-find; add it"),
+        (["--lr-find", "--lr-find-from", "20"], "must be positive and below the last"),
     ],
 )
 def test_options_and_values(command, tmp_path, refused, monkeypatch, override, told):
@@ -124,20 +131,16 @@ def test_folders_of_others_keep_everything(command, gan_run, tmp_path, packed, r
     assert (tmp_path / "run" / "chapter1.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize(("name", "file"), [("empty", None), ("texts", "notes.txt"), ("liar", "fake.jpg")])
-def test_sources_that_hold_no_images(tmp_path, refused, name, file):
-    (tmp_path / name / "a").mkdir(parents=True)
-    if file is not None:
-        (tmp_path / name / "a" / file).write_text("not an image")
-    line = refused(pack.main, tmp_path / name, tmp_path / "out.lmdb", "--size", "16")
-    assert (file if name == "liar" else name) in line
-    assert not (tmp_path / "out.lmdb").exists()
-
-
-def test_the_extractor_is_checked_before_the_first_step(tmp_path, packed, refused):
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--evaluation.extractor", "pixel"], "did you mean 'pixels'"),
+        (["--lr-find"], "--lr-find is not for task gan: the losses of a GAN measure two networks"),
+    ],
+)
+def test_options_of_a_gan(tmp_path, packed, refused, options, told):
     config = write_config(tmp_path / "gan.yaml", "gan", packed)
-    run = ["--config", config, "--run-dir", tmp_path / "run", "--evaluation.extractor", "pixel"]
-    assert "did you mean 'pixels'" in refused(train.main, *run)
+    assert told in refused(train.main, "--config", config, "--run-dir", tmp_path / "run", *options)
     assert not (tmp_path / "run").exists()
 
 

@@ -5,9 +5,7 @@ import json
 
 import pytest
 
-import train
 from duetgan.training.engine.profile import WARM_UP
-from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import check_same, differing, state_of, status, train_in_process, write_config
 from tests.training.engine.test_profile import phases_of
 
@@ -56,24 +54,6 @@ def test_two_processes_measure_the_same_steps(tmp_path, packed, capfd):
     assert "on 2 processes, rank 0 measured" in out
     assert status(profiled)["state"] == "finished"
     assert differing(state_of(straight, WARM_UP + 1), state_of(profiled, WARM_UP + 1)) == []
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--profile", "2", "--dry-run"], "leave --dry-run and --max-steps out"),
-        (["--profile", "2", "--max-steps", "4"], "leave --dry-run and --max-steps out"),
-        (["--profile", "0"], "at least 1"),
-        (["--profile", "6"], "needs 3 steps to warm up and 6 to measure, but 8 of 8 are left"),
-    ],
-)
-def test_refusals_write_nothing(tmp_path, packed, capsys, more, told):
-    config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
-    assert run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(errors) == 1
-    assert told in errors[0]
-    assert not run.exists()
 
 
 def test_too_little_of_a_resumed_run_is_left(tmp_path, packed, capsys):

@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from duetgan.data.errors import DamageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.records import pack_arrays
-from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.data.conftest import change, flip, sample_images, save, stored
 from tests.data.test_inspect import change_entry
@@ -144,17 +142,6 @@ def test_fault_15_flipped_byte_in_one_ranks_held_out_images(request, packed, tmp
         assert line.startswith("error on rank 1: ")
     assert status(tmp_path / "run", "state", "exit_code") == ("failed", 2)
     assert last(tmp_path / "run") == 4
-
-
-def test_fault_15_damage_on_another_rank_is_printed(monkeypatch, capsys):
-    """Other ranks do not meet the same record: theirs is the only line that names it."""
-
-    def main(_: list[str]) -> int:
-        raise DamageError(Path("x.lmdb"), [5], "its checksum does not match")
-
-    monkeypatch.setenv("RANK", "1")
-    assert run_cli(main, []) == 2
-    assert "error on rank 1: x.lmdb: record 5 is damaged" in capsys.readouterr().err
 
 
 def test_fault_16_file_without_completion_record(command, recipe, trained, packed, tmp_path):

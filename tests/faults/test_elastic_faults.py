@@ -48,20 +48,6 @@ def test_fault_23_processes_that_do_not_divide_the_batch_are_refused(packed, tmp
     run(argv, tmp_path / "second", world=2)  # the run is as good as it was
 
 
-@pytest.mark.parametrize(
-    ("world", "change", "told"),
-    [
-        (3, [], "batch_size 16 cannot be shared by 3 processes; make it a multiple of 3"),
-        (4, ["--batch-size", "8"], "minibatch_std_group 4 does not divide the 2 samples of a forward pass"),
-        (2, ["--micro-batch", "3"], "micro_batch 3 does not divide the 8 samples a process holds (batch_size 16)"),
-    ],
-)
-def test_fault_23_a_gan_names_the_divisor_that_is_missing(world, change, told, packed, tmp_path):
-    config, folder = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
-    assert told in refusal(["--config", str(config), "--run-dir", str(folder), *change], world, tmp_path)
-    assert not folder.exists()
-
-
 # --- 30: an evaluation over images that neither ranks nor batches divide
 
 

@@ -13,7 +13,6 @@ from duetgan.training.engine import health
 from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
 from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import TrainingHalted
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, status, write_config
 from tests.faults import inject
@@ -194,13 +193,7 @@ def test_an_operation_without_a_deterministic_form_is_explained(packed):
         "grid_sampler_2d_backward_cuda does not have a deterministic implementation, but you set "
         "'torch.use_deterministic_algorithms(True)'."
     )
-    told = health.explain(error, config, 3, 16)
-    assert told is not None
+    told: Any = health.explain(error, config, 3, 16)
     assert "grid_sampler_2d_backward_cuda has no deterministic form" in told
     assert seeding.without_kernel(RuntimeError("something else")) is None
     assert health.explain(RuntimeError("something else"), config, 3, 16) is None
-
-
-def test_halting_keeps_its_reason():
-    error = TrainingHalted("rank 1 is gone", rank_specific=True, quiet=True)
-    assert (str(error), error.rank_specific, error.quiet, error.exit_code) == ("rank 1 is gone", True, True, 4)

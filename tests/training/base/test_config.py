@@ -7,8 +7,12 @@ from duetgan.training.base.config import CheckpointConfig, EvaluationConfig, Log
 from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from duetgan.training.classifier.config import ClassifierConfig, ClassifierEmaConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
+from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.ada import AdaConfig
 from duetgan.training.gan.config import GanConfig, GanLossConfig
+from duetgan.training.gan.diagnostics import WatchConfig
+from duetgan.training.gan.stages import ProgressiveConfig
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.errors import UserError
 
@@ -109,11 +113,7 @@ def test_every_forward_pass_holds_whole_groups():
         (OptimizerConfig, {"clip_value": -1.0}, "clip_value -1.0: must be a number above 0, or null"),
         (OptimizerConfig, {"lr_batch_size": 0}, "lr_batch_size"),
         (OptimizerConfig, {"schedule": "step"}, "needs milestones, .* step_every"),
-        (
-            OptimizerConfig,
-            {"schedule": "step", "milestones": [3], "step_every": 2},
-            "needs milestones, .* step_every",
-        ),
+        (OptimizerConfig, {"schedule": "step", "milestones": [3], "step_every": 2}, "needs milestones, .* step_every"),
         (OptimizerConfig, {"milestones": [3, 2]}, "rising"),
         (OptimizerConfig, {"milestones": [0]}, r"milestones\[0\] 0: must be a whole number above 0"),
         (OptimizerConfig, {"gamma": 0.0}, "gamma"),
@@ -129,6 +129,43 @@ def test_every_forward_pass_holds_whole_groups():
         (OptimizerConfig, FREE | {"schedule": "cosine"}, "set schedule constant"),
         (OptimizerConfig, FREE | {"betas": [0.0, 0.99]}, "the first of betas above 0"),
         (OptimizerConfig, {"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum above 0"),
+        (AdaConfig, {"p": 1.1}, r"^p 1.1"),
+        (AdaConfig, {"p": float("nan")}, r"^p nan"),
+        (AdaConfig, {"p_final": -0.1}, r"^p_final -0.1"),
+        (AdaConfig, {"target": 1.0}, r"^target 1.0"),
+        (AdaConfig, {"kimg": 0.0}, r"^kimg 0.0"),
+        (AdaConfig, {"kimg": math.inf}, r"^kimg inf"),
+        (AdaConfig, {"interval": 0}, r"^interval 0"),
+        (AdaConfig, {"operations": {"color": 1.0}}, "group 'color' is unknown \\(did you mean 'colour'\\?\\)"),
+        (AdaConfig, {"operations": {"colour": 1.5}}, r"^operations.colour 1.5"),
+        (AdaConfig, {"operations": {"colour": -0.5}}, r"^operations.colour -0.5"),
+        (AdaConfig, {"mode": "fixed"}, "fixed with p 0"),
+        (AdaConfig, {"mode": "scheduled"}, "p_final 0"),
+        (AdaConfig, {"mode": "adaptive", "operations": {}}, "adaptive without operations"),
+        (AdaConfig, {"mode": "adaptive", "operations": {"blit": 0.0}}, "adaptive without operations"),
+        (ProgressiveConfig, {"start": 4}, r"^start 4: must be a whole number at least 8, or null"),
+        (ProgressiveConfig, {"start": 0}, r"^start 0: must be"),
+        (ProgressiveConfig, {"start": -8}, r"^start -8: must be"),
+        (ProgressiveConfig, {"start": 24}, r"^start 24: must be a power of two"),
+        (ProgressiveConfig, {"fade_kimg": -1.0}, r"^fade_kimg -1\.0: must be a number at least 0"),
+        (ProgressiveConfig, {"fade_kimg": {16: math.nan}}, r"^fade_kimg\.16 nan"),
+        (ProgressiveConfig, {"stable_kimg": math.inf}, r"^stable_kimg inf"),
+        (ProgressiveConfig, {"stable_kimg": {8: -2}}, r"^stable_kimg\.8 -2"),
+        (ProgressiveConfig, {"batch_sizes": {16: 0}}, r"^batch_sizes\.16 0: must be a whole number above 0"),
+        (WatchConfig, {"warmup_kimg": -1.0}, "warmup_kimg"),
+        (WatchConfig, {"memory": 0.0}, "memory"),
+        (WatchConfig, {"patience": 0}, "patience"),
+        (WatchConfig, {"worse": 1.0}, "worse"),
+        (WatchConfig, {"norm_factor": 0.5}, "norm_factor"),
+        (WatchConfig, {"diversity_fall": 1.0}, "diversity_fall"),
+        (WatchConfig, {"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1"),
+        (WatchConfig, {"margin_high": (1.0, 2.0)}, "^margin_high 1.0, 2.0"),
+        (ResizingConfig, {"initial_scale": 0.0}, r"^initial_scale 0\.0: must be a number above 0"),
+        (ResizingConfig, {"initial_scale": 1.5}, r"^initial_scale 1\.5: must be .*at most 1"),
+        (ResizingConfig, {"delay_fraction": -0.1}, r"^delay_fraction -0\.1: must be a number at least 0"),
+        (ResizingConfig, {"finetune_fraction": 0}, r"^finetune_fraction 0.*: must be a number above 0"),
+        (ResizingConfig, {"delay_fraction": 0.9, "finetune_fraction": 0.2}, r"finetune_fraction 0\.2: together they"),
+        (ClassifierLossConfig, {"class_weights": {"a": -1.0}}, r"^class_weights\.a -1.0: must be a number at least 0"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(config, bad, problem):

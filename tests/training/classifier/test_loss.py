@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -88,8 +89,7 @@ def test_what_counts_as_right():
 
 def test_balanced_weights_give_every_class_the_same_weight():
     shares = [10.0, 30.0, 60.0]
-    weights = class_weight_list(ClassifierLossConfig(class_weights="balanced"), "abc", shares)
-    assert weights is not None
+    weights: Any = class_weight_list(ClassifierLossConfig(class_weights="balanced"), "abc", shares)
     products = [w * share for w, share in zip(weights, shares, strict=True)]
     assert products == pytest.approx([100 / 3] * 3)  # and the mean over the images is 1
     alike = class_weight_list(ClassifierLossConfig(class_weights="balanced"), "abc", [5.0] * 3)
@@ -97,8 +97,7 @@ def test_balanced_weights_give_every_class_the_same_weight():
 
 
 def test_named_weights_are_relative_and_their_mean_over_the_images_is_one():
-    weights = class_weight_list(ClassifierLossConfig(class_weights={"b": 3.0}), ["a", "b"], [90.0, 10.0])
-    assert weights is not None
+    weights: Any = class_weight_list(ClassifierLossConfig(class_weights={"b": 3.0}), ["a", "b"], [90.0, 10.0])
     assert weights[1] / weights[0] == pytest.approx(3.0)
     assert 0.9 * weights[0] + 0.1 * weights[1] == pytest.approx(1.0)
     assert class_weight_list(ClassifierLossConfig(), ["a", "b"], [1.0, 1.0]) is None
@@ -114,8 +113,3 @@ def test_named_weights_are_relative_and_their_mean_over_the_images_is_one():
 def test_weights_that_do_not_fit(weights, told):
     with pytest.raises(UserError, match=told):
         class_weight_list(ClassifierLossConfig(class_weights=weights), ["shirt", "coat"], [1.0, 1.0])
-
-
-def test_a_negative_weight_is_refused():
-    with pytest.raises(UserError, match=r"^class_weights\.a -1.0: must be a number at least 0"):
-        ClassifierLossConfig(class_weights={"a": -1.0})

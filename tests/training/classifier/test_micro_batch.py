@@ -8,7 +8,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.config import check_batches
 from duetgan.training.classifier.task import ClassifierTask, MicroBatch
-from duetgan.training.engine.health import explain
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.memory import ran_out
@@ -143,20 +142,6 @@ def test_other_errors_are_not_memory(packed):
     with pytest.raises(RuntimeError, match="shapes differ"):
         task.step(loader, 0)
     assert tried == [12]
-
-
-def test_without_auto_the_remedy_is_told(packed):
-    task, loader = build(packed)
-    full_above(task, 3)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        task.step(loader, 4)
-    told = explain(caught.value, task.config, 4, 16)
-    assert told is not None
-    assert "memory ran out at step 4: batch_size 12 over 1 process, at most 12 samples of 16 px" in told
-    assert "--micro-batch (same global batch; auto finds one)" in told
-    on = explain(caught.value, config_of(micro_batch="auto"), 4, 16)
-    assert on is not None
-    assert "--micro-batch (same global batch)" in on  # what is on already is no remedy
 
 
 def test_processes_that_synchronise_batchnorm_cannot_halve():

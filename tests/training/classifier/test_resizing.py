@@ -150,21 +150,6 @@ def test_images_are_scaled_once_where_the_network_enlarges_them():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"initial_scale": 0.0}, r"^initial_scale 0\.0: must be a number above 0"),
-        ({"initial_scale": 1.5}, r"^initial_scale 1\.5: must be .*at most 1"),
-        ({"delay_fraction": -0.1}, r"^delay_fraction -0\.1: must be a number at least 0"),
-        ({"finetune_fraction": 0}, r"^finetune_fraction 0.*: must be a number above 0"),
-        ({"delay_fraction": 0.9, "finetune_fraction": 0.2}, r"0\.9 and finetune_fraction 0\.2: together they must be"),
-    ],
-)
-def test_impossible_values_are_refused(wrong, told):
-    with pytest.raises(UserError, match=told):
-        ResizingConfig(**wrong)
-
-
-@pytest.mark.parametrize(
     ("name", "side", "scale", "told"),
     [
         ("resnet18", 16, 0.25, r"initial_scale 0\.25: images of 16 px would begin at 4 px, too small; raise"),

@@ -94,15 +94,16 @@ def test_a_run_that_had_a_number_can_go_on_with_auto(packed, tmp_path):
     assert state["micro_batch"] == {"size": 48}
 
 
+def task_of(packed: Path, *overrides: str, **more: Any) -> Any:
+    return ClassifierTask(config_of(packed, *overrides, **more), Dataset(packed / "train.lmdb"), None, CPU)
+
+
 def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
-    config = config_of(packed, **VARIANTS["schedule-free"])
-    with Dataset(packed / "train.lmdb") as reader:
-        task = ClassifierTask(config, reader, None, CPU)
-        loader = make_loader(config, reader, CPU)
-        for step in range(3):
-            task.step(loader, step)
-        x = task.updater.average(task.model.parameters())
-    assert x is not None
+    task = task_of(packed, **VARIANTS["schedule-free"])
+    loader = make_loader(task.config, task.reader, CPU)
+    for step in range(3):
+        task.step(loader, step)
+    x = task.updater.average(task.model.parameters())
     for found, expected, y in zip(task.ema.model.parameters(), x, task.model.parameters(), strict=True):
         assert torch.equal(found, expected)
         assert not torch.equal(found, y)
@@ -111,28 +112,25 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
     assert not torch.equal(ours[name], theirs[name])  # these are averaged as ever
 
 
+def weight_of_sandals(task: Any) -> float:
+    """The class's weight in the loss, over that of the class before."""
+    place = list(task.reader.classes).index("Sandal")
+    return (task.class_weights[place] / task.class_weights[place - 1]).item()
+
+
 def test_weights_scaled_rates_and_the_head_arrive(packed):
     rates = {"name": "sgd", "lr": 0.1, "lr_batch_size": 96, "clip_adaptive": 0.01}
-    config = config_of(packed, loss={"class_weights": {"Sandal": 3.0}}, optimizer=rates)
-    with Dataset(packed / "train.lmdb") as reader:
-        task = ClassifierTask(config, reader, None, CPU)
+    task = task_of(packed, loss={"class_weights": {"Sandal": 3.0}}, optimizer=rates)
     assert task.updater.config.lr == pytest.approx(0.05)
-    assert task.class_weights is not None
-    place = list(reader.classes).index("Sandal")
-    assert (task.class_weights[place] / task.class_weights[place - 1]).item() == pytest.approx(3.0)
+    assert weight_of_sandals(task) == pytest.approx(3.0)
     assert len(task.updater.head) == 2  # the head's weight and bias
-    unknown = config_of(packed, loss={"class_weights": {"Sandals": 3.0}})
-    with Dataset(packed / "train.lmdb") as reader, pytest.raises(UserError, match="did you mean 'Sandal'"):
-        ClassifierTask(unknown, reader, None, CPU)
+    with pytest.raises(UserError, match="did you mean 'Sandal'"):
+        task_of(packed, loss={"class_weights": {"Sandals": 3.0}})
 
 
 def test_balanced_sampling_and_balanced_weights_do_not_add_up(packed):
-    config = config_of(packed, data={"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}})
-    with Dataset(packed / "train.lmdb") as reader:
-        weights = ClassifierTask(config, reader, None, CPU).class_weights
-    assert weights is not None
-    place = list(reader.classes).index("Sandal")
-    assert (weights[place] * 4 / weights[place - 1]).item() == pytest.approx(1.0)
+    task = task_of(packed, data={"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}})
+    assert weight_of_sandals(task) * 4 == pytest.approx(1.0)
 
 
 def test_compile_is_asked_for_the_network(packed, monkeypatch):
@@ -143,21 +141,20 @@ def test_compile_is_asked_for_the_network(packed, monkeypatch):
         return function
 
     monkeypatch.setattr(torch, "compile", record)
-    with Dataset(packed / "train.lmdb") as reader:
-        for setting, expected in (("auto", 0), ("off", 0), ("on", 1)):
-            task = ClassifierTask(config_of(packed, compile=setting), reader, None, CPU)
-            loader = make_loader(task.config, reader, CPU)
-            task.step(loader, 0)
-            assert len(compiled) == expected
-        assert compiled == [task.model]
-        calls: list[int] = []
+    for setting, expected in (("auto", 0), ("off", 0), ("on", 1)):
+        task = task_of(packed, compile=setting)
+        loader = make_loader(task.config, task.reader, CPU)
+        task.step(loader, 0)
+        assert len(compiled) == expected
+    assert compiled == [task.model]
+    calls: list[int] = []
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            calls.append(len(x))
-            return task.model(x)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return task.model(x)
 
-        monkeypatch.setattr(task, "forward", forward)
-        task.step(loader, 1)
+    monkeypatch.setattr(task, "forward", forward)
+    task.step(loader, 1)
     assert calls == [48]
 
 
@@ -170,19 +167,14 @@ def test_batchnorm_is_synchronised_where_there_are_several_processes(packed, mon
         return model
 
     monkeypatch.setattr("duetgan.training.classifier.task.synchronise_batchnorm", convert)
-    with Dataset(packed / "train.lmdb") as reader:
-        ClassifierTask(config_of(packed, sync_bn=setting), reader, None, CPU)
-        assert not seen
-        monkeypatch.setattr(collectives, "world_size", lambda: 2)
-        ClassifierTask(config_of(packed, sync_bn=setting), reader, None, CPU)
+    task_of(packed, sync_bn=setting)
+    assert not seen
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    task_of(packed, sync_bn=setting)
     assert seen == [CPU] * converted
 
 
 def test_the_first_images_are_shown_mixed(packed):
-    with Dataset(packed / "train.lmdb") as reader:
-        mixed = ClassifierTask(config_of(packed, augment={"mixup": 8.0}), reader, None, CPU).sample_grid(0)
-        plain = ClassifierTask(config_of(packed, augment={}), reader, None, CPU).sample_grid(0)
-    assert mixed is not None
-    assert plain is not None
+    mixed, plain = (task_of(packed, augment=augment).sample_grid(0) for augment in ({"mixup": 8.0}, {}))
     assert mixed.shape == plain.shape
     assert (mixed != plain).mean() > 0.2

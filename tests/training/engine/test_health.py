@@ -1,6 +1,8 @@
 """N11: where memory ran out the message names keys that exist, help this task, and are not on yet."""
 
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,8 +31,7 @@ G, D, M = (f"--{name}.activation_checkpointing true" for name in ("generator", "
 )
 def test_what_helps_where_memory_ran_out(tree, helps):
     config = build_run_config(tree, [], "x.yaml")
-    told = explain(torch.OutOfMemoryError("no"), config, 3, 32)
-    assert told is not None
+    told: Any = explain(torch.OutOfMemoryError("no"), config, 3, 32)
     assert f" What helps: {', '.join(helps)}; then " in told
     for option in helps:
         if option.endswith(" true"):

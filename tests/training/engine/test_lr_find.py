@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import train
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.lr_find import Curve, Sweep, search, valley, write
@@ -22,7 +21,6 @@ from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
-from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import check_same, differing, state_of, train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim")
@@ -85,8 +83,7 @@ def test_a_rates_loss_is_the_one_after_its_update(tmp_path):
     assert task.steps == list(range(7, 28))
     assert found.stopped == "all rates were tried"
     assert found.scale == 0.5
-    suggestion = found.suggestion()
-    assert suggestion is not None
+    suggestion: Any = found.suggestion()
     assert write(found, tmp_path).startswith(f"--optimizer.lr {float(f'{suggestion.steepest / 2:.2g}'):g}\n")
 
 
@@ -169,8 +166,7 @@ def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss()
     losses[80:] = 1.2  # ... and fell more steeply than ever before, though not to the lowest loss
     losses[:5] = [9, 6, 4, 3.4, 3.2]
     found = curve(losses)
-    suggestion = found.suggestion()
-    assert suggestion is not None
+    suggestion: Any = found.suggestion()
     assert found.rates.index(suggestion.steepest) == pytest.approx(50, abs=1)
     assert suggestion.below_minimum == pytest.approx(found.rates[74] / 10)
 
@@ -265,22 +261,3 @@ def test_two_processes_find_one_curve_and_train_on_as_if_nothing_had_been(tmp_pa
     assert train_in_process(config, searched, *short, "--lr-find", *SHORT) in (0, 2)
     assert train_in_process(config, searched, *short) == 0
     assert differing(state_of(straight, 2), state_of(searched, 2)) == []
-
-
-@pytest.mark.parametrize(
-    ("task", "more", "told"),
-    [
-        ("gan", ["--lr-find"], "--lr-find is not for task gan: the losses of a GAN measure two networks"),
-        ("classifier", ["--lr-find", "--dry-run"], "leave --dry-run, --max-steps and --profile out"),
-        ("classifier", ["--lr-find", "--max-steps", "3"], "leave --dry-run, --max-steps and --profile out"),
-        ("classifier", ["--lr-find-to", "1"], "belong to --lr-find; add it"),
-        ("classifier", ["--lr-find", "--lr-find-from", "20"], "must be positive and below the last"),
-    ],
-)
-def test_refusals_write_nothing(tmp_path, packed, capsys, task, more, told):
-    config, run = write_config(tmp_path / "recipe.yaml", task, packed), tmp_path / "run"
-    assert run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(errors) == 1
-    assert told in errors[0]
-    assert not run.exists()

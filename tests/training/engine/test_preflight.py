@@ -30,7 +30,6 @@ from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.seeding import forked
 from tests.data.conftest import change
-from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import events_of, log_of, train_in_process, write_config
 
 CPU = torch.device("cpu")
@@ -242,37 +241,11 @@ def pack(path: Path, labels: list[int], classes: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("training", "held_out", "problem"),
-    [
-        (
-            "cat dog emu",
-            "cat emu",
-            r"test\.lmdb: its classes are not those of .*train\.lmdb: dog missing here; pack both",
-        ),
-        ("cat dog emu", "cat emu dog", r"class 1 is 'emu' here and 'dog' there; pack both"),
-        (
-            "cat",
-            "cat",
-            r"train\.lmdb: a classifier needs two classes or more, this file has 1; pack a folder of class fol",
-        ),
-        ("", "", "this file has 0"),
-    ],
-)
-def test_classes_that_do_not_do(start, tmp_path, training, held_out, problem):
-    train_file = pack(tmp_path / "train.lmdb", list(range(max(1, len(training.split())))), training)
-    test_file = pack(tmp_path / "test.lmdb", [0, 0], held_out)
-    assert re.search(problem, start("--data.path", train_file, "--data.val-path", test_file))
-
-
-def test_labels_beyond_the_head(start, tmp_path):
-    line = start("--model.classes", "7")
-    assert "has 10 classes, labels 0 to 9, but the head has model.classes 7; make it 10 or leave it out" in line
-    good, bad = (pack(tmp_path / f"{name}.lmdb", [0, 1, 2, 0], "cat dog emu") for name in ("good", "bad"))
-    change_entry(bad, label=3)
-    problem = "bad.lmdb: record 0 is damaged: label 3 has no class, the file has 3 classes; copy or pack the file again"
-    for paths in ((bad, good), (good, bad)):
-        assert problem in start("--data.path", paths[0], "--data.val-path", paths[1])
+@pytest.mark.parametrize("classes", ["cat", ""])
+def test_a_classifier_needs_two_classes(start, tmp_path, classes):
+    file, count = pack(tmp_path / "train.lmdb", [0], classes), len(classes.split())
+    told = f"train.lmdb: a classifier needs two classes or more, this file has {count}; pack a folder of class fol"
+    assert told in start("--data.path", file, "--data.val-path", file)
 
 
 def test_weights_for_other_shapes(start, tmp_path):
@@ -295,9 +268,6 @@ def empty_meta(path: Path) -> None:
 
 
 def test_no_held_out_images(start, tmp_path):
-    (tmp_path / "empty.lmdb").touch()
-    line = start("--data.val-path", tmp_path / "empty.lmdb")
-    assert "empty.lmdb is empty: packing was not finished or the copy failed; run data.pack again" in line
     empty_meta(pack(tmp_path / "zero.lmdb", [0, 1, 2, 0], "cat dog emu"))
     line = start("--data.val-path", tmp_path / "zero.lmdb")
     problem = r"zero\.lmdb: its metadata record is damaged \(count is 0, but must be .* at least 1 .*\); copy or pack"

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,11 @@ def reader(packed):
 @pytest.fixture
 def config_of(packed, tmp_path):
     """`config_of(task, ...options)`."""
+    return lambda task, *more: recipe_config(write_config(tmp_path / f"{task}.yaml", task, packed), *more)
 
-    def build(task: str, *overrides: str) -> RunConfig:
-        recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
-        return build_run_config(read_yaml(recipe), list(overrides), str(recipe))
 
-    return build
+def recipe_config(file: Path, *overrides: str) -> RunConfig:
+    return build_run_config(read_yaml(file), list(overrides), str(file))
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_task_without_a_choice_is_in_fp32():
 class Clock:
     """Seconds a step that `Trial.seconds` is made to find, by precision and number of samples."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[str, int], float]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[Any, Any]) -> None:
         self.asked: list[tuple[str, int]] = []
 
         def found(trial: Trial, precision: str, step: int | None = None, *, limit: float = math.inf) -> float:
@@ -162,44 +162,28 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("task", "seconds", "expected", "tried"),
-    [  # with few samples fp32 is ahead, at the run's 20 bf16
-        (
-            "classifier",
-            {("fp32", 2): 0.01, ("bf16", 2): 0.012, ("fp32", 20): 0.1, ("bf16", 20): 0.08},
-            {"fp32": 0.005, "bf16": 0.004},
-            [("fp32", 2)] * 2 + [("bf16", 2)] * 2 + [("fp32", 20), ("bf16", 20)] * speed.ROUNDS,
-        ),
-        # 0.12 s an image: one step of 8 may last longer than 0.4 s, others not
-        (
-            "classifier",
-            {("fp32", 2): 0.24, ("bf16", 2): 0.2, ("fp32", 8): 0.96, ("bf16", 8): 0.8},
-            {"fp32": 0.12, "bf16": 0.1},
-            [("fp32", 2)] * 2 + [("bf16", 2)] * 2 + [("fp32", 8), ("bf16", 8)] * speed.ROUNDS,
-        ),
-        # what is obviously slower is given up
-        (
-            "gan",
-            {("fp32", 4): 0.1, ("bf16", 4): 1.0, ("fp32", 16): 0.4},
-            {"fp32": 0.025, "bf16": math.inf},
-            [("fp32", 4)] * 2 + [("bf16", 4)] + [("fp32", 16)] * speed.ROUNDS,
-        ),
-        (
-            "gan",
-            {("fp32", 4): 0.01, ("bf16", 4): 0.12, ("fp32", 16): 0.04},
-            {"fp32": 0.0025, "bf16": 0.03},
-            [("fp32", 4)] * 2 + [("bf16", 4)] * 2 + [("fp32", 16)] * speed.ROUNDS,
-        ),
+    ("task", "counts", "fp32", "bf16", "tries"),  # seconds of a step of few and of many samples; tries of few in bf16
+    [
+        ("classifier", (2, 20), (0.01, 0.1), (0.012, 0.08), 2),  # with few fp32 is ahead, at the run's 20 bf16
+        ("classifier", (2, 8), (0.24, 0.96), (0.2, 0.8), 2),  # one step of 8 may last longer than 0.4 s, others not
+        ("gan", (4, 16), (0.1, 0.4), (1.0, None), 1),  # what is obviously slower is given up
+        ("gan", (4, 16), (0.01, 0.04), (0.12, None), 2),
     ],
     ids=["close", "slow", "given-up", "clear"],
 )
-def test_candidates_are_compared_at_the_runs_batch(config_of, reader, monkeypatch, task, seconds, expected, tried):
-    clock = Clock(monkeypatch, seconds)
+def test_candidates_are_compared_at_the_runs_batch(config_of, reader, monkeypatch, task, counts, fp32, bf16, tries):
+    few, many = counts
+    found = {("fp32", few): fp32[0], ("fp32", many): fp32[1], ("bf16", few): bf16[0], ("bf16", many): bf16[1]}
+    clock = Clock(monkeypatch, found)
     each, image, more = race(config_of(task), 1, reader, CPU, ("fp32", "bf16"))
-    assert [*each.values(), image] == pytest.approx([*expected.values(), min(expected.values())])
+    slower = bf16[1] / many if bf16[1] else math.inf if tries == 1 else bf16[0] / few
+    assert each == {"fp32": pytest.approx(fp32[1] / many), "bf16": pytest.approx(slower)}
+    assert image == pytest.approx(min(each.values()))
     assert not more
+    tried = [("fp32", few)] * 2 + [("bf16", few)] * tries
+    tried += [(name, many) for name in ("fp32", "bf16") if found[name, many]] * speed.ROUNDS
     assert clock.asked[: len(tried)] == tried
-    assert {samples for _, samples in clock.asked[len(tried) :]} <= {tried[-1][1]}  # the other kinds of steps
+    assert {samples for _, samples in clock.asked[len(tried) :]} <= {many}  # the other kinds of steps
     assert times(math.inf) == "more than 3 times"
 
 
@@ -250,7 +234,7 @@ RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_can_be_tried(recipe):
     """Its smallest batch divides a forward pass's; precision is fixed only where the recipe says why."""
-    config = build_run_config(read_yaml(recipe), [], str(recipe))
+    config = recipe_config(recipe)
     assert config.micro(1) % config.smallest_batch == 0
     trial = config.for_trial(config.smallest_batch)
     assert (trial.batch_size, trial.micro_batch, trial.init_from) == (config.smallest_batch, None, None)
@@ -269,14 +253,14 @@ def test_nothing_is_left_of_it(chosen, task, monkeypatch):
         made.extend(weakref.ref(part) for part in trial.task.registry().values() if isinstance(part, torch.nn.Module))
 
     def settings() -> list[Any]:
+        draws = (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate())
         backends = (torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled())
-        return [*backends, torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()]
+        return [*draws, *backends, torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()]
 
     monkeypatch.setattr(Trial, "__init__", noted)
-    before = (torch.get_rng_state(), str(np.random.get_state()), random.getstate(), settings())
+    before = settings()
     found = chosen(task)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (str(np.random.get_state()), random.getstate(), settings()) == before[1:]
+    assert settings() == before
     assert (found.precision in ("fp32", "bf16"), found.ratio >= 1) == (True, True)
     gc.collect()
     assert made
@@ -300,13 +284,15 @@ def takes(chosen, monkeypatch):
 @pytest.mark.parametrize("task", TASKS)
 def test_time_is_images_by_speed(takes, task):
     """U1: a month on a CPU was printed without a comment."""
-    assert takes(task, lambda trial, _: 0.01 * trial.samples, 360_000) == "about 60 min here, 100 images/s"
-    text = takes(task, lambda trial, _: 0.1 * trial.samples, 8_640_000)
+
+    def told(images, seconds=0.01):
+        return takes(task, lambda trial, _: seconds * trial.samples, images)
+
+    assert told(360_000) == "about 60 min here, 100 images/s"
+    text = told(8_640_000, 0.1)
     assert text.startswith("about 10.0 days here, 10 images/s; that is long: recipes named cpu are smaller")
     assert "quickstart.py FOLDER --minutes N" in text
-    images = round(LONG / 0.01)
-    assert ";" not in takes(task, lambda trial, _: 0.01 * trial.samples, images)
-    assert ";" in takes(task, lambda trial, _: 0.01 * trial.samples, images + 100)
+    assert [";" in told(round(LONG / 0.01) + more) for more in (0, 100)] == [False, True]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -325,9 +311,9 @@ def test_time_counts_every_step_as_what_it_is(takes, task):
 
     configs: list[Any] = []
     more = ["--resizing.initial_scale", "0.5"] if task == "classifier" else []
-    told = re.fullmatch(r"about (\d+) min here, (\d+) images/s", takes(task, seconds, 360_000, "--steps", "900", *more))
+    plan = takes(task, seconds, 360_000, "--steps", "900", *more)
+    told: Any = re.fullmatch(r"about (\d+) min here, (\d+) images/s", plan)
     expected = sum(of_a_sample(configs[-1], step, 900) for step in range(900)) / 900
-    assert told is not None
     assert int(told[1]) == pytest.approx(360_000 * expected / 60, rel=0.02)
     assert int(told[2]) == pytest.approx(1 / expected, rel=0.02)
     assert not 0.008 < expected < 0.012  # neither is what a step of one kind says
@@ -354,10 +340,8 @@ def test_what_comes_once_a_step_counts_once(takes, once, micro, told, most):
 
 def test_short_trainings_and_accelerators_are_not_measured(chosen, monkeypatch):
     monkeypatch.setattr(speed, "Trial", lambda *_: pytest.fail("measured"))
-    long = ("gan", "--steps", "1000000")
-    assert forecast(chosen("gan", "--precision", "fp32", "--steps", "10"), 10**6) == ""
-    assert forecast(chosen(*long, device=torch.device("cuda")), 10**6) == ""
-    assert forecast(chosen(*long, "--precision", "fp32", kept=True), 10**6) == ""
+    for steps, how in ((10, {}), (10**6, {"device": torch.device("cuda")}), (10**6, {"kept": True})):
+        assert forecast(chosen("gan", "--precision", "fp32", "--steps", str(steps), **how), 10**6) == ""
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,13 +1,13 @@
 """What the watch says of healthy and of failing trainings: real curves in short, and simulated ones."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from duetgan.training.gan.diagnostics import Watch, WatchConfig
 from duetgan.training.gan.losses import OBJECTIVES
-from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
 BATCH, EVERY = 32, 50
@@ -75,64 +75,93 @@ def test_a_healthy_training_is_left_in_peace():
     assert watch.means["logits/margin"] == pytest.approx(1.3, rel=0.1)
 
 
-def test_noisy_evaluations_near_their_floor_are_no_failure():
-    def noisy(step):
-        draw = numpy_generator(1, "test watch", step).standard_normal(2)
-        return evaluation(0.05 * (1 + 0.1 * draw[0]), 0.6 * (1 + 0.08 * draw[1]), memorised__pixels=0.012,
-                          memorised_p__pixels=0.3, logits__held_out=0.55)  # fmt: skip
-
-    assert run(Watch(WatchConfig()), 0, 20_000, None, noisy) == []
+def always(margin_of=None, **values):
+    """The same changes in every row; `margin_of(step)`: D's logits of images, and of samples below 0."""
+    if margin_of is None:
+        return lambda _: values
+    return lambda step: values | {"logits__real": margin_of(step), "logits__fake": -margin_of(step)}
 
 
-def test_nothing_is_said_while_warming_up_and_then_at_once():
-    blind = {"logits__real": 0.01, "logits__fake": 0.0}
-    watch = Watch(WatchConfig(warmup_kimg=40.0))
-    step = only(run(watch, 0, 3000, lambda _: blind), "tells nothing apart", "lower loss.r1_gamma")
-    assert step == 1250  # 40 thousand images
+def judged(distance=0.1, diversity=0.7, **more):
+    """Evaluations whose figures are numbers or functions of the step."""
+    figures = {"distance": distance, "diversity": diversity} | more
+    return lambda step: evaluation(**{name: f(step) if callable(f) else f for name, f in figures.items()})
 
 
-def test_gamma_too_large():
-    """As a real run with gamma 1000: margin 0.01, loss at 2 ln 2 and above."""
-    change = {"logits__real": -0.09, "logits__fake": -0.1, "logits__real_sign": -0.9, "loss__discriminator": 1.45}
-    only(run(Watch(WatchConfig()), 0, 2000, lambda _: change, improving), "tells nothing apart", "1.39 is chance level")
-    relativistic = Watch(WatchConfig(), OBJECTIVES["relativistic"])
-    only(run(relativistic, 0, 2000, lambda _: change), "tells nothing apart", "0.693 is chance level")
+def noisy(step):
+    draw = numpy_generator(1, "test watch", step).standard_normal(2)
+    figures = {"memorised__pixels": 0.012, "memorised_p__pixels": 0.3, "logits__held_out": 0.55}
+    return evaluation(0.05 * (1 + 0.1 * draw[0]), 0.6 * (1 + 0.08 * draw[1]), **figures)
 
 
-def test_gamma_too_small_by_the_margin():
-    def change(step):
-        return {"logits__real": step / 200, "logits__fake": -step / 200, "loss__discriminator": 0.02}
+BLIND = {"logits__real": 0.01, "logits__fake": 0.0}
+TOO_LARGE = BLIND | {"logits__real": -0.09, "logits__fake": -0.1, "logits__real_sign": -0.9}
+TOO_LARGE |= {"loss__discriminator": 1.45}  # as a real run with gamma 1000: margin 0.01, loss at 2 ln 2 and above
+SURE = {"logits__real": 2.0, "logits__fake": -2.0, "logits__real_sign": 1.1}
+COPIED = {"memorised__pixels": 0.08, "memorised_p__pixels": 1e-9}
+LARGE = {"margin_of": lambda step: step / 1500}
+# a real run with gamma 0: distances rise again while the discriminator gains
+WORSE = judged(lambda step: 0.9 - step / 5000 if step <= 1500 else 0.6 * 1.3, 0.37)
+RELATIVISTIC: dict[str, Any] = {"objective": OBJECTIVES["relativistic"]}
+LATE: dict[str, Any] = {"config": WatchConfig(warmup_kimg=40.0)}
 
-    said = run(Watch(WatchConfig()), 0, 2000, change)
-    step = only(said, "runs away", "D(real) - D(fake) is", "gamma is too small", "raise loss.r1_gamma")
-    assert 800 < step < 1100  # margin 8 at step 800, seen in the mean a little later
+# name: steps, changes of the log's rows, evaluations, words of the one line, its steps, another watch
+TOLD: dict[str, Any] = {
+    "nothing while warming up, then at once": (3000, always(**BLIND), None,
+        ("tells nothing apart", "lower loss.r1_gamma"), [1250], LATE),  # 40 thousand images
+    "gamma too large": (2000, always(**TOO_LARGE), improving, ("tells nothing apart", "1.39 is chance level")),
+    "gamma too large, of pairs": (2000, always(**TOO_LARGE), None,
+        ("tells nothing apart", "0.693 is chance level"), None, RELATIVISTIC),
+    # margin 8 at step 800, seen in the mean a little later
+    "gamma too small by the margin": (2000, always(lambda step: step / 200, loss__discriminator=0.02), None,
+        ("runs away", "D(real) - D(fake) is", "gamma is too small", "raise loss.r1_gamma"), range(801, 1100)),
+    # the second evaluation that is worse
+    "gamma too small by the distance": (4000, always(**LARGE), WORSE,
+        ("runs away", "distance went from 0.6 to 0.78"), [2500]),
+    # r_v is 0.5 at 2,600; the second evaluation in a row
+    "overfitting by held-out logits": (6000, None,
+        judged(logits__held_out=lambda step: 0.6 - step / 4000, logits__real=0.6, logits__fake=-0.7),
+        ("overfits", "held-out images look", "ada.mode to adaptive"), [3500]),
+    "overfitting by the sign where nothing is held out": (2000, always(**SURE), None,
+        ("overfits", "of the training images real")),
+    "an overfitting discriminator that runs away": (4000, always(lambda step: step / 500),
+        judged(lambda step: 0.1 * max(1, step / 1000), logits__held_out=lambda step: -step / 500), ("overfits",)),
+    # the first evaluation could still be on its way down
+    "mode collapse": (3000, None, judged(1.0, 0.15), ("collapses", "15% of the variety"), [1000]),
+    # no excuse counts; the end of the warm-up
+    "total collapse": (1000, None, judged(lambda step: 100 / step, 0.05), ("collapses",), [650]),
+    "variety that falls": (4000, None,
+        judged(lambda step: 0.1 if step < 2000 else 0.14, lambda step: 0.7 if step < 2000 else 0.4),
+        ("collapses", "40%", "best was 70%"), [2000]),
+    "augmentation at its end": (6000, lambda step: {"ada__p": min(1.0, step / 1000) * 1.3}, None,
+        ("augmentation probability stands at", "more data", "--init-from"), range(2500)),
+    "memorisation": (3000, None, judged(**COPIED),
+        ("copies training images", "8% of the samples", "neighbours.png"), [1000]),
+}  # fmt: skip
+SILENT: dict[str, Any] = {
+    "noise near the floor": (20_000, None, noisy),
+    "a distance of 1.2 times the best": (4000, always(**LARGE), judged(lambda step: 0.6 if step <= 1500 else 0.72)),
+    "worse, but the discriminator gains nothing: noise, or a new stage": (4000, None, WORSE),
+    "the sign, of pairs": (2000, always(**SURE), None, (), None, RELATIVISTIC),
+    "a held-out logit overrules the sign": (2000, always(**SURE), judged(logits__held_out=1.9)),
+    "an early generator gets better from there": (4000, None, judged(lambda step: 100 / step, 0.15)),
+    "varied because it was noise, and getting better": (4000, None,
+        judged(lambda step: 100 / step, lambda step: 0.9 if step < 1000 else 0.45)),
+    "one spike": (4000, lambda step: {"gradient_norm__generator": 500.0 if step == 3000 else 10.0}, None),
+    "copies once": (5000, None, judged(memorised__pixels=lambda step: 0.08 if step == 2000 else 0.01,
+        memorised_p__pixels=lambda step: 1e-9 if step == 2000 else 0.5)),
+    "evaluations that do not agree in a row": (8000, None, judged(
+        memorised__pixels=0.05, memorised_p__pixels=lambda step: 0.02 if step % 1000 else 1e-4,
+        logits__real=1.0, logits__fake=-1.0, logits__held_out=lambda step: 0.2 if step % 1000 else -0.5)),
+}  # fmt: skip
 
 
-def test_gamma_too_small_by_the_distance():
-    """As a real run with gamma 0: distances rise again while the discriminator gains."""
-
-    def change(step):
-        return {"logits__real": step / 1500, "logits__fake": -step / 1500}
-
-    def worse(step):
-        return evaluation(distance=0.9 - step / 5000 if step <= 1500 else 0.6 * 1.3, diversity=0.37)
-
-    step = only(run(Watch(WatchConfig()), 0, 4000, change, worse), "runs away", "distance went from 0.6 to 0.78")
-    assert step == 2500  # the second evaluation that is worse
-    hardly = run(Watch(WatchConfig()), 0, 4000, change, lambda step: evaluation(0.6 if step <= 1500 else 0.72))
-    assert hardly == []  # 1.2 times the best
-    assert (
-        run(Watch(WatchConfig()), 0, 4000, None, worse) == []
-    )  # the discriminator gains nothing: noise, or a new stage
-
-
-def test_overfitting_by_held_out_logits():
-    def drifting(step):
-        return evaluation(0.1, logits__held_out=0.6 - step / 4000, logits__real=0.6, logits__fake=-0.7)
-
-    said = run(Watch(WatchConfig()), 0, 6000, None, drifting)
-    step = only(said, "overfits", "held-out images look", "ada.mode to adaptive")
-    assert step == 3500  # r_v is 0.5 at 2,600; the second evaluation in a row
+@pytest.mark.parametrize("case", [*TOLD.values(), *SILENT.values()], ids=[*TOLD, *SILENT])
+def test_what_is_said(case):
+    defaults: list[Any] = [(), None, {}]
+    steps, change, evaluate, words, at, other = list(case) + defaults[len(case) - 3 :]
+    said = run(Watch(**({"config": WatchConfig()} | other)), 0, steps, change, evaluate)
+    assert (only(said, *words) in (at or range(steps + 1))) if words else said == []
 
 
 def test_held_out_logits_stand_against_those_of_the_log_where_an_evaluation_has_no_others():
@@ -146,47 +175,6 @@ def test_held_out_logits_stand_against_those_of_the_log_where_an_evaluation_has_
     assert "overfit" not in blind.figures
 
 
-def test_overfitting_by_the_sign_where_nothing_is_held_out():
-    def change(_):
-        return {"logits__real": 2.0, "logits__fake": -2.0, "logits__real_sign": 1.1}
-
-    only(run(Watch(WatchConfig()), 0, 2000, change), "overfits", "of the training images real")
-    assert run(Watch(WatchConfig(), OBJECTIVES["relativistic"]), 0, 2000, change) == []
-    # a held-out logit overrules the sign
-    assert run(Watch(WatchConfig()), 0, 2000, change, lambda _: evaluation(logits__held_out=1.9)) == []
-
-
-def test_an_overfitting_discriminator_that_runs_away_is_told_once():
-    def change(step):
-        return {"logits__real": step / 500, "logits__fake": -step / 500}
-
-    def overfitting(step):
-        return evaluation(0.1 * max(1, step / 1000), logits__held_out=-step / 500)
-
-    only(run(Watch(WatchConfig()), 0, 4000, change, overfitting), "overfits")
-
-
-def test_mode_collapse():
-    stuck = run(Watch(WatchConfig()), 0, 3000, None, lambda _: evaluation(1.0, 0.15))
-    assert only(stuck, "collapses", "15% of the variety") == 1000  # the first could still be on its way down
-    total = run(Watch(WatchConfig()), 0, 1000, None, lambda step: evaluation(100 / step, 0.05))
-    assert only(total, "collapses") == 650  # no excuse counts; the end of the warm-up
-    blurry = run(Watch(WatchConfig()), 0, 4000, None, lambda step: evaluation(100 / step, 0.15))
-    assert blurry == []  # an early generator gets better from there
-
-    def falling(step):
-        return evaluation(0.1 if step < 2000 else 0.14, 0.7 if step < 2000 else 0.4)
-
-    assert only(run(Watch(WatchConfig()), 0, 4000, None, falling), "collapses", "40%", "best was 70%") == 2000
-    early_noise = run(Watch(WatchConfig()), 0, 4000, None, lambda s: evaluation(100 / s, 0.9 if s < 1000 else 0.45))
-    assert early_noise == []  # varied because it was noise, and getting better
-
-
-def test_augmentation_at_its_end():
-    said = run(Watch(WatchConfig()), 0, 6000, lambda step: {"ada__p": min(1.0, step / 1000) * 1.3})
-    assert only(said, "augmentation probability stands at", "more data", "--init-from") < 2500
-
-
 @pytest.mark.parametrize(("factor", "word"), [(100.0, "explodes"), (0.01, "vanishes")])
 @pytest.mark.parametrize("name", ["gradient_norm/generator", "gradient_norm/discriminator", "path_length/mean"])
 def test_norms_that_jump(name, factor, word):
@@ -195,30 +183,6 @@ def test_norms_that_jump(name, factor, word):
     assert run(watch, 0, 4000, lambda _: usual) == []
     jumped = {name.replace("/", "__"): HEALTHY[name] * factor}
     assert 4050 < only(run(watch, 4000, 4500, lambda _: jumped), word, "Try:") <= 4300
-
-
-def test_one_spike_is_no_explosion():
-    watch = Watch(WatchConfig())
-    spike = {3000: 50.0}
-    assert run(watch, 0, 4000, lambda step: {"gradient_norm__generator": 10 * spike.get(step, 1.0)}) == []
-
-
-def test_memorisation():
-    copied = {"memorised__pixels": 0.08, "memorised_p__pixels": 1e-9}
-    said = run(Watch(WatchConfig()), 0, 3000, None, lambda _: evaluation(0.1, **copied))
-    assert only(said, "copies training images", "8% of the samples", "neighbours.png") == 1000
-    once = run(Watch(WatchConfig()), 0, 5000, None, lambda step: evaluation(0.1, **copied if step == 2000 else {
-        "memorised__pixels": 0.01, "memorised_p__pixels": 0.5}))  # fmt: skip
-    assert once == []
-
-
-def test_evaluations_must_agree_in_a_row():
-    def now_and_then(step):
-        bad = step % 1000 == 0
-        return evaluation(0.1, memorised__pixels=0.05, memorised_p__pixels=1e-4 if bad else 0.02,
-                          logits__real=1.0, logits__fake=-1.0, logits__held_out=-0.5 if bad else 0.2)  # fmt: skip
-
-    assert run(Watch(WatchConfig()), 0, 8000, None, now_and_then) == []
 
 
 def test_a_warning_comes_again_only_after_recovery():
@@ -286,21 +250,3 @@ def test_values_that_are_not_numbers_are_passed_over():
 
 def test_switched_off_it_is_silent():
     assert run(Watch(WatchConfig(on=False)), 0, 3000, failing, worsening) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"warmup_kimg": -1.0}, "warmup_kimg"),
-        ({"memory": 0.0}, "memory"),
-        ({"patience": 0}, "patience"),
-        ({"worse": 1.0}, "worse"),
-        ({"norm_factor": 0.5}, "norm_factor"),
-        ({"diversity_fall": 1.0}, "diversity_fall"),
-        ({"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1"),
-        ({"margin_high": (1.0, 2.0)}, "^margin_high 1.0, 2.0"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(changes, told):
-    with pytest.raises(UserError, match=told):
-        WatchConfig(**changes)
