@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -119,34 +120,41 @@ def with_mounts(*mounts: str) -> list[str]:
     return prefix
 
 
+def training(folder: Path, task: str, packed: Path) -> list[str]:
+    """`train.py` and its arguments for a tiny run in folder/run."""
+    config = write_config(folder / "recipe.yaml", task, packed)
+    return ["train.py", "--config", str(config), "--run-dir", str(folder / "run"), "--device", "cpu"]
+
+
 @pytest.fixture
 def recipe(tmp_path, packed):
-    """`train.py` and its arguments for a tiny classifier; its run folder is tmp_path/run."""
-    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    return ["train.py", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
+    """Of a classifier."""
+    return training(tmp_path, "classifier", packed)
+
+
+@pytest.fixture
+def gan_recipe(tmp_path, packed):
+    """Of a GAN, whose checkpoints are small."""
+    return training(tmp_path, "gan", packed)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, packed, server):
     """A classifier's run of one step."""
     folder = tmp_path_factory.mktemp("trained")
-    config = write_config(folder / "recipe.yaml", "classifier", packed)
-    run = ["--config", config, "--run-dir", folder / "run", "--device", "cpu", "--max-steps", "1"]
-    server("train.py", *run, "--evaluation.every", "0").success()
+    server(*training(folder, "classifier", packed), "--max-steps", "1", "--evaluation.every", "0").success()
     return folder / "run"
-
-
-@pytest.fixture
-def gan_recipe(tmp_path, packed):
-    """`recipe` for a tiny GAN, whose checkpoints are small."""
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
-    return ["train.py", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")
 def gan_trained(tmp_path_factory, packed, server):
     """A GAN's run of four steps with checkpoints of steps 2 and 4; the last is the best."""
     folder = tmp_path_factory.mktemp("gan_trained")
-    config = write_config(folder / "recipe.yaml", "gan", packed)
-    server("train.py", "--config", config, "--run-dir", folder / "run", "--device", "cpu", "--max-steps", "4").success()
+    server(*training(folder, "gan", packed), "--max-steps", "4").success()
     return folder / "run"
+
+
+@pytest.fixture
+def run(tmp_path, gan_trained):
+    """A copy of `gan_trained`, in the run folder of `gan_recipe`."""
+    return Path(shutil.copytree(gan_trained, tmp_path / "run"))

@@ -97,16 +97,14 @@ def test_fault_15_flipped_byte_stops_and_names_the_record(command, recipe, train
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
 def test_fault_15_flipped_byte_is_skipped_and_counted(command, recipe, packed, tmp_path, encoding):
     path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
-    run = command if encoding == "jpeg" else own_process
-    options = ["--data.on-damage", "skip", "--data.workers", "2", "--max-steps", "3", "--log.every", "1"]
-    outcome = run(*recipe, "--data.path", path, *options).success()
+    options = ["--data.path", path, "--data.on-damage", "skip", "--data.workers", "2", "--log.every", "1"]
+    outcome = command(*recipe, *options, "--max-steps", "3").success()
     assert outcome.err.count("warning: ") == 1
     assert f"x.lmdb: record {DRAWN} is damaged" in outcome.err
     assert "the next intact record replaces it (1 so far)" in outcome.err
     assert [row["damaged_records"] for row in log_of(tmp_path / "run")] == [0, 1, 1]
     assert status(tmp_path / "run", "state", "exit_code") == ("stopped", 0)
-    options[options.index("--max-steps") + 1] = "4"  # it is not met again
-    command(*recipe, "--data.path", path, *options).success()
+    command(*recipe, *options, "--max-steps", "4").success()  # it is not met again
     assert [row["damaged_records"] for row in log_of(tmp_path / "run") if "images" in row][-1] == 1
 
 
@@ -206,14 +204,13 @@ def test_fault_20_empty_class(command, recipe, tmp_path):
 def test_fault_20_other_classes_in_the_held_out_images(command, recipe, packed, tmp_path, change_of):
     with Dataset(packed / "test.lmdb") as reader:
         (images, labels), classes = reader.read(range(len(reader))), reader.classes
-    others = {"fewer": classes[:-1], "renamed": [*classes[:-1], "sock"], "order": classes[::-1]}[change_of]
+    others, told = {
+        "fewer": (classes[:-1], classes[-1]),
+        "renamed": ([*classes[:-1], "sock"], "sock"),
+        "order": (classes[::-1], f"class 0 is {classes[-1]!r} here and {classes[0]!r} there"),
+    }[change_of]
     kept = labels < len(others)
     pack_arrays(tmp_path / "test.lmdb", images[kept], labels[kept], others)
-    told = {
-        "fewer": classes[-1],
-        "renamed": "sock",
-        "order": f"class 0 is {classes[-1]!r} here and {classes[0]!r} there",
-    }[change_of]
     command(*recipe, "--data.val-path", tmp_path / "test.lmdb").refusal("test.lmdb: its classes are not those of", told)
     assert not (tmp_path / "run").exists()
     refusal = command("data.pack", tmp_path / "test.lmdb", tmp_path / "y.lmdb", "--against", packed / "train.lmdb")
@@ -226,7 +223,7 @@ def test_evaluation_reads_the_size_that_was_trained_on(command, recipe, tmp_path
     """A smaller `data.resolution` than the file's 16 px: other figures than the training's own mislead in silence."""
     options = ["--data.resolution", str(side), "--steps", "8", "--evaluation.every", "0", "--log.samples-every", "0"]
     command(*recipe, *options).success()
-    expected = {key: value for row in log_of(tmp_path / "run") for key, value in row.items()}
+    expected = dict(item for row in log_of(tmp_path / "run") for item in row.items())
     figures = json.loads(command("evaluate.py", "--checkpoint", tmp_path / "run", "--json").success().out)
     assert figures["accuracy"] == pytest.approx(expected["val/accuracy"])
     assert figures["ece"] == pytest.approx(expected["val/ece"], rel=1e-5)  # six digits are logged

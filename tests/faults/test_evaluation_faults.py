@@ -49,10 +49,9 @@ def test_a_damaged_record_is_told_once(trained, packed, tmp_path):
 
 
 def test_a_wrong_option_is_told_before_processes_start(trained):
-    outcome = own_process("evaluate.py", "--checkpoint", trained / "nowhere", "--procs", "2")
-    assert "no such run folder" in outcome.refusal()
-    outcome = own_process("evaluate.py", "--checkpoint", trained, "--procs", "2", "--classifier", trained)
-    assert "is for a GAN" in outcome.refusal()
+    own_process("evaluate.py", "--checkpoint", trained / "nowhere", "--procs", "2").refusal("no such run folder")
+    judged = own_process("evaluate.py", "--checkpoint", trained, "--procs", "2", "--classifier", trained)
+    judged.refusal("is for a GAN")
 
 
 def test_a_signal_ends_all_processes_of_evaluate(trained, tmp_path):

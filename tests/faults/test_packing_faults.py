@@ -5,7 +5,6 @@ and the same command can be given again.
 import io
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -144,28 +143,21 @@ def test_fault_17_killed_while_a_file_is_replaced(command, many, content_hash, t
 # --- files that are no images
 
 
-def truncated(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def flipped(content: bytes) -> bytes:
-    return content[:60] + bytes([content[60] ^ 4]) + content[61:]
-
-
-BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "truncated.jpg": ("JPEG", truncated, "is truncated or damaged"),
-    "truncated.png": ("PNG", truncated, "is truncated or damaged"),
-    "flipped.png": ("PNG", flipped, "is truncated or damaged"),
-    "text.jpg": ("PNG", lambda _: b"this is no image", "is not an image (it begins with b'this is no i')"),
-    "program.png": ("PNG", lambda _: b"\x7fELF" + bytes(100), "is not an image"),
-    "empty.png": ("PNG", lambda _: b"", "is an empty file"),
-}
-
-
-def image_file(kind: str, pixels: np.ndarray = NOISE[:40, :40]) -> bytes:
+def image_file(kind: str) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format=kind)
+    Image.fromarray(NOISE[:40, :40]).save(buffer, format=kind)
     return buffer.getvalue()
+
+
+PNG, JPEG = image_file("PNG"), image_file("JPEG")
+BROKEN = {
+    "truncated.jpg": (JPEG[: len(JPEG) // 2], "is truncated or damaged"),
+    "truncated.png": (PNG[: len(PNG) // 2], "is truncated or damaged"),
+    "flipped.png": (PNG[:60] + bytes([PNG[60] ^ 4]) + PNG[61:], "is truncated or damaged"),
+    "text.jpg": (b"this is no image", "is not an image (it begins with b'this is no i')"),
+    "program.png": (b"\x7fELF" + bytes(100), "is not an image"),
+    "empty.png": (b"", "is an empty file"),
+}
 
 
 @pytest.mark.parametrize("encoding", [["--size", "16"], ["--encoding", "source"]])
@@ -174,17 +166,17 @@ def test_fault_18_broken_files(command, tmp_path, encoding):
     for name in ("cat/a.png", "cat/b.png", "dog/c.png"):
         save(photos / name)
     pack = ["data.pack", photos, path, "--no-duplicates", *encoding]
-    for name, (kind, spoil, reason) in BROKEN.items():
+    for name, (content, reason) in BROKEN.items():
         file = photos / "dog" / name
-        file.write_bytes(spoil(image_file(kind)))
+        file.write_bytes(content)
         command(*pack).refusal(f"{file} {reason}", "--on-error skip")
         assert names(tmp_path) == ["photos"]
         file.unlink()
-    for name, (kind, spoil, _) in BROKEN.items():
-        (photos / "dog" / name).write_bytes(spoil(image_file(kind)))
+    for name, (content, _) in BROKEN.items():
+        (photos / "dog" / name).write_bytes(content)
     outcome = command(*pack, "--on-error", "skip", "--max-skipped", str(len(BROKEN))).success()
     assert ["skipped", str(len(BROKEN))] in [line.split() for line in outcome.out.splitlines()]
-    for name, (_, _, reason) in BROKEN.items():
+    for name, (_, reason) in BROKEN.items():
         assert f"{name} {reason}" in outcome.out
     assert LMDBReader(path).meta.histogram == [2, 1]
     path.unlink()
@@ -205,12 +197,6 @@ def test_fault_18_a_class_of_broken_files_only(command, tmp_path):
 # --- all kinds of images
 
 
-def exif(orientation: int) -> Image.Exif:
-    found = Image.Exif()
-    found[0x0112] = orientation
-    return found
-
-
 def write_kinds(folder: Path) -> dict[str, np.ndarray]:
     """A file of each kind that is converted; returns the pixels its rule makes of it, uint8 [H, W, 3].
 
@@ -220,22 +206,22 @@ def write_kinds(folder: Path) -> dict[str, np.ndarray]:
     colour, grey, alpha = NOISE[:40, :60], NOISE[:40, :60, 0], NOISE[40:80, :60, :1]
     wide = np.broadcast_to(NOISE[:4, :1], (4, 20000, 3))
     expected = {"grey.png": np.repeat(grey[:, :, None], 3, axis=2), "colour.png": colour, "wide.png": wide}
-    Image.fromarray(grey).save(folder / "grey.png")
-    Image.fromarray(colour).save(folder / "colour.png")
-    Image.fromarray(wide).save(folder / "wide.png")
-    Image.fromarray(np.concatenate([colour, alpha], axis=2)).save(folder / "transparent.png")
-    on_white = (colour * (alpha / 255) + 255 * (1 - alpha / 255)).round().astype(np.uint8)
-    expected["transparent.png"] = on_white
+    plain = {"grey.png": grey, "colour.png": colour, "wide.png": wide}
+    plain |= {"transparent.png": np.concatenate([colour, alpha], axis=2), "deep.png": grey.astype(np.uint16) * 256 + 77}
+    for name, pixels in plain.items():
+        Image.fromarray(pixels).save(folder / name)
+    expected["transparent.png"] = (colour * (alpha / 255) + 255 * (1 - alpha / 255)).round().astype(np.uint8)
+    expected["deep.png"] = expected["grey.png"]
     palette = Image.fromarray(colour).quantize(16)
     palette.save(folder / "palette.png")
     colours = np.array(palette.getpalette()).reshape(-1, 3)
     expected["palette.png"] = colours[np.asarray(palette)].astype(np.uint8)
-    Image.fromarray(grey.astype(np.uint16) * 256 + 77).save(folder / "deep.png")
-    expected["deep.png"] = expected["grey.png"]
     cmyk = Image.fromarray(colour).convert("CMYK")
     cmyk.save(folder / "cmyk.tif")
     expected["cmyk.tif"] = np.asarray(cmyk.convert("RGB"))
-    Image.fromarray(colour).save(folder / "rotated.png", exif=exif(6))  # the first row is at the right
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: the first row is at the right
+    Image.fromarray(colour).save(folder / "rotated.png", exif=exif)
     expected["rotated.png"] = colour[::-1].transpose(1, 0, 2)
     return expected
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,11 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.helpers import last, status
-from tests.faults.conftest import ENVIRONMENT, REPOSITORY, Outcome
+from tests.faults import conftest, inject
+from tests.faults.conftest import Outcome
 
 WAIT = 120  # seconds: these tests wait for what must come, on machines that may be busy
 LONG = ["--steps", "100000", "--evaluation.every", "0", "--log.samples-every", "0", "--checkpoint.every", "4"]
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
 
 @pytest.fixture
 def run(tmp_path):
@@ -27,26 +24,18 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def start(gan_recipe):
+def start(gan_recipe, monkeypatch):
     """`start("--procs", "2", fail_at="1:3:kill")`: a tiny GAN's training as a process of its own, cleaned up."""
     started = []
 
     def begin(*more: str, fail_at: str = "") -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, *gan_recipe, *LONG, *more],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT | ({"DUET_FAIL_AT": fail_at} if fail_at else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+        monkeypatch.setenv(inject.VARIABLE, fail_at)
+        started.append(conftest.start(*gan_recipe, *LONG, *more))
+        return started[-1]
 
     yield begin
     for process in started:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
         process.communicate()
 
 
@@ -129,17 +118,16 @@ def test_fault_06_07_a_signal_saves_and_leaves(start, command, gan_recipe, run, 
     process.send_signal(signal.Signals[name])
     found = outcome(process)
     assert found.code == 3, found.err
-    lines = [line for line in found.err.splitlines() if line.startswith("stopped: ")]
-    assert len(lines) == 1
-    assert name in lines[0]
-    assert "The same command resumes" in lines[0]
-    told = status(run)
-    assert (told["state"], told["reason"], told["exit_code"], told["step"]) == ("stopped", name, 3, last(run))
+    (line,) = [line for line in found.err.splitlines() if line.startswith("stopped: ")]
+    assert name in line
+    assert "The same command resumes" in line
+    step = last(run)
+    assert status(run, "state", "reason", "exit_code", "step") == ("stopped", name, 3, step)
     assert "SIG" in (run / "report.html").read_text()  # a stopped run has a report too (U9)
     assert not any(alive(pid) for pid in pids)
     assert not list((run / "heartbeat").glob("rank-*.json")) or all(sign(run, r)["left"] for r in range(processes))
-    command(*gan_recipe, *LONG, "--procs", str(processes), "--max-steps", str(told["step"] + 1)).success()
-    assert last(run) == told["step"] + 1
+    command(*gan_recipe, *LONG, "--procs", str(processes), "--max-steps", str(step + 1)).success()
+    assert last(run) == step + 1
 
 
 def test_fault_08_a_signal_to_one_rank_only(start, run):
@@ -148,8 +136,7 @@ def test_fault_08_a_signal_to_one_rank_only(start, run):
     os.kill(sign(run, 1)["pid"], signal.SIGTERM)
     found = outcome(process)
     assert found.code == 3, found.err
-    told = status(run)
-    assert (told["state"], told["reason"], told["step"]) == ("stopped", "SIGTERM", last(run))
+    assert status(run, "state", "reason", "step") == ("stopped", "SIGTERM", last(run))
 
 
 def test_fault_09_a_second_interrupt_leaves_at_once(start, run):
@@ -170,9 +157,7 @@ def test_fault_32_a_killed_launcher(start, command, run, gan_recipe, launcher):
     """It leaves nobody behind, and the lock is free."""
     if launcher == "torchrun":
         gan_recipe[:0] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        process = start()
-    else:
-        process = start("--procs", "2")
+    process = start(*([] if launcher == "torchrun" else ["--procs", "2"]))
     until(lambda: saved(run) and sign(run, 1), process)
     pids = [sign(run, rank)["pid"] for rank in range(2)]
     assert process.pid not in pids

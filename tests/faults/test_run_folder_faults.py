@@ -3,7 +3,6 @@
 """
 
 import contextlib
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +19,6 @@ from tests.end_to_end.helpers import GAN, contents, last, status
 from tests.faults.conftest import start
 
 QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
-
-
-@pytest.fixture
-def run(tmp_path, gan_trained):
-    """A copy of a run with checkpoints of steps 2 and 4, in the run folder of `gan_recipe`."""
-    return Path(shutil.copytree(gan_trained, tmp_path / "run"))
 
 
 # --- 24: another config
@@ -101,22 +94,19 @@ def test_fault_25_two_runs_on_one_folder(command, gan_recipe, tmp_path):
 
 
 def test_fault_31_a_checkpoint_of_the_wrong_task(command, recipe, trained, gan_trained, tmp_path):
-    image = tmp_path / "a.png"
+    image, grid = tmp_path / "a.png", tmp_path / "grid.png"
     Image.fromarray(np.zeros((16, 16), np.uint8)).save(image)
-    grid = tmp_path / "grid.png"
-    command("predict.py", "--checkpoint", gan_trained, image).refusal(
-        "task 'gan'", "a 'classifier' checkpoint is needed"
-    )
-    command("generate.py", "grid", "--checkpoint", trained, "--out", grid).refusal(
-        "task 'classifier'", "a 'gan' checkpoint is needed"
-    )
+    told = ("task 'classifier'", "a 'gan' checkpoint is needed")
+    command("generate.py", "grid", "--checkpoint", trained, "--out", grid).refusal(*told)
     judged = ["evaluate.py", "--checkpoint", gan_trained, "--n", "20", "--out", tmp_path / "eval"]
-    command(*judged, "--classifier", gan_trained).refusal("task 'gan'", "a 'classifier' checkpoint is needed")
-    command(*judged, "--extractor", f"classifier:{gan_trained}").refusal(
-        "task 'gan'", "a 'classifier' checkpoint is needed"
-    )
-    told = "is a checkpoint of task 'gan', but this run trains a 'classifier'"
-    command(*recipe, "--init-from", gan_trained).refusal("--init-from", told)
+    for arguments in (
+        ["predict.py", "--checkpoint", gan_trained, image],
+        [*judged, "--classifier", gan_trained],
+        [*judged, "--extractor", f"classifier:{gan_trained}"],
+    ):
+        command(*arguments).refusal("task 'gan'", "a 'classifier' checkpoint is needed")
+    own = "is a checkpoint of task 'gan', but this run trains a 'classifier'"
+    command(*recipe, "--init-from", gan_trained).refusal("--init-from", own)
     command(*recipe, "--run-dir", gan_trained).refusal("task: 'gan' there, 'classifier' now", "--run-dir")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "recipe.yaml"]
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import train
 from duetgan.training.engine import health
+from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
 from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
@@ -34,10 +35,28 @@ def fail_at(monkeypatch, slim):
     return ask
 
 
-def in_process(config: Path, run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Outcome:
-    capsys.readouterr()
-    code = run_cli(train.main, ["--config", str(config), "--run-dir", str(run), "--device", "cpu", *SHORT, *more])
-    return Outcome(code, *capsys.readouterr())
+@pytest.fixture
+def trained(tmp_path, packed, capsys):
+    """`trained(task, ...options)`: how a tiny run in tmp_path/run ends in this process."""
+
+    def train_here(task: str, *more: str, run: Path = tmp_path / "run") -> Outcome:
+        config = write_config(tmp_path / "recipe.yaml", task, packed)
+        capsys.readouterr()
+        code = run_cli(train.main, ["--config", str(config), "--run-dir", str(run), "--device", "cpu", *SHORT, *more])
+        return Outcome(code, *capsys.readouterr())
+
+    return train_here
+
+
+@pytest.fixture
+def by_two(gan_recipe):
+    """`by_two(...options)`: how a tiny GAN's run on two processes ends."""
+    return lambda *more: own_process(*gan_recipe, "--procs", "2", *SHORT, *more)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -45,59 +64,52 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_22_a_nan_is_skipped_and_written_down(tmp_path, packed, task, fail_at, capsys):
+def test_fault_22_a_nan_is_skipped_and_written_down(trained, run, task, fail_at):
     """The step changes neither weights nor averages nor moments; the next ones train on."""
-    config = write_config(tmp_path / "recipe.yaml", task, packed)
     fail_at("0:4:nan")
-    in_process(config, tmp_path / "run", capsys, "--checkpoint.every", "1", "--checkpoint.keep", "9").success()
-    before, after = state_of(tmp_path / "run", 4), state_of(tmp_path / "run", 5)
+    trained(task, "--checkpoint.every", "1", "--checkpoint.keep", "9").success()
+    before, after = state_of(run, 4), state_of(run, 5)
     gan = ["generator", "generator_ema", "generator_optimizer"]
     hit = gan if task == "gan" else ["model", "model_ema", "optimizer"]
     for name in hit:
         found = [key for key in differing(before[name], after[name]) if not key.endswith(("step", "lr", "w_avg"))]
         assert [key for key in found if "num_batches_tracked" not in key] == [], name
-    assert differing(after[hit[0]], state_of(tmp_path / "run", 6)[hit[0]]) != []
-    counts = [(row["skipped_updates"], row["nonfinite_updates"]) for row in rows(tmp_path / "run")]
-    assert counts == [(0, 0)] * 4 + [(1, 1)] * 4
-    assert all(torch.isfinite(value).all() for value in state_of(tmp_path / "run", 8)[hit[1]].values())
+    assert differing(after[hit[0]], state_of(run, 6)[hit[0]]) != []
+    assert [(row["skipped_updates"], row["nonfinite_updates"]) for row in rows(run)] == [(0, 0)] * 4 + [(1, 1)] * 4
+    assert all(torch.isfinite(value).all() for value in state_of(run, 8)[hit[1]].values())
 
 
-def test_fault_22_on_one_rank_it_is_seen_by_all(tmp_path, packed, fail_at):
+def test_fault_22_on_one_rank_it_is_seen_by_all(by_two, run, fail_at):
     """Rank 1's NaN masks rank 0's update too: the weights stay equal, which is compared after every step."""
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:3:nan")
-    options = ["--procs", "2", "--distributed.check-every", "1", *SHORT]
-    own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options).success()
-    assert rows(tmp_path / "run")[-1]["nonfinite_updates"] == 1
-    assert math.isfinite(rows(tmp_path / "run")[-1]["loss/generator"])
+    by_two("--distributed.check-every", "1").success()
+    assert rows(run)[-1]["nonfinite_updates"] == 1
+    assert math.isfinite(rows(run)[-1]["loss/generator"])
 
 
-def test_fault_22_past_the_cap_training_stops_itself(tmp_path, packed, fail_at, capsys):
-    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+def test_fault_22_past_the_cap_training_stops_itself(trained, run, fail_at):
     fail_at("0:2:nan,0:3:nan,0:4:nan")
-    found = in_process(config, tmp_path / "run", capsys, "--nonfinite-cap", "2")
+    found = trained("classifier", "--nonfinite-cap", "2")
     assert found.code == 4
     found.error("3 updates had non-finite gradients, more than nonfinite_cap 2", "lower the learning rate")
-    assert status(tmp_path / "run")["state"] == "failed"
+    assert status(run)["state"] == "failed"
 
 
-def test_fault_22_what_the_loss_scaler_skips_is_told_apart(tmp_path, packed, fail_at, capsys):
+def test_fault_22_what_the_loss_scaler_skips_is_told_apart(trained, run, fail_at):
     """In fp16 an overflow lowers the scale, 65536 at first: no fault, and not counted as one."""
-    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     fail_at("0:2:nan")
-    in_process(config, tmp_path / "run", capsys, "--precision", "fp16", "--nonfinite-cap", "0").success()
-    last = rows(tmp_path / "run")[-1]
+    trained("classifier", "--precision", "fp16", "--nonfinite-cap", "0").success()
+    last = rows(run)[-1]
     assert last["skipped_updates"] >= 1  # the one that was asked for, and real overflows
     assert last["nonfinite_updates"] == 0
-    assert state_of(tmp_path / "run", 8)["scaler"]["scale"] == 65536 / 2 ** last["skipped_updates"]
+    assert state_of(run, 8)["scaler"]["scale"] == 65536 / 2 ** last["skipped_updates"]
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_28_out_of_memory(tmp_path, packed, task, fail_at, capsys):
+def test_fault_28_out_of_memory(trained, run, task, fail_at):
     """The message names batch, resolution and three settings; the last checkpoint is intact, the command goes on."""
-    config = write_config(tmp_path / "recipe.yaml", task, packed)
     fail_at("0:5:oom")
-    found = in_process(config, tmp_path / "run", capsys)
+    found = trained(task)
     assert found.code == 4
     size = {"classifier": 20, "gan": 16}[task]
     found.error(
@@ -107,29 +119,24 @@ def test_fault_28_out_of_memory(tmp_path, packed, task, fail_at, capsys):
         "activation_checkpointing",
         "the same command resumes from the last checkpoint",
     )
-    assert status(tmp_path / "run", "state", "exit_code", "step") == ("failed", 4, 5)
+    assert status(run, "state", "exit_code", "step") == ("failed", 4, 5)
     fail_at("")
-    assert "resumed at step 4 of 8" in in_process(config, tmp_path / "run", capsys).success().err
+    assert "resumed at step 4 of 8" in trained(task).success().err
 
 
-def test_fault_28_on_one_rank(tmp_path, packed, fail_at):
+def test_fault_28_on_one_rank(by_two, run, fail_at):
     """The rank at fault tells it; the others leave, and the file of the run's state has its reason."""
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:5:oom")
-    options = ["--procs", "2", *SHORT]
-    found = own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options)
+    found = by_two()
     assert found.code == 4
     assert [line[:23] for line in found.err.splitlines() if "error" in line] == ["error on rank 1: memory"]
     assert "Traceback" not in found.err
-    reason = status(tmp_path / "run")["reason"]
-    assert "rank 1 has left in step 5: TrainingHalted: memory ran out" in reason
+    assert "rank 1 has left in step 5: TrainingHalted: memory ran out" in status(run)["reason"]
 
 
-def test_ranks_that_drift_apart_are_found(tmp_path, packed, fail_at):
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+def test_ranks_that_drift_apart_are_found(by_two, fail_at):
     fail_at("1:4:unequal")
-    options = ["--procs", "2", "--distributed.check-every", "2", *SHORT]
-    found = own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options)
+    found = by_two("--distributed.check-every", "2")
     assert found.code == 4
     found.error("no longer hold the same numbers after step 4", "generator on rank 1")
 
@@ -161,33 +168,27 @@ def test_parameters_without_a_gradient_are_named():
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_deterministic_training_runs_on_this_device(tmp_path, packed, task, fail_at, capsys):
+def test_deterministic_training_runs_on_this_device(trained, run, tmp_path, task, fail_at):
     """With deterministic algorithms only the numbers are, on a CPU, those without."""
-    config = write_config(tmp_path / "recipe.yaml", task, packed)
     try:
-        in_process(config, tmp_path / "here", capsys, "--deterministic", "true").success()
+        trained(task, "--deterministic", "true").success()
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-    in_process(config, tmp_path / "other", capsys).success()
-    assert differing(state_of(tmp_path / "here", 8), state_of(tmp_path / "other", 8)) == []
+    trained(task, run=tmp_path / "other").success()
+    assert differing(state_of(run, 8), state_of(tmp_path / "other", 8)) == []
 
 
 @pytest.mark.slow
-def test_the_seed_of_pythons_hashes_does_not_matter(tmp_path, packed, monkeypatch):
+def test_the_seed_of_pythons_hashes_does_not_matter(gan_recipe, tmp_path, monkeypatch):
     """The order of sets of strings depends on it; a training does not."""
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
-    states = []
     for seed in ("1", "2"):
         monkeypatch.setitem(ENVIRONMENT, "PYTHONHASHSEED", seed)
-        own_process("train.py", "--config", config, "--run-dir", tmp_path / seed, "--device", "cpu", *SHORT).success()
-        states.append(state_of(tmp_path / seed, 8))
-    assert differing(states[0], states[1]) == []
+        own_process(*gan_recipe, "--run-dir", tmp_path / seed, *SHORT).success()
+    assert differing(state_of(tmp_path / "1", 8), state_of(tmp_path / "2", 8)) == []
 
 
 def test_an_operation_without_a_deterministic_form_is_explained(packed):
-    from duetgan.training.engine.tasks import build_run_config
-
     config = build_run_config({"task": "gan", "data": {"path": str(packed / "train.lmdb")}}, [], "x")
     error = RuntimeError(
         "grid_sampler_2d_backward_cuda does not have a deterministic implementation, but you set "
