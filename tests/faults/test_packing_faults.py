@@ -206,7 +206,7 @@ def write_kinds(folder: Path) -> dict[str, np.ndarray]:
     colour, grey, alpha = NOISE[:40, :60], NOISE[:40, :60, 0], NOISE[40:80, :60, :1]
     wide = np.broadcast_to(NOISE[:4, :1], (4, 20000, 3))
     expected = {"grey.png": np.repeat(grey[:, :, None], 3, axis=2), "colour.png": colour, "wide.png": wide}
-    plain = {"grey.png": grey, "colour.png": colour, "wide.png": wide}
+    plain: dict[str, np.ndarray] = {"grey.png": grey, "colour.png": colour, "wide.png": wide}
     plain |= {"transparent.png": np.concatenate([colour, alpha], axis=2), "deep.png": grey.astype(np.uint16) * 256 + 77}
     for name, pixels in plain.items():
         Image.fromarray(pixels).save(folder / name)
