@@ -100,27 +100,6 @@ def test_checkpoints_record_who_drew_the_images(packed, tmp_path):
     assert load(folder / "checkpoints" / "step-00000001.pt")["lineage"] == found
 
 
-def first_loss(config: Any) -> tuple[float, float]:
-    """Loss and share that was right in the first step."""
-    training = data.open_training(config.data)
-    data.check_data(config, training, None)
-    task = ClassifierTask(config, training, None, CPU)
-    found = task.step(data.make_loader(config, training, CPU), 0)
-    return float(found["loss/classifier"]), float(found["accuracy/train"])
-
-
-@pytest.mark.parametrize("augment", [{"mixup": 0.4, "cutmix": 1.0}, {}])
-def test_the_weight_reaches_the_loss(packed, augment):
-    more = {"augment": augment}
-    plain, right = first_loss(config_of(packed, more=more, share=1.0))
-    half, also_right = first_loss(config_of(packed, more=more, share=1.0, weight=0.5))
-    assert half == pytest.approx(0.5 * plain, rel=1e-6)
-    assert right == also_right
-    assert first_loss(config_of(packed, more=more, share=1.0, weight=0.0))[0] == 0
-    some = first_loss(config_of(packed, more=more, share=0.5, weight=0.5))[0]
-    assert 0.6 * plain < some < 0.9 * plain
-
-
 def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed):
     """`until` is a step: from there on a batch is of real images alone, and its loss a plain mean."""
     losses = []
