@@ -153,27 +153,6 @@ def test_everything_at_one_rate_is_as_it_ever_was(network):
     assert not frozen.network.fc.weight.requires_grad  # and others' settings are left alone
 
 
-def test_layer_decay_is_timms(network):
-    timm = pytest.importorskip("timm")
-    from timm.optim import param_groups_layer_decay
-
-    theirs = timm.create_model("resnet34", num_classes=10)
-    expected = param_groups_layer_decay(theirs, weight_decay=0.05, layer_decay=0.6)
-    names = {id(p): name for name, p in theirs.named_parameters()}
-    wanted = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in expected for p in g["params"]}
-    ours = Classifier(ModelConfig(name="resnet34"), channels=3, classes=10, resolution=32)
-    groups = trained_of(ours, layer_decay=0.6).groups(0.05)
-    found = {
-        name.removeprefix("network."): (group["lr_scale"], group["weight_decay"])
-        for group in groups
-        for name in names_of(group)
-    }
-    assert found.keys() == wanted.keys()
-    for name, pair in wanted.items():
-        assert found[name] == pytest.approx(pair), name
-    assert len(groups) == 2 * (16 + 2)
-
-
 def test_groups_hold_what_ever_trains_once_with_decay_first(network):
     unfreeze = {"backbone": 5, "head": 0, "layer1": 0}
     trained = trained_of(network, freeze=["stem"], unfreeze=unfreeze, stage_lr={"head": 10.0})
