@@ -74,10 +74,8 @@ def config_of(**more) -> Any:
     return build_run_config(TREE | more, [], "x")
 
 
-def build(packed, *overrides, **more):
-    tree = TREE | {"data": {"path": str(packed / "train.lmdb")}} | more
-    config: Any = build_run_config(tree, list(overrides), "x")
-    reader = Dataset(packed / "train.lmdb")
+def build(packed, **more):
+    config, reader = config_of(data={"path": str(packed / "train.lmdb")}, **more), Dataset(packed / "train.lmdb")
     return ClassifierTask(config, reader, None, CPU), make_loader(config, reader, CPU)
 
 
