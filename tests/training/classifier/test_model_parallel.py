@@ -29,7 +29,7 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
-from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(2)]  # faked: their tensors have no values
@@ -193,28 +193,26 @@ def two_cpus(monkeypatch, slim):
 
 
 def test_a_split_run_is_one_that_was_not_to_the_bit_and_either_goes_on_as_the_other(packed, tmp_path, two_cpus, capsys):
-    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
-    runs = {name: ["--config", recipe, "--run-dir", str(tmp_path / name), "--steps", "3"] for name in ("one", "two")}
-    assert run_cli(train.main, runs["one"]) == 0
-    two = [*runs["two"], "--max-steps"]
-    assert run_cli(train.main, [*two, "1", "--model.split", "auto"]) == 0
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    one, two = ((recipe, tmp_path / name, "--steps", "3", "--max-steps") for name in ("one", "two"))
+    assert train_in_process(*one, "3") == 0
+    assert train_in_process(*two, "1", "--model.split", "auto") == 0
     assert "  split  " in capsys.readouterr().err
-    assert run_cli(train.main, [*two, "2", "--model.split", "{layer2.0: 1}"]) == 0
+    assert train_in_process(*two, "2", "--model.split", "{layer2.0: 1}") == 0
     told = capsys.readouterr().err
     assert "config changed since the last start: model.split was 'auto', is {'layer2.0': 1}" in told
     assert "cpu: stem to layer1.0, about 0.00" in told
     whole = classifier_from(load(tmp_path / "two" / "checkpoints" / "step-00000002.pt"))
     assert whole.config.split == {"layer2.0": 1}
     assert not whole._forward_hooks  # who uses the network has it on one device
-    assert run_cli(train.main, [*two, "3"]) == 0
+    assert train_in_process(*two, "3") == 0
     assert "  split  " not in capsys.readouterr().err
     assert differing(state_of(tmp_path / "one", 3), state_of(tmp_path / "two", 3)) == []
 
 
 def test_the_plan_says_what_lies_where(packed, tmp_path, two_cpus, capsys):
-    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
-    arguments = ["--config", recipe, "--run-dir", str(tmp_path / "run"), "--dry-run", "--model.split", "{layer3: 1}"]
-    assert run_cli(train.main, arguments) == 0
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--model.split", "{layer3: 1}") == 0
     (row,) = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("  split ")]
     assert row[:8] == ["split", "cpu:", "stem", "to", "layer2.0,", "about", "0.00", "GiB;"]
     assert row[8:12] == ["cpu:", "layer3.0", "to", "head,"]
@@ -222,11 +220,9 @@ def test_the_plan_says_what_lies_where(packed, tmp_path, two_cpus, capsys):
 
 
 @pytest.mark.parametrize("setting", ["auto", "{layer3: 1}"])
-def test_one_device_is_not_enough(packed, tmp_path, setting, capsys):
-    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
-    arguments = ["--config", recipe, "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--model.split", setting]
-    assert run_cli(train.main, arguments) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+def test_one_device_is_not_enough(packed, tmp_path, setting, refused):
+    run = ["--config", write_config(tmp_path / "recipe.yaml", "classifier", packed), "--run-dir", tmp_path / "run"]
+    line = refused(train.main, *run, "--device", "cpu", "--model.split", setting)
     assert line.startswith(f"error: model.split {setting.strip('{}')}: needs two devices or more, but this process ")
     assert not (tmp_path / "run").exists()
 
@@ -265,11 +261,10 @@ def test_two_processes_with_two_devices_each(packed, tmp_path):
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="fewer than two accelerators")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_two_accelerators_train_what_one_does(packed, tmp_path, precision):
-    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
-    states = {}
+    recipe, states = write_config(tmp_path / "recipe.yaml", "classifier", packed), {}
     for name, setting in (("one", "off"), ("two", "{layer3: 1}"), ("auto", "auto")):
-        arguments = ["--config", recipe, "--run-dir", str(tmp_path / name), "--model.split", setting]
-        assert run_cli(train.main, [*arguments, "--compile", "off", "--precision", precision]) == 0
+        more = ["--model.split", setting, "--compile", "off", "--precision", precision]
+        assert train_in_process(recipe, tmp_path / name, *more) == 0
         states[name] = state_of(tmp_path / name, 8)
     for name in ("two", "auto"):
         for network in ("model", "model_ema"):

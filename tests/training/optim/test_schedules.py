@@ -46,32 +46,16 @@ def torch_rates(make, steps, *, lr=0.4, momentum=0.9):
 
 @pytest.mark.parametrize(("steps", "rise"), [(100, 0.3), (37, 0.25), (10, 0.5)])
 def test_one_cycle_is_torchs(steps, rise):
-    expected = torch_rates(
-        lambda sgd: lr_scheduler.OneCycleLR(
-            sgd,
-            0.4,
-            total_steps=steps + 1,  # torch's raises when asked for one more than there are
-            pct_start=rise * steps / (steps + 1),
-            div_factor=20,
-            final_div_factor=50,
-            base_momentum=0.8,
-            max_momentum=0.97,
-        ),
-        steps,
-    )
-    config = OptimizerConfig(
-        lr=0.4,
-        schedule="one-cycle",
-        pct_start=rise * steps / (steps + 1),
-        cycle_start=1 / 20,
-        final_lr=1 / 1000,
-        cycle_momentum=[0.97, 0.8],
-    )
+    share = rise * steps / (steps + 1)  # torch's raises when asked for one step more than there are
+    factors: dict[str, Any] = {"div_factor": 20, "final_div_factor": 50, "base_momentum": 0.8, "max_momentum": 0.97}
+    expected = torch_rates(lambda sgd: lr_scheduler.OneCycleLR(sgd, 0.4, steps + 1, pct_start=share, **factors), steps)
+    cycle: dict[str, Any] = {"cycle_start": 1 / 20, "final_lr": 1 / 1000, "cycle_momentum": [0.97, 0.8]}
+    config = OptimizerConfig(lr=0.4, schedule="one-cycle", pct_start=share, **cycle)
     for step, (rate, momentum) in enumerate(expected):
         assert config.lr_at(step, steps + 1) == pytest.approx(rate, rel=1e-9)
         assert config.momentum_at(step, steps + 1) == pytest.approx(momentum, rel=1e-9)
-    assert config.lr_at(steps, steps + 1) == pytest.approx(0.4 / 1000)
-    assert config.lr_at(steps + 20, steps + 1) == pytest.approx(0.4 / 1000)  # never up again
+    for step in (steps, steps + 20):  # never up again
+        assert config.lr_at(step, steps + 1) == pytest.approx(0.4 / 1000)
 
 
 def test_one_cycle_of_a_training_of_one_step_and_under_warm_up():
