@@ -1,10 +1,7 @@
 """Tiny runs of both tasks through the command line."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import torch
 
 import train
 from duetgan.utils.script import run_cli
-from tests.conftest import REPOSITORY
 
 GAN = """
 task: gan
@@ -43,18 +39,6 @@ def write_config(path: Path, task: str, packed: Path, *, tensorboard: bool = Fal
     """A recipe that takes seconds."""
     path.write_text(TASKS[task] + COMMON.format(folder=packed, tensorboard=str(tensorboard).lower()))
     return path
-
-
-def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-    """`python ARGUMENTS...` in the repository."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def events_of(run: Path) -> Any:

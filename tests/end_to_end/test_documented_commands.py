@@ -86,10 +86,6 @@ def pack_sample() -> None:
         pack("sample", f"runs/quickstart/data/{part}.lmdb", options=["--size", "32", "--split", part])
 
 
-def before_recipes() -> None:
-    pack("photos", "train.lmdb")
-
-
 def before_classifier() -> None:
     shutil.rmtree("photos")
     shutil.move("parts", "photos")
@@ -119,7 +115,7 @@ BEFORE = {  # page -> what it takes for granted
     "README": pack_sample,
     "first-run": None,
     "your-data": None,
-    "recipes": before_recipes,
+    "recipes": lambda: pack("photos", "train.lmdb"),
     "lmdb": None,
     "classifier": before_classifier,
     "evaluation": before_evaluation,

@@ -53,7 +53,8 @@ Command = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
+def command(tmp_path_factory):
+    """`command("train.py", ...)` or `command("data.pack", ...)`, in a fork that has imported everything."""
     folder = tmp_path_factory.mktemp("server")
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.server"],
@@ -67,23 +68,17 @@ def server(tmp_path_factory):
     assert process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
 
-    def command(*argv: str | Path) -> Outcome:
+    def run(*argv: str | Path) -> Outcome:
         files = {name: str(folder / name) for name in ("out", "err")}
         stdin.write(json.dumps({"argv": list(map(str, argv)), **files}) + "\n")
         stdin.flush()
         code = int(stdout.readline())
         return Outcome(code, *(Path(files[name]).read_text() for name in ("out", "err")))
 
-    yield command
+    yield run
     stdin.close()
     process.wait(30)
     stdout.close()
-
-
-@pytest.fixture
-def command(server):
-    """`command("train.py", ...)` or `command("data.pack", ...)`, in a fork that has imported everything."""
-    return server
 
 
 def start(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "subprocess.Popen[str]":
@@ -139,18 +134,18 @@ def gan_recipe(tmp_path, packed):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory, packed, server):
+def trained(tmp_path_factory, packed, command):
     """A classifier's run of one step."""
     folder = tmp_path_factory.mktemp("trained")
-    server(*training(folder, "classifier", packed), "--max-steps", "1", "--evaluation.every", "0").success()
+    command(*training(folder, "classifier", packed), "--max-steps", "1", "--evaluation.every", "0").success()
     return folder / "run"
 
 
 @pytest.fixture(scope="session")
-def gan_trained(tmp_path_factory, packed, server):
+def gan_trained(tmp_path_factory, packed, command):
     """A GAN's run of four steps with checkpoints of steps 2 and 4; the last is the best."""
     folder = tmp_path_factory.mktemp("gan_trained")
-    server(*training(folder, "gan", packed), "--max-steps", "4").success()
+    command(*training(folder, "gan", packed), "--max-steps", "4").success()
     return folder / "run"
 
 

@@ -65,14 +65,10 @@ def test_fault_02_killed_before_the_rename(command, gan_recipe, tmp_path, kind):
 # --- 10: the disk refuses
 
 
-def limited(size: int) -> Callable[[], None]:
-    """No file may become larger."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
 def refused_by_a_limit(recipe: list[str], run: Path) -> Outcome:
     """Go on where no file may be as large as a checkpoint, which torch finds out while it writes."""
-    return own_process(*recipe, preexec_fn=limited(newest_first(run / "checkpoints")[0].stat().st_size // 2))
+    size = newest_first(run / "checkpoints")[0].stat().st_size // 2
+    return own_process(*recipe, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
 
 
 def refused_by_a_full_disk(recipe: list[str], run: Path) -> Outcome:

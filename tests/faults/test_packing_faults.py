@@ -32,10 +32,10 @@ def many(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def content_hash(many, server, tmp_path_factory):
+def content_hash(many, command, tmp_path_factory):
     """Of `many` packed in peace, as PNG."""
     path = tmp_path_factory.mktemp("whole") / "x.lmdb"
-    server(*packing(many, path)).success()
+    command(*packing(many, path)).success()
     return LMDBReader(path).meta.content_hash
 
 

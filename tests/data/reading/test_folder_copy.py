@@ -13,7 +13,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from tests.end_to_end.recipes import image_folders
-from tests.faults.conftest import Command, command, server  # noqa: F401  # a fixture of both names
+from tests.faults.conftest import Command, command  # noqa: F401  # the second is a fixture
 
 SAME = ("count", "classes", "histogram", "fingerprint", "content_hash", "resize_filter")
 

@@ -65,10 +65,6 @@ def stage_of(name):
     return {"conv1": "stem", "bn1": "stem", "fc": "head"}.get(part, part)
 
 
-def of_stages(names, *stages):
-    return {name for name in names if stage_of(name) in stages}
-
-
 # --- parts
 
 

@@ -28,7 +28,6 @@ from duetgan.training.engine.preflight import activation_bytes, model_summary, p
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.seeding import forked
 from tests.data.conftest import change
 from tests.end_to_end.helpers import events_of, log_of, train_in_process, write_config
 
@@ -246,15 +245,6 @@ def test_a_classifier_needs_two_classes(start, tmp_path, classes):
     file, count = pack(tmp_path / "train.lmdb", [0], classes), len(classes.split())
     told = f"train.lmdb: a classifier needs two classes or more, this file has {count}; pack a folder of class fol"
     assert told in start("--data.path", file, "--data.val-path", file)
-
-
-def test_weights_for_other_shapes(start, tmp_path):
-    with forked(0, "init", "other"):
-        other = Classifier(ModelConfig(name="resnet34"), channels=3, classes=4, resolution=32)
-    torch.save(other.network.state_dict(), tmp_path / "r34.pth")
-    problem = r"r34\.pth: layer1\.2\.bn1\.bias is \[64\], resnet18 has it absent; the file is a resnet34's: set --"
-    assert re.search(problem, start("--model.weights", tmp_path / "r34.pth"))
-    assert "no such file" in start("--model.weights", tmp_path / "r43.pth")
 
 
 def empty_meta(path: Path) -> None:

@@ -49,11 +49,6 @@ def build(precision="fp32", **config):
     return model, Updater(model, OptimizerConfig(**({"lr": 0.1} | config)), Precision(precision, CPU), 100)
 
 
-def build_two(**config):
-    """The same twice."""
-    return build(**config), build(**config)
-
-
 def set_gradients(model, step, scale=1.0):
     for index, parameter in enumerate(model.parameters()):
         keyed = generator(0, "gradient", step, index)
@@ -74,7 +69,7 @@ def snapshot(model, updater):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("good_steps", [0, 2])
 def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_steps):
-    (model, updater), (untouched, other) = build_two(**options)
+    (model, updater), (untouched, other) = (build(**options), build(**options))
     for m, u in ((model, updater), (untouched, other)):
         steps(m, u, range(good_steps))
     set_gradients(model, 50)
