@@ -30,8 +30,7 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_compiled_phases_give_the_same_step(folder, traced):  # noqa: F811
     results = {}
     for setting in ("off", "on"):
@@ -47,8 +46,7 @@ def test_compiled_phases_give_the_same_step(folder, traced):  # noqa: F811
     assert results["on"][0][0]["loss/path_length"] > 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["r1", "path_length"])
 def test_a_penaltys_gradient_reaches_the_parameters_beside_a_compiled_network(folder, traced, kind):  # noqa: F811
     """Compiled modules once lost the higher-order graph in silence (pytorch issue 181581)."""

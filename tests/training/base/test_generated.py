@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.reading.mixture import MixedDataset
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import pack_arrays
 from duetgan.models.gan import generate
@@ -17,6 +16,7 @@ from duetgan.training.base.generated import BLOCK, GeneratedSamples, even_labels
 from duetgan.utils.errors import UserError
 from tests.data.conftest import sample_images
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
+from tests.training.base.test_synthetic import opened
 
 COUNT = 37  # two whole blocks and a part of a third
 CPU = torch.device("cpu")
@@ -105,13 +105,6 @@ def folder(tmp_path):
     labels = [0] * 12 + [1] * 6 + [2] * 2
     pack_arrays(tmp_path / "train.lmdb", sample_images(20, channels=1), labels, CLASSES)
     return tmp_path
-
-
-def opened(config: RunConfig) -> MixedDataset:
-    training = data.open_training(config.data)
-    data.check_data(config, training, None)
-    assert isinstance(training, MixedDataset)
-    return training
 
 
 def test_ranks_and_restarts_draw_the_same_samples(folder, run, monkeypatch):
