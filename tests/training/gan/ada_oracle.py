@@ -3,8 +3,15 @@
 import math
 
 import numpy as np
+import torch
 
 from duetgan.training.gan.warp import DOWN_TAPS, UP_TAPS
+from duetgan.utils.seeding import generator
+
+
+def random(*shape, key="images"):
+    """Images in [-1, 1]."""
+    return torch.rand(shape, generator=generator(0, "test", key), dtype=torch.float64) * 2 - 1
 
 
 def mirrored(index, size):

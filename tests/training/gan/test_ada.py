@@ -12,6 +12,8 @@ from duetgan.training.gan.ada import Ada, AdaConfig
 from duetgan.training.gan.ada_operations import DRAWS, Draws, GroupDraws
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
+from tests.end_to_end.helpers import differing
+from tests.training.gan.ada_oracle import random
 
 CPU = torch.device("cpu")
 ALL = dict.fromkeys(DRAWS, 1.0)
@@ -35,10 +37,6 @@ def build(mode="fixed", p=0.5, *, seed=0, channels=3, schedule_images=1000, tran
     )
 
 
-def random(*shape, dtype=torch.float64):
-    return torch.rand(shape, generator=generator(0, "test"), dtype=torch.float64).mul(2).sub(1).to(dtype)
-
-
 def numbers(draws):
     return {
         (name, part): value for name, group in draws.items() for part, value in vars(group).items() if value is not None
@@ -46,8 +44,7 @@ def numbers(draws):
 
 
 def equal(one, other):
-    one, other = numbers(one), numbers(other)
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return differing(numbers(one), numbers(other)) == []
 
 
 # ---- draws
@@ -128,7 +125,7 @@ def test_multipliers_of_p():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
-    ada, images = build("adaptive", 0.0, channels=channels), random(13, channels, 10, 10, dtype=dtype)
+    ada, images = build("adaptive", 0.0, channels=channels), random(13, channels, 10, 10).to(dtype)
     found = ada.apply(images, ada.draw(0, "real", 10, 13), slice(0, 13))
     assert found.dtype == dtype
     assert torch.equal(found, images)
@@ -144,7 +141,7 @@ def test_switched_off_it_does_nothing():
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(half):
-    ada, images = build(), random(13, 3, 16, 16, dtype=torch.float32)
+    ada, images = build(), random(13, 3, 16, 16).float()
     draws = ada.draw(0, "real", 16, 13)
     expected = ada.apply(images, draws, slice(0, 13))
     with torch.autocast("cpu", half):

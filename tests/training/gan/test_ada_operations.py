@@ -10,10 +10,7 @@ from duetgan.training.gan import ada_operations as ops
 from duetgan.training.gan.ada_operations import DRAWS, GroupDraws
 from duetgan.utils.seeding import generator
 from tests.training.gan import ada_oracle as oracle
-
-
-def random(*shape, key="images"):
-    return torch.rand(shape, generator=generator(0, "test", key), dtype=torch.float64) * 2 - 1
+from tests.training.gan.ada_oracle import random
 
 
 def numbers(group, n, key=0, pixels=None):

@@ -9,12 +9,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from duetgan.training.gan import warp as augment_warp
 from duetgan.training.gan.warp import DOWN_TAPS, UP_TAPS, Sample, copy_pixels, reflect, warp
-from duetgan.utils.seeding import generator
 from tests.training.gan import ada_oracle as oracle
-
-
-def random(*shape, key="images"):
-    return torch.rand(shape, generator=generator(0, "test", key), dtype=torch.float64) * 2 - 1
+from tests.training.gan.ada_oracle import random
 
 
 def whole(taps):
