@@ -44,10 +44,12 @@ WEIGHTS = "resnet50.safetensors"
 ELSEWHERE = re.compile(
     r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|[-.]compare|runs/judge|"
     r"rest\.lmdb|more\.lmdb|"  # of few labels: tests/inference/test_pseudo_labels.py
-    r"study\.py|explore\.py|generate\.py edit|--counterfactual|--format folder"  # these have tests of their own
+    r"study\.py|explore\.py|generate\.py edit|--import|--counterfactual|--format folder"  # have tests of their own
 )
 # all commands do
-ELSEWHERE_PAGES = {"data-at-scale", "docker", "editing", "explorer", "export", "scaling", "study", "training"}
+ELSEWHERE_PAGES = {
+    *("data-at-scale", "docker", "editing", "explorer", "export", "extending", "scaling", "study", "training"),
+}
 
 
 @pytest.fixture
