@@ -54,6 +54,7 @@ class GanReference:
     def __init__(self, task: Any, tree: Mapping[str, Any]) -> None:
         self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
         self.loss, self.seed, self.steps = self.tree["loss"], tree["seed"], tree["steps"]
+        self.transfer = "init_from" in tree
         self.batch, self.full = tree["batch_size"], task.shape["resolution"]
         self.g, self.d = copy.deepcopy(task.generator), copy.deepcopy(task.discriminator)
         self.average, self.teacher = copy.deepcopy(task.ema.model), copy.deepcopy(task.generator_step.teacher)
@@ -243,7 +244,7 @@ class GanReference:
         images = 1000 * ema["ema_kimg"] if ema["ema_kimg"] is not None else 1000 * stage.batch * 10 / 32
         if ema["ema_kimg_start"] is not None:
             images = half_cosine(1000 * ema["ema_kimg_start"], images, stage.seen / self.over)
-        if ema["ema_rampup"] is not None:
+        if ema["ema_rampup"] is not None and not self.transfer:
             images = min(images, ema["ema_rampup"] * stage.seen)
         beta = 0.5 ** (stage.batch / images) if images else 0.0
         for mine, theirs in zip(self.average.parameters(), self.g.parameters(), strict=True):

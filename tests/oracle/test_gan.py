@@ -67,6 +67,7 @@ TREES: dict[str, dict[str, Any]] = {
     "shared-fakes": STYLEGAN2 | {"loss": SHARED | {"auxiliary_fakes": True}, "ema": {"ema_rampup": None}},
     "apart": STYLEGAN2 | {"loss": EVERYTHING | {"gradients_every": 2}},
     "ada": STYLEGAN2 | {"loss": EVERYTHING, "ada": ADAPTIVE | OPERATIONS},
+    "transfer": STYLEGAN2 | {"loss": SHARED, "init_from": "another"},  # its average has no ramp
     "ada-fixed": STYLEGAN2 | {"loss": SHARED, "ada": {"mode": "fixed", "p": 0.6}},
     "growing": STYLEGAN2 | {"loss": EVERYTHING, "progressive": GROWTH},
     "growing-on": STYLEGAN2 | {"loss": SHARED, "progressive": GROWTH | {"reset_optimizer": False}, "ada": ADAPTIVE},
