@@ -55,7 +55,7 @@ def test_a_run_keeps_what_it_imports_and_a_checkpoint_imports_nothing(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (None, "no such file; give a .py file, or the name of an installed module"),
+        (None, "cannot be read (No such file or directory); give a .py file, or the name of an installed module"),
         ("x = (", "SyntaxError"),
         ("\n1 / 0", "ZeroDivisionError: division by zero ("),
         ("\n1 / 0", "own.py, line 2)"),

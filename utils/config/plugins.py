@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from duetgan.utils import bounded
 from duetgan.utils.errors import Expected, UserError
 
 GROUP = "duetgan.plugins"
@@ -41,9 +42,8 @@ def load(names: Iterable[str] = ()) -> dict[str, str]:
 
 
 def _file(path: Path) -> str:
-    if not path.is_file():
-        raise UserError("no such file; give a .py file, or the name of an installed module")
-    content = path.read_bytes()
+    with bounded.reading(path, "give a .py file, or the name of an installed module"):
+        content = bounded.read_file(path, bounded.CONFIG)
     digest = hashlib.sha256(content).hexdigest()
     spec = importlib.util.spec_from_file_location(f"imported_{path.stem}_{digest[:8]}", path)
     if spec is not None and spec.loader is not None and spec.name not in sys.modules:
@@ -58,7 +58,7 @@ def _file(path: Path) -> str:
 
 def _module(name: str) -> str:
     file = importlib.import_module(name).__file__
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    return hashlib.sha256(bounded.read_file(Path(file), bounded.CONFIG)).hexdigest() if file else ""
 
 
 def _refused(what: str, error: Exception) -> UserError:
