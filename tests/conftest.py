@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,15 +114,23 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
     return read
 
 
+def assert_raises(error: type[Exception], told: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """That a call raises an error with these words."""
+    with pytest.raises(error, match=told):
+        call(*arguments, **options)
+
+
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The one error line of a refused command."""
+    """The one error line of a refused command; `alone`: nothing else is on stderr."""
 
-    def run(main: Any, *arguments: str | Path) -> str:
+    def run(main: Any, *arguments: str | Path, alone: bool = False) -> str:
         capsys.readouterr()
         assert run_cli(main, [str(a) for a in arguments]) == 2
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        lines = capsys.readouterr().err.splitlines()
+        errors = [line for line in lines if line.startswith("error")]
         assert len(errors) == 1, errors
+        assert errors == lines or not alone, lines
         assert "Traceback" not in errors[0]
         return errors[0]
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import cv2
 import numpy as np
@@ -186,30 +187,18 @@ def test_different_images_are_not_confirmed_and_in_a_crowd_only_close_copies() -
         assert kept(images, edited, crowd=11) == []
 
 
-def test_a_shift_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = photos(20)
-    shifted = scaled(images[:, :, 4:, 4:], 64)
-    assert kept(images, shifted) == list(range(20))
-    monkeypatch.setattr(near_duplicates, "MOST_SHIFT", 0)
-    assert len(kept(images, shifted)) < 15
-
-
-def test_small_images_are_compared_without_their_finest_detail() -> None:
+def test_small_images_are_compared_without_their_finest_detail_and_a_shift_is_taken_out(monkeypatch):
     noise = numpy_generator("test", "noise").integers(-40, 40, (20, 3, 32, 32))
     images = (photos(20, side=32) + noise).clip(0, 255).astype(np.uint8)
     blurred = scaled(np.stack([cv2.blur(one.transpose(1, 2, 0), (2, 2)).transpose(2, 0, 1) for one in images]), 32)
     large, large_blurred = (one.repeat(2, axis=2).repeat(2, axis=3) for one in (images, blurred))
     assert len(kept(images, blurred)) > 18
     assert len(kept(large, large_blurred)) < 3  # of 64 px: all detail counts
-
-
-def test_pairs_are_confirmed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_duplicates, "BATCH", 3)
     images = photos(20)
-    twice = cropped(cropped(images))
-    rows = np.arange(20)[::-1]
-    assert kept(images, twice, np.where(np.isin(rows, [2, 11, 18]), 0, 99), rows) == [18, 11, 2]
-    assert kept(images, twice, rows=[]) == []
+    shifted = scaled(images[:, :, 4:, 4:], 64)
+    assert kept(images, shifted) == list(range(20))
+    monkeypatch.setattr(near_duplicates, "MOST_SHIFT", 0)
+    assert len(kept(images, shifted)) < 15
 
 
 def test_pairs_that_are_told_unlikely_would_have_had_no_score() -> None:
@@ -228,7 +217,7 @@ def test_pairs_that_are_told_unlikely_would_have_had_no_score() -> None:
     assert likely.mean() < 0.5
 
 
-def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ() -> None:
+def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     dull = (photos(5) // 128 + 100).astype(np.uint8)
     assert kept(dull, dull) == kept(dull, photos(5)) == []
     for side, other in ((64, 32), (32, 16), (128, 64)):
@@ -236,6 +225,12 @@ def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ() -> 
         small = scaled(images, other)
         grey = np.stack([cv2.cvtColor(one.transpose(1, 2, 0), cv2.COLOR_RGB2GRAY)[None] for one in small])
         assert kept(images, small) == kept(grey, images) == list(range(10))
+    monkeypatch.setattr(near_duplicates, "BATCH", 3)
+    images = photos(20)
+    twice = cropped(cropped(images))
+    rows = np.arange(20)[::-1]
+    assert kept(images, twice, np.where(np.isin(rows, [2, 11, 18]), 0, 99), rows) == [18, 11, 2]
+    assert kept(images, twice, rows=[]) == []
 
 
 @pytest.fixture
@@ -365,19 +360,13 @@ def test_bad_input(planted: Path, tmp_path: Path, refused: Any) -> None:
 
 def test_the_search_does_not_run_ahead_of_what_takes_its_pairs(monkeypatch):
     """Where all images look alike every comparison is a pair: all tiles at once would not fit into memory."""
-    compared = []
-
-    class Pool(near_duplicates.ThreadPoolExecutor):
-        def submit(self, function, /, *arguments, **more):
-            compared.append(arguments)
-            return super().submit(function, *arguments, **more)
-
-    monkeypatch.setattr(near_duplicates, "ThreadPoolExecutor", Pool)
+    submit = near_duplicates.ThreadPoolExecutor.submit
     monkeypatch.setattr(near_duplicates, "cores", lambda: 3)
     monkeypatch.setattr(near_duplicates, "TILE", 20)
     alike = np.full(20, 0b1111, np.uint64)
-    tiles = near_duplicates._close(alike, alike, within=True)
-    next(tiles)
-    assert len(compared) == 3
-    assert sum(len(distances) for _, distances in tiles) == 20 * 19 // 2 - 19
-    assert len(compared) == 20
+    with patch.object(near_duplicates.ThreadPoolExecutor, "submit", autospec=True, side_effect=submit) as compared:
+        tiles = near_duplicates._close(alike, alike, within=True)
+        next(tiles)
+        assert compared.call_count == 3
+        assert sum(len(distances) for _, distances in tiles) == 20 * 19 // 2 - 19
+    assert compared.call_count == 20

@@ -115,8 +115,7 @@ def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
     arrays = sample_images(3)
-    folder = write(tmp_path / "x", a=arrays[0], b=arrays[1], c=arrays[2])
-    pack(open_source(str(folder)), tmp_path / "x.lmdb")
+    pack(open_source(str(write(tmp_path / "x", a=arrays[0], b=arrays[1], c=arrays[2]))), tmp_path / "x.lmdb")
     pack(open_source(str(tmp_path / "x.lmdb")), tmp_path / "y.lmdb", encoding="png")
     assert LMDBReader(tmp_path / "y.lmdb").names() == ["a.png", "b.png", "c.png"]
     pack_arrays(tmp_path / "z.lmdb", sample_images(2))

@@ -1,5 +1,6 @@
 """`python -m data.inspect`: metadata, grid, and a check of every record."""
 
+import itertools
 import json
 import threading
 import zlib
@@ -20,6 +21,7 @@ from duetgan.data.pack import main as pack_main
 from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.errors import EXIT_USER, UserError
 from duetgan.utils.script import run_cli
+from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, stored, value
 
 
@@ -52,12 +54,10 @@ def test_json_is_one_document_and_out(packed: Path, tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["damaged"] == []
     with Image.open(tmp_path / "g.png") as image:
         assert image.size[0] > 7 * 66
-    with pytest.raises(UserError, match=r"end in \.png"):
-        main([str(packed), "--out", str(tmp_path / "g.txt")])
+    assert_raises(UserError, r"end in \.png", main, [str(packed), "--out", str(tmp_path / "g.txt")])
     main([str(packed), "--out", str(tmp_path / "new" / "g.png")])
     assert (tmp_path / "new" / "g.png").is_file()
-    with pytest.raises(UserError, match="choose another place"):
-        main([str(packed), "--out", str(packed / "g.png")])
+    assert_raises(UserError, "choose another place", main, [str(packed), "--out", str(packed / "g.png")])
 
 
 def test_grids(tmp_path: Path, photos: Path) -> None:
@@ -99,8 +99,7 @@ def test_verify_compares_with_the_metadata_and_the_labels_of_the_resolutions(tmp
     for key in (b"pixels/00000000/00008", b"index/00000000/00008"):
         change(first, key, value(second, key))
     assert "content hash" in verify(LMDBReader(first)).content
-    with pytest.raises(UserError, match="content hash does not match"):
-        main([str(first), "--verify"])
+    assert_raises(UserError, "content hash does not match", main, [str(first), "--verify"])
     for path, labels in ((first, [0, 1, 2]), (second, [1, 0, 2])):
         pack_arrays(path, sample_images(3, side=16), labels, CLASSES, smallest=8, overwrite=True)
     change(first, b"index/00000000/00008", value(second, b"index/00000000/00008"))
@@ -134,21 +133,17 @@ def test_blocks_are_verified_side_by_side(tmp_path, small_blocks, monkeypatch):
     assert not verify(LMDBReader(tmp_path / "x.lmdb"))
 
 
-@pytest.mark.parametrize("encoding", ["raw", "png"])
-@pytest.mark.parametrize("side", [4, 8, 16])
-def test_verify_finds_damage_at_every_resolution(tmp_path: Path, encoding: str, side: int) -> None:
-    path = tmp_path / "x.lmdb"
-    pack_arrays(path, sample_images(6, side=16), encoding=encoding, smallest=4)
-    flip(path, stored(path, 4, side), offset=40)
-    assert verify(LMDBReader(path)).records == {4: "its checksum does not match"}
-
-
-@pytest.mark.parametrize("label", [-1, 1, 3, 1 << 40])
-def test_verify_compares_the_labels_with_the_histogram(tmp_path: Path, label: int) -> None:
-    path = tmp_path / "x.lmdb"
-    pack_arrays(path, sample_images(3), [0, 1, 2], CLASSES)
-    change_entry(path, label=label)
-    assert verify(LMDBReader(path)).content == "the labels do not give the histogram in the metadata"
+def test_verify_finds_damage_at_every_resolution_and_labels_that_are_not_the_histograms(tmp_path: Path) -> None:
+    for encoding, side in itertools.product(("raw", "png"), (4, 8, 16)):
+        path = tmp_path / f"{encoding}-{side}.lmdb"
+        pack_arrays(path, sample_images(6, side=16), encoding=encoding, smallest=4)
+        flip(path, stored(path, 4, side), offset=40)
+        assert verify(LMDBReader(path)).records == {4: "its checksum does not match"}
+    for label in (-1, 1, 3, 1 << 40):
+        path = tmp_path / f"{label}.lmdb"
+        pack_arrays(path, sample_images(3), [0, 1, 2], CLASSES)
+        change_entry(path, label=label)
+        assert verify(LMDBReader(path)).content == "the labels do not give the histogram in the metadata"
 
 
 def change_entry(path: Path, **values: int) -> None:

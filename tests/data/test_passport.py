@@ -62,34 +62,29 @@ def test_it_is_read_back_and_carried_on_and_files_without_one_are_real(samples, 
 
 def test_a_damaged_passport_is_an_error_of_one_line(samples: Path) -> None:
     true = read(samples, META_KEY)
+    allowed: dict[str, Any] = {"seed": (int,), "step": (int,), "truncation_psi": (int, float), "classes": (list,)}
+    allowed |= dict.fromkeys(("selection", "trained_on"), (str, type(None)))
+    wrong: list[Any] = [3, "x", [], PASSPORT | {"step": -1}]
+    lies: list[tuple[Any, str]] = [(other, "passport") for other in wrong]
     for field in PASSPORT:
-        lacking = {key: value for key, value in PASSPORT.items() if key != field}
-        allowed = {"seed": (int,), "step": (int,), "truncation_psi": (int, float), "classes": (list,)}
-        fine: Any = allowed.get(field, (str, type(None)) if field in ("selection", "trained_on") else (str,))
-        lies = [lacking] + [PASSPORT | {field: other} for other in OTHERS if type(other) not in fine]
-        for lie in lies:
-            forge(samples, true | {"passport": lie})
-            told = use(samples)
-            assert f"passport.{field}" in told, lie
-            assert "\n" not in told
-    others: list[Any] = [3, "x", [], PASSPORT | {"step": -1}]
-    for other in others:
-        forge(samples, true | {"passport": other})
-        assert "passport" in use(samples)
+        fine = allowed.get(field, (str,))
+        lies.append(({key: value for key, value in PASSPORT.items() if key != field}, f"passport.{field}"))
+        lies += [(PASSPORT | {field: odd}, f"passport.{field}") for odd in OTHERS if type(odd) not in fine]
+    for lie, named in lies:
+        forge(samples, true | {"passport": lie})
+        told = use(samples)
+        assert named in told, lie
+        assert "\n" not in told
 
 
 def test_inspect_shows_it(samples: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_main([str(samples), "--json"])
-    assert json.loads(capsys.readouterr().out)["passport"] == PASSPORT
-    inspect_main([str(packed), "--json"])
-    assert json.loads(capsys.readouterr().out)["passport"] is None
-    inspect_main([str(samples)])
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("passport"))
-    for told in ("generator sha256:0123456789ab", "step 7", "seed -3", "truncation_psi 0.7"):
-        assert told in line
-    inspect_main([str(packed)])
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("passport"))
-    assert line.split() == ["passport", "none,", "real", "images"]
+    drawn = ("generator sha256:0123456789ab", "step 7", "seed -3", "truncation_psi 0.7")
+    for path, passport, told in ((samples, PASSPORT, drawn), (packed, None, ("none, real images",))):
+        inspect_main([str(path), "--json"])
+        assert json.loads(capsys.readouterr().out)["passport"] == passport
+        inspect_main([str(path)])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("passport"))
+        assert all(words in line for words in told)
 
 
 def test_a_passport_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
@@ -99,7 +94,16 @@ def test_a_passport_that_could_not_be_read_back_is_not_written(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_lineages_join_once_and_in_order_and_are_read_from_checkpoints() -> None:
+def test_lineages_join_are_read_from_checkpoints_and_say_who_may_judge_whom() -> None:
+    real, samples = Lineage.of(trained_on=["a"]), Lineage.of(trained_on=["a"], synthetic=[PASSPORT])
+    taught = Lineage.of(teachers=["w"], pretrained=["imagenet"])
+    assert real.may_not_judge(taught, "x", {"b"}) == ""
+    assert "supplied a loss" in real.may_not_judge(taught, "w", {"b"})
+    assert "trained on samples" in samples.may_not_judge(taught, "x", {"b"})
+    assert real.may_not_judge(taught, "x", {"a"}) == "was trained on the test images"
+    assert Lineage.of(pretrained=["imagenet", "y"]).related(taught)
+    assert not Lineage.of(pretrained=["y"]).related(taught)
+    assert not real.related(real)  # of the same images: that is what a judge of a generator is
     other = PASSPORT | {"seed": 4}
     one = Lineage.of(trained_on=["a", "b"], synthetic=[PASSPORT], teachers=["t"])
     two = Lineage.of(trained_on=["b", "c"], synthetic=[PASSPORT, other], pretrained=["w"])
@@ -114,15 +118,3 @@ def test_lineages_join_once_and_in_order_and_are_read_from_checkpoints() -> None
     known = {"trained_on": ["b"], "synthetic": [PASSPORT]}
     own = {"data": {"content_hash": "a"}, "lineage": known}
     assert recorded(own).document() == {**known, "trained_on": ["a", "b"]}
-
-
-def test_one_question_who_may_judge_whom() -> None:
-    real, samples = Lineage.of(trained_on=["a"]), Lineage.of(trained_on=["a"], synthetic=[PASSPORT])
-    taught = Lineage.of(teachers=["w"], pretrained=["imagenet"])
-    assert real.may_not_judge(taught, "x", {"b"}) == ""
-    assert "supplied a loss" in real.may_not_judge(taught, "w", {"b"})
-    assert "trained on samples" in samples.may_not_judge(taught, "x", {"b"})
-    assert real.may_not_judge(taught, "x", {"a"}) == "was trained on the test images"
-    assert Lineage.of(pretrained=["imagenet", "y"]).related(taught)
-    assert not Lineage.of(pretrained=["y"]).related(taught)
-    assert not real.related(real)  # of the same images: that is what a judge of a generator is

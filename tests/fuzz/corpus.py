@@ -62,7 +62,9 @@ def make(folder: Path) -> None:
         for path in sorted((folder / "images").rglob("*.*")):
             kind = zipfile.ZIP_DEFLATED if path.suffix == ".bmp" else zipfile.ZIP_STORED  # each is met
             archive.write(path, path.relative_to(folder / "images"), kind)
-    make_idx(folder / "idx", images, labels)
+    (folder / "idx").mkdir()
+    for name, array in (("images-idx3", images[:8, 0]), ("labels-idx1", labels[:8])):  # MNIST's files
+        (folder / "idx" / f"train-{name}-ubyte").write_bytes(gzip.decompress(idx_gz(array)))
     for task, recipe in TASKS.items():
         config = folder / f"{task}.yaml"
         config.write_text(recipe + COMMON.format(data=folder))
@@ -83,13 +85,6 @@ def make_images(folder: Path, images: np.ndarray) -> None:
     (folder.parent / "dataset.json").write_text(json.dumps({"labels": pairs}))
     rows = [f"images/{name},{Path(name).parent},{('train', 'val')[n % 2]}" for n, name in enumerate(names)]
     (folder.parent / "list.csv").write_text("path,label,split\n" + "\n".join(rows) + "\n")
-
-
-def make_idx(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """MNIST's files, of 8 images."""
-    folder.mkdir()
-    for name, array in (("images-idx3", images[:8, 0]), ("labels-idx1", labels[:8])):
-        (folder / f"train-{name}-ubyte").write_bytes(gzip.decompress(idx_gz(array)))
 
 
 def copy(corpus: Path, name: str, folder: Path) -> Path:

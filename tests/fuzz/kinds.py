@@ -68,8 +68,7 @@ def lie(draw: random.Random, records: lmdb.Transaction) -> None:
 
 def forge(draw: random.Random, records: lmdb.Transaction) -> None:
     """Mutate an entry of an index or an image's file, under right checksums; or any record at all."""
-    keys = [bytes(key) for key, _ in records.cursor()]
-    key = draw.choice(keys)
+    key = draw.choice([bytes(key) for key, _ in records.cursor()])
     value = bytes(records.get(key, b""))
     if key.startswith(b"index/") and len(value) > INDEX_HEAD.itemsize:
         entries = np.frombuffer(value[INDEX_HEAD.itemsize :], ENTRY).copy()
@@ -140,8 +139,7 @@ def odd_tensor(draw: random.Random, value: Any) -> Any:
 def config(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
     """A recipe, or the whole config that a run wrote, with other values, keys, lines or characters."""
     task = draw.choice(list(TASKS))
-    source = draw.choice((corpus / f"{task}.yaml", corpus / task / "config.yaml"))
-    text = source.read_text()
+    text = draw.choice((corpus / f"{task}.yaml", corpus / task / "config.yaml")).read_text()
     path = folder / "recipe.yaml"
     overrides: list[str] = []
     match draw.randrange(5):

@@ -100,7 +100,8 @@ def mutated_tree(draw: random.Random, tree: Any, odd: Callable[[Any], Any] | Non
                 where[draw.choice((*TEXTS, str(key) + "x"))] = where.pop(key)
             case 2:
                 source, at = draw.choice(found)
-                where[key] = copy.deepcopy(source[at]) if _holds(source, at) else None
+                still_there = at in source if isinstance(source, dict) else at < len(source)
+                where[key] = copy.deepcopy(source[at]) if still_there else None
             case 3 if isinstance(where[key], list):
                 where[key] = where[key] * 2
             case _:
@@ -113,10 +114,6 @@ def _under_one(draw: random.Random, tree: Any) -> list[tuple[Any, Any]]:
     """The places at or under one of the top's keys: the few small ones are met as often as those with thousands."""
     key = draw.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
     return [(tree, key)] if draw.random() < 0.4 else list(places(tree[key])) or [(tree, key)]
-
-
-def _holds(where: Any, key: Any) -> bool:
-    return key in where if isinstance(where, dict) else key < len(where)
 
 
 def near(draw: random.Random, value: Any) -> Any:

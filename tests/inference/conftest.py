@@ -51,11 +51,9 @@ def draws(*shape, seed=0):
 
 def gan_run(folder, generator, *, architecture="stylegan2", sizes=TINY, resize_filter="none"):
     """A run folder with that generator; returns the folder."""
-    names = CLASSES[: generator.classes]
     shape = {"channels": generator.channels, "classes": generator.classes, "resolution": generator.resolution}
-    config = {"architecture": architecture, "generator": sizes}
-    state = {"generator_ema": generator.state_dict()}
-    more = {"classes": names, "resize_filter": resize_filter}
+    config, state = {"architecture": architecture, "generator": sizes}, {"generator_ema": generator.state_dict()}
+    more = {"classes": CLASSES[: generator.classes], "resize_filter": resize_filter}
     return make_run(folder, task="gan", config=config, shape=shape, state=state, **more)
 
 

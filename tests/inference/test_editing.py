@@ -1,6 +1,7 @@
 """Directions and edits against what is known: linear models, written-out formulas, the generators themselves."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from duetgan.inference.samples import Sampler, Start
 from duetgan.inference.settings import EditConfig
 from duetgan.models.gan import StyledGenerator, to_uint8
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.inference.conftest import DCGAN, draws, sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES
 
@@ -35,8 +37,7 @@ def test_the_direction_without_weights_without_gain_and_with_an_equal_gain():
     torch.testing.assert_close(found, expected / expected.norm())
     assert not steer(torch.ones(3, 4).double(), torch.zeros(0, 4).double(), **FREE).any()
     slopes = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
-    pixels = torch.tensor([[1.0, 0.0], [0.0, 10.0]]).double()
-    found = steer(slopes, pixels, pixel_weight=1e6, keep_weight=0.0)
+    found = steer(slopes, torch.tensor([[1.0, 0.0], [0.0, 10.0]]).double(), pixel_weight=1e6, keep_weight=0.0)
     assert float(found[0] / found[1]) == pytest.approx(100, rel=1e-3)
 
 
@@ -46,12 +47,11 @@ def test_other_classes_are_projected_out():
     found = steer(slopes, slopes.new_zeros(0, 8), pixel_weight=0.0, keep_weight=1e9)
     others = slopes[2:] - (slopes[0] + slopes[1]) / 2
     basis: list[torch.Tensor] = []
-    expected = slopes[1] - slopes[0]
     for row in others:
         rest = row - sum((row @ each) * each for each in basis)
         basis.append(rest / rest.norm())
-    for each in basis:
-        expected = expected - (expected @ each) * each
+    direct = slopes[1] - slopes[0]
+    expected = direct - sum((direct @ each) * each for each in basis)  # they are orthogonal
     torch.testing.assert_close(found, expected / expected.norm(), rtol=0, atol=1e-6)
     assert (others @ found).abs().max() < 1e-6
     # no other direction has a larger (g n)^2 / n A n
@@ -72,15 +72,10 @@ def test_other_classes_are_projected_out():
 def test_the_first_step_that_reaches():
     """Row 2 never is as high as wanted: it is highest at 3."""
     heights = torch.tensor([[5.0, 9, 9, 9], [1, 2, 3, 9], [0, 1, 2, 1]])
-    asked = []
-
-    def height(rows, step):
-        asked.append((rows.tolist(), step))
-        return heights[rows, int(step) - 1]
-
+    height = Mock(side_effect=lambda rows, step: heights[rows, int(step) - 1])
     steps, done = first_reached(height, torch.tensor([5.0, 3.0, 3.0]), [1.0, 2.0, 3.0, 4.0])
-    assert steps.tolist() == [1, 3, 3]
-    assert done.tolist() == [True, True, False]
+    assert (steps.tolist(), done.tolist()) == ([1, 3, 3], [True, True, False])
+    asked = [(rows.tolist(), step) for rows, step in (call.args for call in height.call_args_list)]
     assert asked == [([0, 1, 2], 1), ([1, 2], 2), ([1, 2], 3), ([2], 4)]
 
 
@@ -130,8 +125,7 @@ def test_the_known_direction_is_found():
     assert editor.direction(0, 1) is editor.direction(0, 1)
     editor = linear_editor()
     editor.classifier.rows[:] = torch.tensor([1e3, -1e3, 0])[:, None]
-    with pytest.raises(UserError, match=r"names only 0 of .* samples c"):
-        editor.starts(2, 3)
+    assert_raises(UserError, r"names only 0 of .* samples c", editor.starts, 2, 3)
 
 
 def test_a_step_is_a_spread_and_the_third_class_stays():
@@ -191,5 +185,4 @@ def test_without_an_offset_an_image_is_the_samplers(make, space):
 
 def test_unasked_it_is_w_where_there_is_one():
     assert editor_in(None, styled()).space == "w"
-    with pytest.raises(UserError, match="--space w"):
-        editor_in("w", without_w())
+    assert_raises(UserError, "--space w", editor_in, "w", without_w())

@@ -14,6 +14,7 @@ from duetgan.inference.export.check import CheckFailed, Row, compare, judge, mea
 from duetgan.inference.export.formats import FORMATS, Format
 from duetgan.utils.errors import EXIT_HALTED, UserError
 from duetgan.utils.script import run_cli
+from tests.conftest import assert_raises
 from tests.metrics.conftest import CLASSES, classifier_run, pack
 
 
@@ -42,10 +43,10 @@ def row_of(name, **figures):
 def test_a_row_has_difference_agreement_and_accuracy():
     original = [[1.0, 0.0], [0.0, 1.0], [3.0, 2.0], [0.0, 5.0]]
     found = [[1.0, 0.0], [0.5, 0.25], [3.0, 2.0], [0.0, 4.0]]
-    row = of_logits(found, original, [0, 1, 1, 1])
-    assert (row.largest_difference, row.agreement, row.accuracy, row.accuracy_change) == (1.0, 0.75, 0.5, -0.25)
-    row = of_logits(found, original)
-    assert (row.agreement, row.accuracy, row.accuracy_change) == (0.75, None, None)
+    for labels, accuracy, change in (([0, 1, 1, 1], 0.5, -0.25), (None, None, None)):
+        row = of_logits(found, original, labels)
+        assert (row.largest_difference, row.agreement) == (1.0, 0.75)
+        assert (row.accuracy, row.accuracy_change) == (accuracy, change)
     images = compare("x", 1, torch.zeros(2, 1, 2, 2), torch.ones(2, 1, 2, 2), None, classes=False)
     assert (images.largest_difference, images.agreement) == (1.0, None)
     assert compare("x", 1, torch.zeros(2, 3), torch.zeros(1, 3), None, classes=False).largest_difference == math.inf
@@ -171,12 +172,10 @@ def test_a_file_that_fails_its_check_is_not_left_behind(run, tmp_path, monkeypat
 def test_an_older_file_stays_where_the_new_one_fails_and_goes_where_it_passes(run, tmp_path, monkeypatch):
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"older")
-    with pytest.raises(UserError, match="exists; give --overwrite, or another name"):
-        script.main(command(run, out))
+    assert_raises(UserError, "exists; give --overwrite, or another name", script.main, command(run, out))
     with monkeypatch.context() as patch:
         spoilt("safetensors", patch)
-        with pytest.raises(CheckFailed, match="the one that was there is as it was"):
-            script.main(command(run, out, "--overwrite"))
+        assert_raises(CheckFailed, "the one that was there is as it was", script.main, command(run, out, "--overwrite"))
     assert out.read_bytes() == b"older"
     assert script.main(command(run, out, "--overwrite")) == 0
     assert out.stat().st_size > 1000

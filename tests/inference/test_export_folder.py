@@ -7,7 +7,6 @@ import sys
 import sysconfig
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.ready_made import read_weights
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.inference.conftest import gan_run, styled
 from tests.inference.test_export import spoilt
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
@@ -124,20 +124,14 @@ def test_a_generator_without_styles_is_one_program(runs, tmp_path, name):
     run = FORMATS["folder"].open(subject, tmp_path / "model")
     for rows in (1, 3):
         torch.testing.assert_close(run(subject.rows(rows)), subject.network(*subject.rows(rows)), rtol=0, atol=1e-5)
-    page = page_of(tmp_path / "model")
-    model = page.load(tmp_path / "model")
-    with pytest.raises(ValueError, match="has no w to truncate"):
-        model(*subject.rows(1), truncation_psi=0.5)
+    page: dict[str, Any] = {}
+    exec((tmp_path / "model" / "duet_model.py").read_text(), page)
+    model = page["load"](tmp_path / "model")
+    assert_raises(ValueError, "has no w to truncate", model, *subject.rows(1), truncation_psi=0.5)
     if name == "plain":
         generator: Any = subject.network.generator
         expected = Sampler(generator=generator, chosen=[0, 1, 2]).images(range(4))
         assert (model.samples(4).int() - expected.int()).abs().max() <= 1
-
-
-def page_of(folder) -> Any:
-    page = ModuleType("page")
-    exec((folder / "duet_model.py").read_text(), vars(page))
-    return page
 
 
 def test_nothing_in_it_names_this_machine_or_holds_images(folders, subjects):
@@ -199,8 +193,7 @@ def test_the_card_is_read_by_the_hubs_own_reader(checkpoint, tmp_path):
     (run / "eval").mkdir(parents=True)
     (run / "eval" / "metrics.json").write_text(json.dumps(GAN))
     held = checkpoint | {"file": str(run / "checkpoints" / "step-00000007.pt"), "teachers": ["sha256:12"]}
-    config = described(held, licence="cc-by-4.0", more={})
-    text = readme("my|model", config, seed=0)
+    text = readme("my|model", described(held, licence="cc-by-4.0", more={}), seed=0)
     card = hub.ModelCard(text)
     assert (card.data.license, card.data.pipeline_tag) == ("cc-by-4.0", "unconditional-image-generation")
     results = card.data.eval_results
@@ -230,8 +223,7 @@ def test_the_command_makes_a_folder_where_there_is_none(runs, tmp_path, monkeypa
     command = ["--checkpoint", str(runs["dcgan"]), "--format", "folder", "--out", str(out), "--repeats", "1"]
     with monkeypatch.context() as patch:
         spoilt("folder", patch)
-        with pytest.raises(CheckFailed, match="outputs differ"):
-            script.main(command)
+        assert_raises(CheckFailed, "outputs differ", script.main, command)
     assert list(tmp_path.iterdir()) == []
     out.mkdir()
     assert script.main([*command, "--licence", "mit"]) == 0
@@ -241,5 +233,4 @@ def test_the_command_makes_a_folder_where_there_is_none(runs, tmp_path, monkeypa
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} <= {0o644, 0o664}
     assert json.loads((out / "config.json").read_text())["licence"] == "mit"
     assert (out / "README.md").read_text().splitlines()[1] == "license: mit"
-    with pytest.raises(UserError, match="makes a folder, give a new one"):
-        script.main([*command, "--overwrite"])
+    assert_raises(UserError, "makes a folder, give a new one", script.main, [*command, "--overwrite"])

@@ -20,6 +20,7 @@ from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generat
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.metrics.conftest import make_run
 from tests.models.official import layouts
 
@@ -63,8 +64,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("form_of_d", [{}, {"architecture": "plain", "minibatch_std_group": 1, "mapping_layers": 2}])
 def test_ours_comes_back_to_the_bit(tmp_path, capsys, form, form_of_d):
     run = ours(tmp_path / "run", classes=3 if form == "nvidia" else 0, discriminator=form_of_d)
-    path = exported(run, form, tmp_path)
-    found, expected = read(path), load(resolve(run))
+    found, expected = read(exported(run, form, tmp_path)), load(resolve(run))
     without_d = form == "rosinality" and bool(form_of_d)
     assert ("without the discriminator" in capsys.readouterr().err) == without_d
     assert found.state.keys() == expected["state"].keys() - ({"discriminator"} if without_d else set())
@@ -140,8 +140,7 @@ def test_weights_alone_are_a_generator_alone(tmp_path):
 
 def test_the_pages_loader_builds_nvidias_classes(tmp_path, monkeypatch):
     """The lines of docs/export.md, with classes that have the parameters of NVIDIA's and load strictly."""
-    run = ours(tmp_path / "run", generator={"clamp_always": True})
-    exported(run, "nvidia", tmp_path)
+    exported(ours(tmp_path / "run", generator={"clamp_always": True}), "nvidia", tmp_path)
     monkeypatch.chdir(tmp_path)
     built: list[dict[str, Any]] = []
 
@@ -198,8 +197,6 @@ def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path, refused)
 def test_a_file_of_something_else_is_refused(tmp_path, metadata, told):
     path = tmp_path / "x.safetensors"
     save_file({"G_ema.a": torch.zeros(1)}, str(path), metadata)
-    with pytest.raises(UserError, match=told):
-        convert([str(path), str(tmp_path / "run")])
+    assert_raises(UserError, told, convert, [str(path), str(tmp_path / "run")])
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(UserError, match="cannot be read"):
-        convert([str(path), str(tmp_path / "run")])
+    assert_raises(UserError, "cannot be read", convert, [str(path), str(tmp_path / "run")])

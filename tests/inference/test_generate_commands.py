@@ -105,33 +105,27 @@ def test_projecting_its_own_sample(runs, sample_image, tmp_path, capsys, space):
     options = ["--image", sample_image, "--features", "pixels", "--steps", 100, "--space", space, "--save", latents]
     assert call("project", "--checkpoint", runs["grey"], "--out", out, *options) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = {"w": ["w"], "w+": ["w+"], "both": ["w", "w+"]}[space]
-    assert [line.partition(":")[0].partition(" (")[0] for line in lines[:-1]] == ["start", *names]
+    shapes = {"w": [8], "w+": [4, 8]} if space == "both" else {space: [8] if space == "w" else [4, 8]}
+    assert [line.partition(":")[0].partition(" (")[0] for line in lines[:-1]] == ["start", *shapes]
     errors = [float(line.rpartition(" ")[2]) for line in lines[:-1]]
     assert errors[-1] < 0.6 * errors[0]
-    tensors = load_file(latents)
-    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
-        name: [8] if name == "w" else [4, 8] for name in names
-    }
+    assert {name: list(tensor.shape) for name, tensor in load_file(latents).items()} == shapes
     with safe_open(latents, "pt") as file:
         about = json.loads(file.metadata()["projection"])
     assert about["class"] in ("dark", "grey", "light")
-    assert about["rmse"][names[-1]] == pytest.approx(errors[-1], abs=1e-3)
+    assert about["rmse"][[*shapes][-1]] == pytest.approx(errors[-1], abs=1e-3)
     found = pixels(out)
-    assert found.shape[1] == pytest.approx((1 + len(names)) * (192 + 4) + 8, abs=4)
+    assert found.shape[1] == pytest.approx((1 + len(shapes)) * (192 + 4) + 8, abs=4)
     wanted = pixels(sample_image)
-    shown = found[-4 - 192 : -4 : 24, 8 : 8 + 192 : 24]
-    np.testing.assert_array_equal(shown, wanted)
+    np.testing.assert_array_equal(found[-4 - 192 : -4 : 24, 8 : 8 + 192 : 24], wanted)
 
 
 def test_w_plus_refines_what_w_has_found(runs, sample_image, tmp_path, monkeypatch):
-    calls = []
-    plain = Projector.search
+    calls, plain = [], Projector.search
 
     def watched(self, space, start, *, refine, tick):
-        found = plain(self, space, start, refine=refine, tick=tick)
-        calls.append((space, refine, start, found))
-        return found
+        calls.append((space, refine, start, plain(self, space, start, refine=refine, tick=tick)))
+        return calls[-1][-1]
 
     monkeypatch.setattr(Projector, "search", watched)
     options = ["--image", sample_image, "--features", "pixels", "--steps", 2]
@@ -154,10 +148,9 @@ def test_projection_in_detail(runs, sample_image, tmp_path, generator):
     with safe_open(latents, "pt") as file:
         assert json.loads(file.metadata()["projection"])["class"] == "grey"
     first = latents.read_bytes()
-    assert call(*base, "--save", latents) == 0
-    assert latents.read_bytes() == first
-    assert call(*base, "--save", latents, "--seed", 1) == 0
-    assert latents.read_bytes() != first
+    for seed in (0, 1):
+        assert call(*base, "--save", latents, "--seed", seed) == 0
+        assert (latents.read_bytes() == first) == (seed == 0)
 
 
 def test_a_image_is_brought_to_size_as_in_training(runs, tmp_path):
@@ -252,12 +245,11 @@ def test_progress_comes_to_its_end(runs, tmp_path, monkeypatch):
 
 
 def test_a_projection_without_weights_compares_pixels_and_says_so(runs, sample_image, tmp_path, capsys, no_weights):
-    options = ["--image", sample_image, "--steps", 2, "--space", "w"]
-    assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "a.png", *options) == 0
+    base = ["project", "--checkpoint", runs["grey"], "--image", sample_image, "--steps", 2, "--space", "w", "--out"]
+    assert call(*base, tmp_path / "a.png") == 0
     told = capsys.readouterr()
     assert "no ResNet-50 weights found: comparing pixels only" in told.err
     assert "torchvision.models.ResNet50_Weights" in told.err
-    options += ["--features", "pixels"]
-    assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "b.png", *options) == 0
+    assert call(*base, tmp_path / "b.png", "--features", "pixels") == 0
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert "ResNet" not in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -222,22 +223,15 @@ def test_predict_writes_an_image_for_each_readable_file(tmp_path, options, files
             assert abs(sample_image.height - (224 + 2 * 14 + 14)) < 10
 
 
-def test_the_class_that_is_asked_for_is_explained(tmp_path, options, files, capsys, monkeypatch):
-    asked: list[list[int]] = []
-    real = predictions.image_heat
-
-    def spy(model, images, targets, layer):
-        asked.append(targets.tolist())
-        return real(model, images, targets, layer)
-
-    monkeypatch.setattr(predictions, "image_heat", spy)
+def test_the_class_that_is_asked_for_is_explained(tmp_path, options, files, capsys):
     common = [*options, "--gradcam", str(tmp_path / "m"), *files]
-    assert run_cli(predict.main, common) == 0
-    labels = [line.split(": ")[1].split(" ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert asked.pop() == [CLASSES.index(label) for label in labels]
-    other = next(name for name in CLASSES if name not in labels)
-    assert run_cli(predict.main, [*common, "--gradcam-class", other]) == 0
-    assert asked.pop() == [CLASSES.index(other)] * 3
+    with patch.object(predictions, "image_heat", side_effect=predictions.image_heat) as heat:
+        assert run_cli(predict.main, common) == 0
+        labels = [line.split(": ")[1].split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+        assert heat.call_args.args[2].tolist() == [CLASSES.index(label) for label in labels]
+        other = next(name for name in CLASSES if name not in labels)
+        assert run_cli(predict.main, [*common, "--gradcam-class", other]) == 0
+        assert heat.call_args.args[2].tolist() == [CLASSES.index(other)] * 3
 
 
 def test_refusals(tmp_path, options, files, refused):
@@ -248,7 +242,7 @@ def test_refusals(tmp_path, options, files, refused):
         ([*maps, "--gradcam-layer", "layer9"], "no layer is called 'layer9'"),
         (["--gradcam", "/proc/nowhere"], "cannot be written"),
     ):
-        assert told in refused(predict.main, *options, *files, *more)
+        assert told in refused(predict.main, *options, *files, *more, alone=True)
 
 
 @pytest.mark.parametrize(

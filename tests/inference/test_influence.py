@@ -107,8 +107,7 @@ def test_sample_gradients_of_a_resnet():
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_heads_closed_form_is_what_autograd_finds(bias):
     model, (images, labels) = net(bias=bias), batch()
-    names = ["fc.weight", "fc.bias"][: 1 + bias]
-    each = sample_gradients(model, images, labels, names)
+    each = sample_gradients(model, images, labels, ["fc.weight", "fc.bias"][: 1 + bias])
     expected = full(each)
     found, logits = head_gradients(model, images, labels)
     for one in (found, each):

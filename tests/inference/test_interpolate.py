@@ -8,6 +8,7 @@ from PIL import Image
 from duetgan.inference.interpolate import Journey, draw_film, slerp
 from duetgan.models.gan import draw, to_uint8
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.inference.conftest import draws, sampler_of, styled, without_w
 
 
@@ -104,8 +105,7 @@ def test_without_w_it_goes_through_z_and_the_classes_embeddings():
         assert near(found[number], to_uint8(generator.to_rgb(generator.stages(start)))[0])
     assert near(found[::4], sampler.images([0, 1]))
     assert near(sampler.images([0, 1]), sampler.images(range(2)))  # nothing is left behind in the generator
-    with pytest.raises(UserError, match="--space w works on w"):
-        Journey(sampler, space="w")
+    assert_raises(UserError, "--space w works on w", Journey, sampler, space="w")
 
 
 @pytest.mark.parametrize("make", [styled, without_w])
@@ -142,5 +142,4 @@ def test_a_film_is_written_of_so_many_samples(generator, tmp_path):
             found = torch.from_numpy(np.asarray(image.convert("L"))[::32, ::32].copy())
             assert torch.equal(found, expected[number, 0])
     assert draw_film(journey, tmp_path / "x.mp4", scale=2) == 6
-    with pytest.raises(UserError, match=r".mp4 or .gif"):
-        draw_film(journey, tmp_path / "x.webm")
+    assert_raises(UserError, r".mp4 or .gif", draw_film, journey, tmp_path / "x.webm")

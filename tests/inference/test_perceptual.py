@@ -10,6 +10,7 @@ from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.inference.conftest import draws, styled
 
 
@@ -57,8 +58,7 @@ def test_distance_of_features_is_lpips_without_weights_and_its_gradients():
 
     assert gradcheck(loss, maps)
     assert gradgradcheck(loss, maps)
-    images = draws(1, 1, 4, 4).requires_grad_()
-    assert gradcheck(lambda x: resize(x, 7), images)
+    assert gradcheck(lambda x: resize(x, 7), draws(1, 1, 4, 4).requires_grad_())
 
 
 @pytest.mark.parametrize(("before", "side"), [(8, 64), (16, 24), (96, 64), (300, 256), (64, 64)])
@@ -89,7 +89,7 @@ def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen
         torch.testing.assert_close(maps, expected, rtol=0, atol=1e-6)  # MEAN and STD are held in float32
 
 
-def test_equal_images_are_at_distance_0_and_others_are_not(network):
+def test_equal_images_are_at_distance_0_and_the_gradient_reaches_w(network):
     target, other = draws(1, 1, 16, 16).clamp(-1, 1), draws(2, 1, 16, 16, seed=1).clamp(-1, 1)
     features = ResNetFeatures(network)
     distance = Distance(target, features=features, pixel_weight=0.5)
@@ -102,10 +102,7 @@ def test_equal_images_are_at_distance_0_and_others_are_not(network):
     pixels = Distance(target, features=None, pixel_weight=0.5)
     torch.testing.assert_close(pixels(other), 0.5 * (other - target).square().mean((1, 2, 3)), rtol=0, atol=1e-10)
     assert pixels.perceptual(other) is None
-
-
-def test_the_gradient_reaches_w_and_is_right(network):
-    """Against central differences along a random direction, through generator and network."""
+    # against central differences along a random direction, through generator and network
     generator = styled().double()
     distance = Distance(draws(1, 1, 8, 8).clamp(-1, 1), features=ResNetFeatures(network), pixel_weight=1.0)
 
@@ -123,10 +120,8 @@ def test_the_gradient_reaches_w_and_is_right(network):
 def test_building_and_what_is_missing(network, tmp_path, no_weights):
     cpu = torch.device("cpu")
     assert build_features("pixels", None, cpu) is None
-    with pytest.raises(UserError, match="--weights is for --features resnet50"):
-        build_features("pixels", tmp_path / "x", cpu)
-    with pytest.raises(UserError, match=r"--weights.*--features pixels"):
-        build_features("resnet50", None, cpu)
+    assert_raises(UserError, "--weights is for --features resnet50", build_features, "pixels", tmp_path / "x", cpu)
+    assert_raises(UserError, r"--weights.*--features pixels", build_features, "resnet50", None, cpu)
     state = {key: value.float() if value.is_floating_point() else value for key, value in network.state_dict().items()}
     save_file(state, tmp_path / "x.safetensors", metadata={"stride": "conv1"})
     images = draws(1, 1, 16, 16).clamp(-1, 1)

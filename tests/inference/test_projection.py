@@ -28,7 +28,7 @@ def own(generator):
     return sampler_of(generator, chosen=[2], noise_mode="const", seed=9).images([0])[0]
 
 
-def test_its_own_sample_is_found_and_never_left(generator, own):
+def test_its_own_sample_is_found_and_never_left_and_every_layer_its_own_w_comes_nearer(generator, own):
     search = projector(generator, own, steps=100)
     start = search.start([2])
     in_w = search.search("w", start)
@@ -44,21 +44,15 @@ def test_its_own_sample_is_found_and_never_left(generator, own):
     again = search.search("w", near)
     assert torch.equal(again.ws, near.ws)
     assert again.loss == near.loss
-
-
-def test_every_layer_its_own_w_comes_nearer(generator):
-    """To an image that no single w gives."""
-    sampler = sampler_of(generator, noise_mode="none")
-    z, labels, _ = sampler.latents([0, 1, 2, 3])
+    # to an image that no single w gives
+    z, labels, _ = sampler_of(generator, noise_mode="none").latents([0, 1, 2, 3])
     ws = generator.mapping(z, labels)[None]
-    target = to_uint8(generator.synthesis(ws, "none"))[0]
-    search = projector(generator, target, steps=60, noise_mode="none")
+    search = projector(generator, to_uint8(generator.synthesis(ws, "none"))[0], steps=60, noise_mode="none")
     in_w = search.search("w", search.start([0, 1, 2]))
     found = search.search("w+", in_w, refine=True)
     assert found.rmse < 0.6 * in_w.rmse
     assert not (found.ws == found.ws[0]).all()
-    alone = search.search("w+", search.start([0, 1, 2]))
-    assert alone.rmse < in_w.rmse
+    assert search.search("w+", search.start([0, 1, 2])).rmse < in_w.rmse
 
 
 def test_what_was_found_is_not_shaken_away(generator, own):
@@ -91,8 +85,7 @@ def test_what_is_told_is_what_is_seen(generator, own):
 
 def test_the_first_steps_are_adams(generator, own):
     """The oracle: the update written out, with the shaken w, for two steps."""
-    config = {"steps": 8, "lr": 0.3, "shake": 0.2}
-    search = projector(generator, own, seed=3, **config)
+    search = projector(generator, own, seed=3, steps=8, lr=0.3, shake=0.2)
     start = search.start([1])
     seen = []
     w = start.ws[0].clone()
@@ -123,8 +116,7 @@ def test_it_starts_from_the_class_that_looks_most_like_the_target(generator, own
     z = torch.randn(1000, generator.z_dim, generator=keyed_generator(0, "project", "mean"))
     w = generator.mapping(z, torch.full([1000], best))
     torch.testing.assert_close(start.ws, w.mean(0).expand(4, -1))
-    spread = math.sqrt((w - w.mean(0)).square().sum(1).mean())
-    assert search.spread == pytest.approx(spread, rel=1e-4)
+    assert search.spread == pytest.approx(math.sqrt((w - w.mean(0)).square().sum(1).mean()), rel=1e-4)
 
 
 def test_a_seed_gives_one_result_and_the_generator_stays_as_it_is(generator, own):
@@ -156,8 +148,7 @@ def test_noise_is_searched_for_if_asked(generator, own):
         assert float(level.mean()) == pytest.approx(0, abs=1e-5)
         assert float(level.square().mean()) == pytest.approx(1, abs=1e-4)
     strict = projector(generator, own, steps=40, noise_mode="optimise", noise_weight=1e5)
-    held = strict.search("w", strict.start([0]))
-    assert correlation(held.noise) < 0.1 * correlation(free.noise)
+    assert correlation(strict.search("w", strict.start([0])).noise) < 0.1 * correlation(free.noise)
     assert projector(generator, own, noise_mode="none").start([0]).noise == "none"
 
 

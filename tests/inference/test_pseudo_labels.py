@@ -63,15 +63,12 @@ def test_sure_images_come_with_their_class_behind_the_labelled_ones(folder, prob
         assert "labelled by" in out.meta.source
 
 
-def test_known_labels_are_only_compared_with(folder, probabilities, tmp_path, capsys):
-    assert label(folder, tmp_path / "out.lmdb", "--threshold", 0, data="known.lmdb") == 0
-    with Dataset(tmp_path / "out.lmdb") as out, Dataset(folder / "known.lmdb") as known:
+def test_known_labels_are_only_compared_with_and_encoded_images_are_kept(folder, probabilities, tmp_path, capsys):
+    assert label(folder, tmp_path / "known.lmdb", "--threshold", 0, data="known.lmdb") == 0
+    with Dataset(tmp_path / "known.lmdb") as out, Dataset(folder / "known.lmdb") as known:
         assert (out.labels() == probabilities.argmax(1)).all()
         right = (out.labels() == known.labels()).mean()
     assert f"{right:.1%} of these labels are those of the file" in capsys.readouterr().out
-
-
-def test_encoded_images_are_kept_without_loss(folder, tmp_path):
     with Dataset(folder / "rest.lmdb") as rest:
         pack_arrays(tmp_path / "jpeg.lmdb", rest.read(range(60))[0], encoding="jpeg")
     assert label(folder, tmp_path / "out.lmdb", "--threshold", 0, "--data", tmp_path / "jpeg.lmdb") == 0
@@ -82,16 +79,14 @@ def test_encoded_images_are_kept_without_loss(folder, tmp_path):
 
 def test_what_cannot_be_is_refused(folder, tmp_path, capsys):
     out = tmp_path / "out.lmdb"
-    pack(tmp_path / "other.lmdb", classes=["dark", "grey", "other"])
-    pack(tmp_path / "wide.lmdb", side=2 * SIDE)
-    for more, told in (
-        (["--threshold", 2], "from 0 to 1"),
-        (["--threshold", 1], "no image of"),
-        (["--labelled", tmp_path / "other.lmdb", "--threshold", 0], "its classes are not those of the classifier"),
-        (["--labelled", tmp_path / "wide.lmdb", "--threshold", 0], "pack both alike"),
+    other, wide = pack(tmp_path / "other.lmdb", classes=["dark", "grey", "x"]), pack(tmp_path / "w.lmdb", side=2 * SIDE)
+    for place, told, *more in (
+        (out, "from 0 to 1", "--threshold", 2),
+        (out, "no image of", "--threshold", 1),
+        (out, "its classes are not those of the classifier", "--labelled", other, "--threshold", 0),
+        (out, "pack both alike", "--labelled", wide, "--threshold", 0),
+        (folder / "few.lmdb", "exists", "--threshold", 0),
     ):
-        assert label(folder, out, *more) == 2
+        assert label(folder, place, *more) == 2
         assert told in capsys.readouterr().err
         assert not out.exists()
-    assert label(folder, folder / "few.lmdb", "--threshold", 0) == 2
-    assert "exists" in capsys.readouterr().err

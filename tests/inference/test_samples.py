@@ -10,6 +10,7 @@ from duetgan.inference import samples as tables
 from duetgan.inference.samples import chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
 from duetgan.models.gan import draw, generate, to_uint8
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES
 
@@ -40,8 +41,7 @@ def test_a_sample_does_not_depend_on_what_else_is_drawn(generator):
     assert apart(images[:3], images[3:6]) > 10
     assert apart(images, sampler_of(generator, seed=1).images(range(9))) > 10
 
-    sampler = sampler_of(generator, seed=2)
-    z, labels, noise = sampler.latents([3, 4])
+    z, labels, noise = sampler_of(generator, seed=2).latents([3, 4])
     expected_z, expected_noise = draw(generator, [3, 4], 2)
     assert torch.equal(z, expected_z)
     assert labels.tolist() == [0, 1]
@@ -57,8 +57,7 @@ def test_a_cutoff_is_one_of_the_layers_and_without_w_there_is_no_truncation(gene
             sampler_of(generator, truncation_cutoff=cutoff)
     assert sampler_of(without_w()).images(range(4)).shape == (4, 1, 8, 8)
     for options in ({"truncation_psi": 0.5}, {"truncation_cutoff": 1}):
-        with pytest.raises(UserError, match="works on w, which this generator does not have"):
-            sampler_of(without_w(), **options)
+        assert_raises(UserError, "works on w, which this generator does not have", sampler_of, without_w(), **options)
 
 
 def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
@@ -71,11 +70,9 @@ def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
         ("dark,dark", names, "named twice"),
         ("dark", [], "unconditional"),
     ):
-        with pytest.raises(UserError, match=message):
-            chosen_classes(text, classes)
+        assert_raises(UserError, message, chosen_classes, text, classes)
     for model, chosen in ((generator, []), (styled(classes=0), [0])):
-        with pytest.raises(ValueError, match="conditional"):
-            sampler_of(model, chosen=chosen)
+        assert_raises(ValueError, "conditional", sampler_of, model, chosen=chosen)
 
 
 NOWHERE = Path("x.png")  # nothing is written where `table` catches it
@@ -182,16 +179,14 @@ def test_all_layers_give_b_and_none_a_and_how_many_are_shown(generator, table):
     assert table["column_heads"] == ["", "B 1", "B 3"]
     with pytest.raises(UserError, match=r"truncation works on w.*grid, interpolate --space z"):
         draw_truncation(sampler_of(without_w()), CLASSES, NOWHERE, psis=[1.0])
-    with pytest.raises(UserError, match="mix works on w"):
-        draw_mix(sampler_of(without_w()), CLASSES, NOWHERE, layers=[0])
+    assert_raises(UserError, "mix works on w", draw_mix, sampler_of(without_w()), CLASSES, NOWHERE, layers=[0])
 
 
 def test_layers_are_read_and_others_refused():
     told = {"0-3": [0, 1, 2, 3], " 6, 0 - 1,1": [0, 1, 6], "7": [7]}
     assert {text: parse_layers(text, 8) for text in told} == told
     for text in ("8", "3-8", "3-1", "", "a", "1-", "-1", "1--2", "1,,2"):
-        with pytest.raises(UserError, match="--layers"):
-            parse_layers(text, 8)
+        assert_raises(UserError, "--layers", parse_layers, text, 8)
 
 
 def test_grid_has_a_row_for_each_class(generator, tmp_path, monkeypatch):
@@ -212,6 +207,5 @@ def test_grid_has_a_row_for_each_class(generator, tmp_path, monkeypatch):
     told = (
         "--n 100000000: memory holds a picture of about 29,127; --out FOLDER writes any number"  # J29: no word in 150 s
     )
-    with pytest.raises(UserError, match=told):
-        draw_grid(sampler_of(generator), tmp_path / "y.png", count=100_000_000)
+    assert_raises(UserError, told, draw_grid, sampler_of(generator), tmp_path / "y.png", count=100_000_000)
     assert not (tmp_path / "y.png").exists()

@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
 from tests.inference.test_editing import linear_editor
 from tests.metrics.conftest import CLASSES, SIDE, make_run
@@ -86,9 +88,7 @@ def test_strips_are_drawn(closed, tmp_path, capsys, no_weights, options):
 
 def test_a_generator_without_w_is_edited_in_z(closed, tmp_path, capsys):
     out = tmp_path / "x.png"
-    dcgan = edit(closed, out, gan="dcgan")
-    dcgan[dcgan.index("--from") + 1] = CLASSES[0]
-    code = call(generate, *dcgan)
+    code = call(generate, *edit(closed, out, gan="dcgan"))
     told = capsys.readouterr()
     assert code == 0 or "the classifier names only" in told.err  # it was not made to know this one's samples
     for options in (["--space", "w"], ["--image", closed["image"]]):
@@ -115,14 +115,14 @@ def test_refusals(closed, tmp_path, refused):
 
 
 def test_who_taught_a_generator_does_not_judge_its_edits(closed):
-    checkpoint = load(resolve(closed["gan"]))
-    judge = classifier_from(load(resolve(closed["judge"])))
-    how = {"option": "--judge", "guide": str(closed["guide"])}
-    found = load_judge(str(closed["judge"]), checkpoint, CLASSES, torch.device("cpu"), None, **how)
-    assert all(torch.equal(a, b) for a, b in zip(found.state_dict().values(), judge.state_dict().values(), strict=True))
-    taught = {**checkpoint, "config": {**checkpoint["config"], "loss": {"classifier": str(closed["judge"])}}}
-    with pytest.raises(UserError, match=r"--judge .* supplied a loss"):
-        load_judge(str(closed["judge"]), taught, CLASSES, torch.device("cpu"), None, **how)
+    checkpoint, judge = load(resolve(closed["gan"])), str(closed["judge"])
+    common = (CLASSES, torch.device("cpu"), None)
+    how: Any = {"option": "--judge", "guide": str(closed["guide"])}
+    found = load_judge(judge, checkpoint, *common, **how).state_dict().values()
+    expected = classifier_from(load(resolve(judge))).state_dict().values()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    taught = {**checkpoint, "config": {**checkpoint["config"], "loss": {"classifier": judge}}}
+    assert_raises(UserError, r"--judge .* supplied a loss", load_judge, judge, taught, *common, **how)
 
 
 def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):
@@ -186,7 +186,6 @@ def test_the_benchmarks_controls_are_what_they_say(closed):
     reached = benchmark.change(editor.images(start, first, steps), before)
     assert ((reached >= wanted) & (reached < 1.25 * wanted)).all()
     sampler = sampler_of(styled(), noise_mode="random")
-    guide = classifier_from(load(resolve(closed["guide"])))
-    other = Editor(sampler, guide, CLASSES)
+    other = Editor(sampler, classifier_from(load(resolve(closed["guide"]))), CLASSES)
     drawn = benchmark.redrawn(other, sampler_of(sampler.generator, chosen=[0]), 0, [0, 3])
     assert torch.equal(drawn, sampler_of(sampler.generator, chosen=[0]).images([0, 3]))

@@ -9,6 +9,7 @@ from PIL import Image, ImageSequence
 from duetgan.inference.interpolate import check_film, enlargement, film
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building
+from tests.conftest import assert_raises
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 40]], np.uint8)
 
@@ -158,16 +159,14 @@ def test_a_film_appears_whole_or_not_at_all(tmp_path, suffix):
 def test_names_and_speeds_are_checked(tmp_path):
     ends = "end in .mp4 or .gif"
     for name, fps, told in (("x.avi", 30, ends), ("x", 30, ends), ("x.gif", 51, "at most 50")):
-        with pytest.raises(UserError, match=told):
-            check_film(tmp_path / name, fps=fps)
+        assert_raises(UserError, told, check_film, tmp_path / name, fps=fps)
     check_film(tmp_path / "x.GIF", fps=50)
     check_film(tmp_path / "x.mp4", fps=120)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*file/x.gif"), building(tmp_path / "file" / "x.gif"):
         pass
     (tmp_path / "x.gif").mkdir()
-    with pytest.raises(UserError, match=r"cannot write .*x.gif"):
-        write(tmp_path / "x.gif", [quarters(0)])
+    assert_raises(UserError, r"cannot write .*x.gif", write, tmp_path / "x.gif", [quarters(0)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "x.gif"]
 
 
@@ -175,5 +174,4 @@ def test_small_images_are_enlarged_and_films_have_even_sides():
     sides = {8: 32, 32: 8, 100: 3, 256: 1, 1024: 1, 25: 12, 257: 2}  # of 25 px: 11 times would do, but 275 is odd
     assert {side: enlargement(side) for side in sides} == sides
     assert (enlargement(25, 2), enlargement(32, 1)) == (2, 1)
-    with pytest.raises(UserError, match=r"--scale 3: 75 px is an odd size.*take 4"):
-        enlargement(25, 3)
+    assert_raises(UserError, r"--scale 3: 75 px is an odd size.*take 4", enlargement, 25, 3)

@@ -8,6 +8,7 @@ import torch
 from duetgan.data.augment.mixing import Mixing, MixingAugment, cut_boxes, draw_mixing, mix_images, partners
 from duetgan.data.augment.transforms import to_float
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.data.conftest import sample_images
 
 CPU = torch.device("cpu")
@@ -22,8 +23,7 @@ def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
     assert partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
     images = torch.rand(4, 1, 2, 2)
     assert torch.equal(partners(images), images[[1, 0, 3, 2]])
-    with pytest.raises(ValueError, match="3 rows"):
-        partners(torch.arange(3))
+    assert_raises(ValueError, "3 rows", partners, torch.arange(3))
     images = to_float(torch.from_numpy(sample_images(6, 3, side=9)[:, :, :, :8].copy()))
     boxes = torch.tensor([[0, 0, 0, 0], [2, 3, 4, 2], [0, 0, 9, 8], [0, 0, 0, 0], [8, 7, 1, 1], [0, 0, 0, 0]])
     blend = torch.tensor([0.3, 1.0, 1.0, 1.0, 1.0, 0.0])
@@ -58,8 +58,7 @@ def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> 
     torch.testing.assert_close(mixing.own, 1 - height * width / 600)
     assert 0.55 < mixing.own.mean() < 0.75  # above a half: boxes are cut off at the borders
     own = torch.tensor([0.75, 0.0, 1.0, 0.75])
-    centres = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]])
-    boxes = cut_boxes(own, centres, 20, 30)
+    boxes = cut_boxes(own, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]]), 20, 30)
     assert boxes[0].tolist() == [5, 8, 10, 15]
     assert boxes[1].tolist() == [0, 0, 20, 30]
     assert boxes[2, 2:].tolist() == [0, 0]
@@ -93,5 +92,4 @@ def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
 
 @pytest.mark.parametrize("wrong", [{"mixup": -1.0}, {"cutmix": 1e-3}, {"mix_prob": 1.5}, {"shift": -1}])
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"^{next(iter(wrong))}"):
-        MixingAugment(**wrong)
+    assert_raises(UserError, f"^{next(iter(wrong))}", MixingAugment, **wrong)

@@ -42,23 +42,17 @@ def test_to_float_range_layout_and_type(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_flip(dtype: torch.dtype) -> None:
-    before = images(dtype)
+def test_flip_and_shift(dtype: torch.dtype) -> None:
+    before, padding = images(dtype), 3
     flips = torch.tensor([True, False, True, True, False, False, True])
     for old, new, flip in zip(before, random_flip(before, flips), flips, strict=True):
         assert torch.equal(new, old.flip(-1) if flip else old)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_shift(dtype: torch.dtype) -> None:
-    before, padding = images(dtype), 3
     offsets = torch.tensor([[3, 3], [0, 0], [6, 6], [0, 6], [2, 5], [4, 3], [3, 2]])
     after = random_shift(before, offsets, padding)
     assert after.dtype == dtype
     black = 0 if dtype == torch.uint8 else -1
     for old, new, (row, column) in zip(before, after, offsets.tolist(), strict=True):
-        padded = F.pad(old, [padding] * 4, value=black)
-        assert torch.equal(new, padded[:, row : row + 9, column : column + 8])
+        assert torch.equal(new, F.pad(old, [padding] * 4, value=black)[:, row : row + 9, column : column + 8])
     assert torch.equal(after[0], before[0])
 
 
@@ -114,13 +108,10 @@ def test_erase_boxes_lie_inside_and_have_the_right_sizes() -> None:
     assert share.max() < 0.37
     assert 0.1 < share.mean() < 0.2
     assert boxes[~erased].abs().sum() == 0
-
-
-@pytest.mark.parametrize("value", [0.0, 1 - 2**-24])
-def test_extreme_draws_stay_inside(value: float) -> None:
-    top, left, height, width = erase_boxes(torch.full((1, 5), value), 1.0, 4, 4)[0].tolist()
-    assert 0 <= top < top + height <= 4
-    assert 0 <= left < left + width <= 4
+    for extreme in (0.0, 1 - 2**-24):
+        row, column, rows, columns = erase_boxes(torch.full((1, 5), extreme), 1.0, 4, 4)[0].tolist()
+        assert 0 <= row < row + rows <= 4
+        assert 0 <= column < column + columns <= 4
 
 
 ALL = Augment(flip=True, shift=2, erase=0.5)

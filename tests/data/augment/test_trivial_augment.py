@@ -59,13 +59,11 @@ def test_strengths_are_torchvisions_and_drawn_equally_often() -> None:
         np.testing.assert_array_equal(row, np.zeros(BINS) if values is None else values.double().numpy())
         assert signed == (kind in SIGNED)
     draws = draw((1, "test"), 50_000, slice(0, 50_000))
-    counts = np.bincount(draws.kinds, minlength=len(KINDS))
-    assert abs(counts / 50_000 - 1 / len(KINDS)).max() < 0.006
+    assert abs(np.bincount(draws.kinds, minlength=len(KINDS)) / 50_000 - 1 / len(KINDS)).max() < 0.006
     rotations = draws.strengths[draws.kinds == KINDS.index("rotate")]
     assert abs(rotations.mean()) < 4
     assert len(np.unique(rotations)) == 2 * BINS - 1
-    solarized = draws.strengths[draws.kinds == KINDS.index("solarize")]
-    assert solarized.min() == 0
+    assert draws.strengths[draws.kinds == KINDS.index("solarize")].min() == 0
 
 
 def test_a_mixture_is_each_images_own() -> None:
@@ -94,5 +92,4 @@ def test_ranks_draw_what_one_process_draws(world_size: int) -> None:
     assert torch.equal(torch.cat(parts), whole)
     assert not torch.equal(whole, images)
     for key in ({"seed": 2, "step": 5}, {"seed": 1, "step": 6}, {"seed": 1, "step": 5, "phase": "x"}):
-        other = draw_and_apply(images, config, start=0, global_batch=12, **key)
-        assert not torch.equal(other, whole)
+        assert not torch.equal(draw_and_apply(images, config, start=0, global_batch=12, **key), whole)

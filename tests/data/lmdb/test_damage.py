@@ -18,6 +18,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import make_plan, pack_arrays
 from duetgan.data.sources.base import ArraySource
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, value
 
 OTHERS: list[Any] = [None, True, -1, 0, 1, 2, 2**31, 10**9, 2**63, 10**30, 0.5, 1e400, float("nan"), {}, {"a": 1}]
@@ -106,20 +107,17 @@ def test_records_that_are_no_mapping(packed: Path, record: bytes, key: bytes) ->
         forge(packed, record)
     else:
         change(packed, key, record)
-    with pytest.raises(UserError, match="metadata record is damaged"):
-        LMDBReader(packed)
+    assert_raises(UserError, "metadata record is damaged", LMDBReader, packed)
 
 
 def test_the_completion_record_must_agree_and_a_version_must_be_one(packed: Path) -> None:
     true = read(packed, META_KEY)
     forge(packed, true, count=19)
-    with pytest.raises(UserError, match="completion record has another count"):
-        LMDBReader(packed)
+    assert_raises(UserError, "completion record has another count", LMDBReader, packed)
     forge(packed, true)
     for version in ("²", "1" * 5000, "", "01", "-1", "1 1"):
         change(packed, b"format", b"duet-lmdb " + version.encode())
-        with pytest.raises(UserError, match="pack"):
-            LMDBReader(packed)
+        assert_raises(UserError, "pack", LMDBReader, packed)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +134,7 @@ def test_an_entry_that_cannot_be_is_named(packed: Path, field: str, odd: int, re
     entries[field][7] = odd
     head["checksum"] = zlib.crc32(entries.tobytes())
     change(packed, INDEX_KEY % (0, 8), head.tobytes() + entries.tobytes())
-    with pytest.raises(DamageError, match=rf"record 7 is damaged: .*{reason}"):
-        Dataset(packed).read([3])
+    assert_raises(DamageError, rf"record 7 is damaged: .*{reason}", Dataset(packed).read, [3])
 
 
 def test_a_size_that_could_not_be_read_back_is_not_packed() -> None:
@@ -153,20 +150,17 @@ LABEL_OFFSET = 8  # of the label in an entry: checksum and size stand before it
 def test_truncated_file_is_refused(packed: Path, share: float) -> None:
     content = packed.read_bytes()
     packed.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(UserError, match=r"packed\.lmdb.*(truncated|empty)"):
-        LMDBReader(packed)
+    assert_raises(UserError, r"packed\.lmdb.*(truncated|empty)", LMDBReader, packed)
 
 
 def test_flipped_bit_in_a_label_is_refused(packed: Path, tmp_path: Path) -> None:
     entries = value(packed, b"index/00000000/00008")[INDEX_HEAD.itemsize :]
     flip(packed, entries[5 * ENTRY.itemsize : 6 * ENTRY.itemsize], offset=LABEL_OFFSET)
-    with pytest.raises(DamageError, match=r"record 0 to 19 .*index"):
-        LMDBReader(packed).labels()
+    assert_raises(DamageError, r"record 0 to 19 .*index", LMDBReader(packed).labels)
     path = tmp_path / "x.lmdb"
     pack_arrays(path, sample_images(3), [2, 1, 0], CLASSES, encoding="png")
     flip(path, value(path, b"picture/0000000001/00008"), offset=LABEL_OFFSET)
-    with pytest.raises(DamageError, match="record 1 "):
-        stored_image(LMDBReader(path), 1)
+    assert_raises(DamageError, "record 1 ", stored_image, LMDBReader(path), 1)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +176,7 @@ def test_flipped_bit_in_a_label_is_refused(packed: Path, tmp_path: Path) -> None
 )
 def test_unfinished_foreign_and_newer_files_are_refused(packed, key, other, message):
     change(packed, key, other)
-    with pytest.raises(UserError, match=message):
-        LMDBReader(packed)
+    assert_raises(UserError, message, LMDBReader, packed)
 
 
 def test_missing_record_is_named(packed: Path, tmp_path: Path) -> None:
@@ -191,8 +184,7 @@ def test_missing_record_is_named(packed: Path, tmp_path: Path) -> None:
     pack_arrays(png, sample_images(3), encoding="png")
     for path, key, named in ((packed, b"pixels/00000000", "0 to 19"), (png, b"picture/0000000002", "2")):
         change(path, key + b"/00008", None)
-        with pytest.raises(DamageError, match=rf"record {named} .*missing"):
-            Dataset(path).read([2])
+        assert_raises(DamageError, rf"record {named} .*missing", Dataset(path).read, [2])
 
 
 def test_other_files_are_refused_and_opening_creates_nothing(tmp_path: Path, packed: Path) -> None:
@@ -204,6 +196,5 @@ def test_other_files_are_refused_and_opening_creates_nothing(tmp_path: Path, pac
         ("pakced.lmdb", r"pakced\.lmdb: no such file.*did you mean 'packed\.lmdb'"),
         ("nowhere/packed.lmdb", "nor a folder"),
     ):
-        with pytest.raises(UserError, match=message):
-            LMDBReader(tmp_path / name)
+        assert_raises(UserError, message, LMDBReader, tmp_path / name)
     assert sorted(tmp_path.iterdir()) == before

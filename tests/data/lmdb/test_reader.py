@@ -17,6 +17,7 @@ from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays, pixel_sums
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
 
 GREY = Layout(channels=1, resolutions=(8,))
@@ -54,7 +55,7 @@ def test_metadata_also_of_unlabelled_images(tmp_path: Path) -> None:
     assert reader.read([0, 2])[1].tolist() == [0, 0]
 
 
-def test_several_blocks(tmp_path: Path, small_blocks: None) -> None:
+def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None) -> None:
     images, labels = sample_images(10), np.arange(10) % 3
     order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
     for encoding in ("raw", "png"):
@@ -62,13 +63,10 @@ def test_several_blocks(tmp_path: Path, small_blocks: None) -> None:
         reader = Dataset(tmp_path / f"{encoding}.lmdb")
         assert reader.shards[0].blocks == 3
         np.testing.assert_equal(reader.read(order), (images[order], labels[order]))
-
-
-def test_content_hash_follows_content(tmp_path: Path) -> None:
-    images, changed, labels = sample_images(5), sample_images(5), [0, 1, 2, 0, 1]
+    images, changed, given = sample_images(5), sample_images(5), [0, 1, 2, 0, 1]
     changed[3, 0, 0, 0] ^= 1
-    sets: list[Any] = [(images, labels, CLASSES)] * 2 + [(changed, labels, CLASSES), (images, [0, 1, 2, 0, 2], CLASSES)]
-    sets.append((images, labels, ["cat", "dog", "yak"]))
+    sets: list[Any] = [(images, given, CLASSES)] * 2 + [(changed, given, CLASSES), (images, [0, 1, 2, 0, 2], CLASSES)]
+    sets.append((images, given, ["cat", "dog", "yak"]))
     hashes = [pack_arrays(tmp_path / f"{n}.lmdb", *content).content_hash for n, content in enumerate(sets)]
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 4
@@ -78,14 +76,10 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> 
     with LMDBWriter(tmp_path / "x.lmdb", Layout(channels=3, resolutions=(8,)), classes=CLASSES) as writer:
         good = np.zeros((8, 8, 3), np.uint8)
         for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
-            with pytest.raises(ValueError, match="image"):
-                add_image(writer, wrong)
-        with pytest.raises(ValueError, match="label 3"):
-            add_image(writer, good, 3)
-        with pytest.raises(ValueError, match="no images"):
-            writer.finish()
-    with pytest.raises(ValueError, match="do not fit"):
-        Layout(channels=3, resolutions=(8,), encoding="source")
+            assert_raises(ValueError, "image", add_image, writer, wrong)
+        assert_raises(ValueError, "label 3", add_image, writer, good, 3)
+        assert_raises(ValueError, "no images", writer.finish)
+    assert_raises(ValueError, "do not fit", Layout, channels=3, resolutions=(8,), encoding="source")
     with LMDBWriter(tmp_path / "new" / "deep" / "x.lmdb", GREY, classes=[]) as writer:
         add_image(writer, np.zeros((8, 8, 1), np.uint8))
         assert list((tmp_path / "new" / "deep").iterdir())
@@ -94,15 +88,13 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> 
 
 def test_existing_file_needs_overwrite_and_one_writer(packed: Path, tmp_path: Path) -> None:
     before = packed.read_bytes()
-    with pytest.raises(UserError, match=r"packed\.lmdb exists.*--overwrite"):
-        pack_arrays(packed, sample_images(2))
+    assert_raises(UserError, r"packed\.lmdb exists.*--overwrite", pack_arrays, packed, sample_images(2))
     assert packed.read_bytes() == before
     pack_arrays(packed, sample_images(2), overwrite=True)
     assert len(Dataset(packed)) == 2
     path = tmp_path / "x.lmdb"
     with LMDBWriter(path, GREY, classes=[]) as writer:
-        with pytest.raises(UserError, match="another process"):
-            LMDBWriter(path, GREY, classes=[])
+        assert_raises(UserError, "another process", LMDBWriter, path, GREY, classes=[])
         add_image(writer, np.zeros((8, 8, 1), np.uint8))
         writer.finish()
     assert len(Dataset(path)) == 1
@@ -160,8 +152,7 @@ def test_replaced_file_is_noticed_and_read_to_its_end_where_it_is_open(packed: P
     np.testing.assert_array_equal(opened.read([19])[0], sample_images(20)[[19]])
     assert len(Dataset(packed)) == 3
     opened.close()
-    with pytest.raises(UserError, match="was replaced"):
-        closed.read([0])
+    assert_raises(UserError, "was replaced", closed.read, [0])
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -52,13 +52,9 @@ def forked(path: Path) -> str:
 
 def big_values(page: bytes, start: int) -> list[int]:
     """Where the lengths of the large values of a leaf lie, which begins at `start`."""
-    found = []
-    if page[10] == 2:
-        for place in range(16, int.from_bytes(page[12:14], "little"), 2):
-            node = int.from_bytes(page[place : place + 2], "little")
-            if page[node + 4] & 1:
-                found.append(start + node)
-    return found
+    places = range(16, int.from_bytes(page[12:14], "little") if page[10] == 2 else 0, 2)
+    nodes = [int.from_bytes(page[place : place + 2], "little") for place in places]
+    return [start + node for node in nodes if page[node + 4] & 1]
 
 
 def main(folder: Path) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from duetgan.data.records import make_plan
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
+from tests.conftest import assert_raises
 from tests.data.conftest import save
 
 
@@ -31,8 +33,7 @@ def packed(path: Path, *options: str) -> Dataset:
 def refused(path: Path, message: str, *options: str) -> None:
     """Packing fails with `message`, and nothing new lies around."""
     before = sorted(path.parent.rglob("*"))
-    with pytest.raises(UserError, match=message):
-        main([str(path), str(path.parent / "new" / "packed.lmdb"), *options])
+    assert_raises(UserError, message, main, [str(path), str(path.parent / "new" / "packed.lmdb"), *options])
     assert sorted(path.parent.rglob("*")) == before
 
 
@@ -60,12 +61,11 @@ def test_sizes_of_their_own(tmp_path: Path) -> None:
     assert reader.image(1)[0].shape == (8, 8, 3)
     with reader.shards[0].encoded(0) as (entry, _, _):
         assert entry["codec"] == CODEC_JPEG  # the fast way
-    with pytest.raises(UserError, match=r"sizes of their own; .*pack with --size"):
-        reader.read([0])
+    assert_raises(UserError, r"sizes of their own; .*pack with --size", reader.read, [0])
     refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
 
 
-def test_size_crops_and_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "photos").mkdir()
     image = Image.new("RGB", (48, 16), "red")
     image.paste("blue", (16, 0, 32, 16))
@@ -79,6 +79,10 @@ def test_size_crops_and_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert ["enlarged", "1"] in [words[:2] for words in told]
     assert not any(words[:1] == ["colour"] for words in told)
     assert "16 bits 1 images have 16 bits a value: the high 8 are kept".split() in told  # noqa: SIM905
+    Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
+    reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
+    assert reader.read([1])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]
+    assert reader.meta.resize_filter == "zero-pad"
 
 
 def test_grey_images_in_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,14 +93,6 @@ def test_grey_images_in_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "there is none: --channels 1 packs grey images as such" in capsys.readouterr().out
     packed(tmp_path / "photos", "--channels", "1")
     assert "--channels 1" not in capsys.readouterr().out
-
-
-def test_pad_option(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
-    reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
-    assert reader.read([0])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]
-    assert reader.meta.resize_filter == "zero-pad"
 
 
 def test_sample_is_padded_to_32(tmp_path: Path) -> None:
@@ -122,8 +118,7 @@ def test_auto_pads_only_what_is_near() -> None:
 def test_empty_class(photos: Path) -> None:
     (photos / "emu").mkdir()
     refused(photos, r"photos/emu is a class folder without images \(it is empty\): .*--on-error skip")
-    reader = packed(photos, "--on-error", "skip")
-    assert reader.classes == ["cat", "dog"]
+    assert packed(photos, "--on-error", "skip").classes == ["cat", "dog"]
 
 
 def test_skipped_images_are_counted_and_listed(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,29 +236,25 @@ def test_options_that_do_not_fit(photos: Path, options: str, message: str) -> No
 
 def test_sources_and_targets_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such folder or zip file")
-    with pytest.raises(UserError, match="is a folder: DEST is one file"):
-        main([str(photos), str(tmp_path)])
+    assert_raises(UserError, "is a folder: DEST is one file", main, [str(photos), str(tmp_path)])
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
     refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
-    with pytest.raises(UserError, match="has no files to keep"):
-        main(["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
+    assert_raises(UserError, "has no files to keep", main, ["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
     (tmp_path / "tall").mkdir()
     Image.new("RGB", (8, 12)).save(tmp_path / "tall" / "a.png")
     refused(tmp_path / "tall", "8x12 px, not square: pass --size N")
 
 
 def test_interrupt_leaves_nothing_and_an_existing_file_is_kept(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(LMDBWriter, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(LMDBWriter, "finish", Mock(side_effect=KeyboardInterrupt))
     before = sorted(tmp_path.rglob("*"))
     assert run_cli(main, [str(photos), str(tmp_path / "new" / "x.lmdb")]) == 130
     assert sorted(tmp_path.rglob("*")) == before
     dest = tmp_path / "packed.lmdb"
     dest.write_bytes(b"precious")
-    with pytest.raises(UserError, match=r"packed\.lmdb exists"):
-        main([str(photos), str(dest)])
+    assert_raises(UserError, r"packed\.lmdb exists", main, [str(photos), str(dest)])
     (photos / "cat" / "bad.jpg").write_text("text")
-    with pytest.raises(UserError, match=r"bad\.jpg"):
-        main([str(photos), str(dest), "--overwrite"])
+    assert_raises(UserError, r"bad\.jpg", main, [str(photos), str(dest), "--overwrite"])
     assert dest.read_bytes() == b"precious"
     assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == []
 

@@ -1,5 +1,6 @@
 """What packing does with the files it writes: targets that are no files, full disks, deep trees, long lists."""
 
+import contextlib
 import os
 import resource
 import stat
@@ -20,6 +21,7 @@ from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
 from duetgan.utils.script import run_cli
+from tests.conftest import assert_raises
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,12 +30,11 @@ def test_h4_overwrite_replaces_regular_files_only(photos, tmp_path, refused):
     os.mkfifo(tmp_path / "pipe.lmdb")
     (tmp_path / "null.lmdb").symlink_to("/dev/null")
     for name, what in (("pipe.lmdb", "a named pipe"), ("null.lmdb", "a device")):
-        error = refused(pack, photos, tmp_path / name, "--size", "8", "--overwrite")
+        error = refused(pack, photos, tmp_path / name, "--size", "8", "--overwrite", alone=True)
         assert f"{name} is {what}, not a regular file: choose another name" in error
     assert stat.S_ISFIFO((tmp_path / "pipe.lmdb").stat().st_mode)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-    with pytest.raises(OSError, match="is a named pipe, not a regular file"):
-        replace_file(tmp_path / "pipe.lmdb", b"")
+    assert_raises(OSError, "is a named pipe, not a regular file", replace_file, tmp_path / "pipe.lmdb", b"")
 
 
 def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused, capsys):
@@ -87,24 +88,18 @@ def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
 def test_h19_h23_dataset_json_that_is_none(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     make(tmp_path / "dataset.json")
-    with pytest.raises(UserError, match=rf"dataset\.json {message}"):
-        open_source(str(tmp_path))
+    assert_raises(UserError, rf"dataset\.json {message}", open_source, str(tmp_path))
 
 
 @pytest.mark.parametrize("depth", [1100, 2100])  # deeper than Python recurses; beyond a path
 def test_h23_tree_that_is_too_deep(tmp_path: Path, depth: int) -> None:
     """A path has at most 4,096 bytes: up to there it is read, beyond it is refused by one line."""
-    here = Path.cwd()
     (tmp_path / "in").mkdir()
-    try:
-        os.chdir(tmp_path / "in")
+    with contextlib.chdir(tmp_path / "in"):
         for _ in range(depth):
             os.mkdir("d")
             os.chdir("d")
         Image.new("RGB", (8, 8)).save("a.png")
-        os.chdir("..")
-    finally:
-        os.chdir(here)
     try:
         if depth == 1100:
             assert len(open_source(str(tmp_path / "in"))) == 1

@@ -21,7 +21,8 @@ from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import add_image, make_record, pack_arrays
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
-from tests.data.conftest import CLASSES, sample_images
+from tests.conftest import assert_raises
+from tests.data.conftest import CLASSES, as_file, sample_images
 from tests.data.reading.test_several_files import COUNT, pack_shards
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -39,14 +40,13 @@ def own_sizes(path: Path, count: int = 9) -> list[np.ndarray]:
     pixels = []
     with LMDBWriter(path, layout, classes=CLASSES) as writer:
         for number in range(count):
-            buffer = io.BytesIO()
             sample_image = smooth(24 + 3 * number, 50 - 3 * number, number)
-            Image.fromarray(sample_image).save(buffer, format="JPEG", quality=95, subsampling=0)
+            content = as_file(Image.fromarray(sample_image), "JPEG", quality=95, subsampling=0)
             if number % 2:
-                writer.add_record(make_record(sample_image, number % 3, layout, buffer.getvalue(), CODEC_JPEG))
+                writer.add_record(make_record(sample_image, number % 3, layout, content, CODEC_JPEG))
             else:
-                add_image(writer, sample_image, number % 3, payload=buffer.getvalue())
-            pixels.append(np.asarray(Image.open(buffer)))
+                add_image(writer, sample_image, number % 3, payload=content)
+            pixels.append(np.asarray(Image.open(io.BytesIO(content))))
         writer.finish()
     return pixels
 
@@ -89,7 +89,7 @@ def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path
             np.testing.assert_array_equal(dataset.read(range(5))[0], expected)
 
 
-def test_sizes_of_their_own_are_cropped_in_the_middle(tmp_path: Path) -> None:
+def test_sizes_of_their_own_are_cropped_in_the_middle_and_a_model_says_the_side(tmp_path: Path) -> None:
     pixels = own_sizes(tmp_path / "x.lmdb")
     dataset = Dataset(tmp_path / "x.lmdb", resolution=20, workers=2)
     images, labels = dataset.read([8, 0, 5])
@@ -99,9 +99,6 @@ def test_sizes_of_their_own_are_cropped_in_the_middle(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dataset.image(3)[0], pixels[3])
     with pytest.raises(UserError, match=r"x\.lmdb: its images have sizes of their own; set data\.resolution"):
         Dataset(tmp_path / "x.lmdb").read([0])
-
-
-def test_data_set_for_a_model(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "pyramid.lmdb", sample_images(3, side=32), smallest=8)
     own_sizes(tmp_path / "own.lmdb", 3)
 
@@ -158,20 +155,17 @@ def test_crops_do_not_depend_on_who_reads_them(tmp_path: Path, encoding: str) ->
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
 def test_read_into_out_and_bounds(tmp_path: Path, encoding: str) -> None:
-    paths = pack_shards(tmp_path, encoding)
-    dataset = Dataset(paths, workers=2)
+    dataset = Dataset(pack_shards(tmp_path, encoding), workers=2)
     out = np.zeros((3, 3, 8, 8), np.uint8)
     assert dataset.read([21, 3, 9], out=out)[0] is out
     np.testing.assert_array_equal(out, sample_images(COUNT)[[21, 3, 9]])
     for wrong in (np.zeros((2, 3, 8, 8), np.uint8), np.zeros((3, 3, 8, 8), np.int8), out.transpose(0, 1, 3, 2)):
-        with pytest.raises(ValueError, match="out is"):
-            dataset.read([21, 3, 9], out=wrong)
+        assert_raises(ValueError, "out is", dataset.read, [21, 3, 9], out=wrong)
     images, labels = dataset.read([])
     assert (images.shape, labels.shape) == ((0, 3, 8, 8), (0,))
     assert labels.dtype == np.int64
     for index, read in itertools.product((-1, COUNT), (lambda index: dataset.read([0, index]), dataset.image)):
-        with pytest.raises(IndexError, match=f"of {COUNT}"):
-            read(index)
+        assert_raises(IndexError, f"of {COUNT}", read, index)
 
 
 def test_decoded_images_may_lie_in_memory_channels_last(tmp_path: Path) -> None:
@@ -184,8 +178,7 @@ def test_decoded_images_may_lie_in_memory_channels_last(tmp_path: Path) -> None:
             np.testing.assert_array_equal(expected, [middle(one.transpose(1, 2, 0), side) for one in images])
             out = np.zeros((5, side, side, 3), np.uint8).transpose(0, 3, 1, 2)
             if dataset.gathers:
-                with pytest.raises(ValueError, match="out is"):
-                    dataset.read(range(5), out=out)
+                assert_raises(ValueError, "out is", dataset.read, range(5), out=out)
             else:
                 assert dataset.read(range(5), out=out)[0] is out
                 np.testing.assert_array_equal(out, expected)

@@ -19,6 +19,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.records import add_image, pack_arrays
+from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, stored
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -67,8 +68,7 @@ def test_damage_stops_reading_and_is_named(pack: Packer, encoding: str, workers:
         with pytest.raises(DamageError, match=r"x\.lmdb: record 5 is damaged: .*pack the file again") as caught:
             dataset.read([8, 5, 1])
         assert list(caught.value.records) == [5]
-    with pytest.raises(DamageError, match="record 5 "):
-        dataset.image(5)
+    assert_raises(DamageError, "record 5 ", dataset.image, 5)
     assert dataset.damaged == {}
     check_read(dataset, [8, 1], [8, 1])
 
@@ -119,8 +119,7 @@ def test_too_much_damage_stops(pack: Packer, encoding: str) -> None:
     dataset = open_dataset(pack(encoding, range(11)))
     for record in range(10, 0, -1):
         check_read(dataset, [record], [11])
-    with pytest.raises(DamageError, match="record 0 "):
-        dataset.read([0])
+    assert_raises(DamageError, "record 0 ", dataset.read, [0])
     assert sorted(dataset.damaged) == list(range(1, 11))
     check_read(dataset, [10], [11])
 
@@ -130,8 +129,7 @@ def test_a_hundredth_may_be_damaged(pack: Packer) -> None:
     for record in range(0, 48, 4):
         dataset.read([record])
     assert len(dataset.damaged) == 12
-    with pytest.raises(DamageError, match="record 48 "):
-        dataset.read([48])
+    assert_raises(DamageError, "record 48 ", dataset.read, [48])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -173,8 +171,7 @@ def test_lost_blocks_signatures_and_images(pack: Packer) -> None:
     path = pack("png")
     payloads = record_format.make_entry(b"no image", 2, 8, 8, record_format.CODEC_PNG).tobytes() + b"no image"
     change(path, b"picture/0000000005/00008", payloads)
-    with pytest.raises(DamageError, match="record 5 is damaged: cannot be decoded"):
-        open_dataset(path, "stop").read([5])
+    assert_raises(DamageError, "record 5 is damaged: cannot be decoded", open_dataset(path, "stop").read, [5])
     check_read(open_dataset(path), [5], [6])
 
 
@@ -189,8 +186,7 @@ def test_loader_keeps_its_position_when_a_read_raised(pack, prefetch, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "read", lambda *_, **__: (_ for _ in ()).throw(OSError("the network is down")))
         for _ in range(2):
-            with pytest.raises(OSError, match="network"):
-                next(broken)
+            assert_raises(OSError, "network", next, broken)
             assert broken.state_dict()["consumed"] == 6
     for _ in range(3):
         assert torch.equal(next(whole).images, next(broken).images)

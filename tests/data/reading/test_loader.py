@@ -1,25 +1,34 @@
-"""Batches: the sampler's, whatever is read ahead; the state counts what was handed out."""
+"""Batches: the sampler's, of one size or changing with the stages of growth, whatever is read ahead or interrupts."""
 
+import copy
 import gc
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from duetgan.data.decode import RandomCrop
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader, mirror_in_turn
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
-from tests.data.conftest import sample_images
+from duetgan.data.reading.stages import at_resolution, stages_text
+from duetgan.data.records import pack_arrays
+from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
+from tests.data.conftest import CLASSES, flip, sample_images
 
 
-def make(path: Path, prefetch: int, *, rank: int = 0, world_size: int = 1, device: str = "cpu") -> InfiniteLoader:
-    sampler = GlobalSampler(20, batch_size=6, seed=1, rank=rank, world_size=world_size)
-    return InfiniteLoader(Dataset(path), sampler, device=device, prefetch=prefetch)
+def unstaged(path: Path, prefetch: int, device: str = "cpu") -> InfiniteLoader:
+    return InfiniteLoader(Dataset(path), GlobalSampler(20, batch_size=6, seed=1), device=device, prefetch=prefetch)
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -27,7 +36,7 @@ def loader_threads() -> list[threading.Thread]:
 
 
 def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
-    straight, loader = make(packed, 0), make(packed, 2)
+    straight, loader = unstaged(packed, 0), unstaged(packed, 2)
     for _ in range(4):  # it goes on where it was closed
         torch.testing.assert_close(next(straight).images, next(loader).images, rtol=0, atol=0)
         assert len(loader_threads()) == 1
@@ -39,8 +48,8 @@ def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
     assert loader_threads() == []
 
 
-def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make(packed, 0)
+def test_waiting_is_measured_and_batches_go_to_a_device(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = unstaged(packed, 0)
     read = loader.reader.read
 
     def slow(indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -48,16 +57,11 @@ def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return read(indices, **options)
 
     monkeypatch.setattr(loader.reader, "read", slow)
-    next(loader)
-    next(loader)
-    assert 0.1 <= loader.wait_seconds < 5
-    loader.wait_seconds = 0.0
-    next(loader)
-    assert 0.05 <= loader.wait_seconds < 2.5
-
-
-def test_batch_to_device() -> None:
-    batch = Batch(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)).to("meta")
+    for count in (2, 1):
+        loader.wait_seconds = 0.0
+        batches = [next(loader) for _ in range(count)]
+        assert 0.05 * count <= loader.wait_seconds < 2.5 * count
+    batch = batches[0].to("meta")
     assert batch.images.device.type == batch.labels.device.type == "meta"
 
 
@@ -66,7 +70,7 @@ def test_batch_to_device() -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_batches_on_an_accelerator(packed: Path, prefetch: int) -> None:
     device = str(torch.accelerator.current_accelerator())
-    here, there = make(packed, 0), make(packed, prefetch, device=device)
+    here, there = unstaged(packed, 0), unstaged(packed, prefetch, device=device)
     for _ in range(50):
         expected, batch = next(here), next(there)
         assert batch.images.device.type == torch.device(device).type
@@ -95,18 +99,268 @@ def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed: P
     assert 4 <= sum(seen[0].values()) <= 16
     for first, second in pairwise(seen):
         assert {index: not way for index, way in first.items()} == second
-    state = loaders[0].state_dict()
-    loaders[1].load_state_dict(state)
+    loaders[1].load_state_dict(loaders[0].state_dict())
     found = sampler.next_batch()[0][2:]
     sides = [seen[0][index] for index in found]
     for image, index, side in zip(next(loaders[1]).images.numpy(), found, sides, strict=True):
         assert np.array_equal(image, originals[index][:, :, :: -1 if side else 1])
     for loader in loaders:
         loader.close()
+    repeats = torch.arange(6, dtype=torch.uint8).view(3, 1, 1, 2)  # within an epoch they alternate, too
+    mirror_in_turn(repeats, np.array([1, 1, 1]), SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2])))
+    assert repeats.flatten().tolist() == [1, 0, 2, 3, 5, 4]
 
 
-def test_repeats_within_an_epoch_alternate_too() -> None:
-    images = torch.arange(6, dtype=torch.uint8).view(3, 1, 1, 2)
-    keys = SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2]))
-    mirror_in_turn(images, np.array([1, 1, 1]), keys)
-    assert images.flatten().tolist() == [1, 0, 2, 3, 5, 4]
+COUNT, SIDE = 20, 32
+Spans = Sequence[tuple[int, int, int]]
+SPANS = [(0, 8, 8), (3, 16, 12), (5, 32, 4)]  # first step, px, batch
+
+
+def halved(images: np.ndarray, side: int) -> np.ndarray:
+    """uint8 [n, C, S, S] brought to `side` px by means of 2x2 pixels, rounded half up after each halving."""
+    while images.shape[2] > side:
+        corners = [images[:, :, y::2, x::2].astype(int) for y in (0, 1) for x in (0, 1)]
+        images = ((np.sum(corners, axis=0) + 2) // 4).astype(np.uint8)
+    return images
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 raw RGB images at 8, 16 and 32 px; record i has label i % 3."""
+    path = tmp_path_factory.mktemp("staged") / "grown.lmdb"
+    pack_arrays(path, sample_images(COUNT, side=SIDE), np.arange(COUNT) % 3, CLASSES, smallest=8)
+    return path
+
+
+def make(path: Path | Dataset, stages: Spans = SPANS, *, world_size: int = 1, rank: int = 0, **how: Any):
+    reader = path if isinstance(path, Dataset) else Dataset(path)
+    sampler = GlobalSampler(len(reader), batch_size=world_size, seed=1, rank=rank, world_size=world_size)
+    return InfiniteLoader(reader, sampler, device="cpu", stages=stages, **{"prefetch": 0} | how)
+
+
+def expected(batches: int, stages: Spans = SPANS, per_step: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Records and images of the global batches: the epochs one after the other, cut by the stages."""
+    sampler = GlobalSampler(COUNT, batch_size=1, seed=1)
+    order = np.concatenate([sampler.order(epoch) for epoch in range(60)])
+    whole, position = sample_images(COUNT, side=SIDE), 0
+    for number in range(batches):
+        _, side, size = [stage for stage in stages if number // per_step >= stage[0]][-1]
+        records = order[position : position + size]
+        position += size
+        yield records, halved(whole[records], side)
+
+
+def same(batch: Batch, records: np.ndarray, images: np.ndarray) -> None:
+    assert (batch.images.dtype, batch.labels.dtype) == (torch.uint8, torch.int64)
+    np.testing.assert_array_equal(batch.images.numpy(), images)
+    np.testing.assert_array_equal(batch.labels.numpy(), records % 3)
+
+
+def all_read_ahead() -> None:
+    """Wait for the thread, which ends where its stage does. Raises TimeoutError for one that goes on."""
+    deadline = time.monotonic() + 20
+    while loader_threads():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the thread has not ended")
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(data=st.data())
+def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject) -> None:
+    """Stopped after any numbers of batches and gone on with 1, 2 and 4 ranks, anew or in the same process."""
+    per_step = data.draw(st.sampled_from([1, 2]))
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
+    sizes = data.draw(st.lists(st.sampled_from([4, 8, 12]), min_size=3, max_size=3))
+    stages = [(0, 8, sizes[0]), (lengths[0], 16, sizes[1]), (sum(lengths), 32, sizes[2])]
+    parts = data.draw(st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 2, 4])), min_size=2, max_size=4))
+    straight = expected(sum(batches for batches, _ in parts), stages, per_step)
+    options: dict[str, Any] = {"prefetch": prefetch, "batches_per_step": per_step}
+    state = make(grown, stages, batches_per_step=per_step).state_dict()
+    total = 0
+    for batches, world_size in parts:
+        ranks = [make(grown, stages, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+        for loader in ranks:
+            for _ in range(data.draw(st.integers(0, 2))):  # a position, and things read ahead, that must be dropped
+                next(loader)
+            loader.load_state_dict(copy.deepcopy(state))
+        for _ in range(batches):
+            records, images = next(straight)
+            shares = [next(loader) for loader in ranks]
+            assert {len(share) for share in shares} == {len(records) // world_size}
+            joined = Batch(torch.cat([s.images for s in shares]), torch.cat([s.labels for s in shares]))
+            same(joined, records, images)
+        states = [loader.state_dict() for loader in ranks]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        for loader in ranks:
+            loader.close()
+        total += batches
+        assert (state["step"], state["batch"]) == divmod(total, per_step)
+
+
+def test_one_span_is_the_infinite_loader_and_spans_may_change(grown: Path) -> None:
+    staged = make(grown, [(0, 32, 6)])
+    plain = InfiniteLoader(Dataset(grown), GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=0)
+    for _ in range(8):
+        torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
+    assert staged.state_dict() == plain.state_dict() | {"step": 8, "batch": 0}
+    plain.load_state_dict(staged.state_dict())  # growth may be switched off: the order goes on
+    # the step says which stage it is, the order goes on
+    first = make(grown)
+    for _ in range(4):
+        next(first)
+    again = make(grown, [(0, 8, 8), (4, 32, 16)])
+    again.load_state_dict(first.state_dict())
+    order = np.concatenate([first.sampler.order(epoch) for epoch in range(3)])
+    records = order[3 * 8 + 12 :][:16]
+    same(next(again), records, sample_images(COUNT, side=SIDE)[records])
+
+
+def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Path) -> None:
+    loader = make(grown, prefetch=3, batches_per_step=2)
+    for _ in range(7):  # in the middle of the step in which the second stage begins
+        next(loader)
+    all_read_ahead()
+    state = loader.state_dict()
+    loader.close()
+    assert state["consumed"] == loader.sampler.consumed == 6 * 8 + 12
+    assert (state["step"], state["batch"]) == (3, 1)
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+
+
+def test_states_and_spans_that_do_not_fit_are_refused(grown: Path) -> None:
+    loader = make(grown)
+    next(loader)
+    state = loader.state_dict()
+    plain = {key: value for key, value in state.items() if key not in ("step", "batch")}
+    for other, message in (
+        (plain, r"without progressive growing; set progressive\.start to null"),
+        (state | {"batch": 1}, r"more than 1 batches; use the same loss\.objective"),
+        (state | {"seed": 7}, "seed was 7 and is 1"),
+    ):
+        assert_raises(UserError, message, loader.load_state_dict, other)
+    assert loader.state_dict() == state
+    next(loader)
+    message = r"the batches of 12 images of 16 px are not divisible by 8 processes; make .* multiples of 8"
+    assert_raises(UserError, message, make, grown, world_size=8)
+    for stages in ([(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
+        assert_raises(ValueError, "stages that begin at steps", make, grown, stages)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_nothing_is_read_beyond_a_border(grown: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    read = Dataset.read
+
+    def noted(self: Dataset, indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        seen.append((self.resolution, len(indices)))
+        return read(self, indices, **options)
+
+    monkeypatch.setattr(Dataset, "read", noted)
+    loader = make(grown, prefetch=prefetch)
+    for _ in range(4):
+        next(loader)
+        all_read_ahead()
+    assert seen == [(8, 8)] * 3 + [(16, 12)] * (2 if prefetch else 1)
+    loader.load_state_dict(loader.state_dict())  # resumed inside a stage, its end is where it was
+    next(loader)
+    all_read_ahead()
+    assert [side for side, _ in seen].count(16) == (3 if prefetch else 2)
+    loader.close()
+
+
+def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, int]] = []
+
+    def noting(name: str) -> None:
+        plain = getattr(Dataset, name)
+
+        def noted(self: Dataset, *values: Any, **options: Any) -> None:
+            plain(self, *values, **options)
+            events.append((name.strip("_"), self.resolution))
+
+        monkeypatch.setattr(Dataset, name, noted)
+
+    noting("__init__")
+    noting("close")
+    loader = make(grown, prefetch=2)
+    assert events == [("init", 32)]
+    for _ in range(7):
+        next(loader)
+        assert len(loader_threads()) <= 1
+    assert events[1:] == [("init", 8), ("close", 8), ("init", 16), ("close", 16)]  # the full resolution is the reader
+    loader.close()
+    assert loader_threads() == []
+    assert events[5:] == []
+    records, images = list(expected(8))[7]
+    same(next(loader), records, images)  # it can still be used
+    loader.close()
+
+
+def test_damaged_records_are_counted_over_stages(tmp_path: Path) -> None:
+    path, whole = tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE)
+    pack_arrays(path, whole, np.arange(COUNT) % 3, CLASSES, smallest=8)
+    for damaged in (halved(whole[4:5], 8), whole[4:5], whole[6:7]):
+        flip(path, damaged.tobytes())
+    loader = make(Dataset(path, on_damage="skip"), [(0, 8, 20), (1, 16, 20), (2, 32, 20)])
+    counts = []
+    for _ in range(3):
+        next(loader)
+        counts.append(loader.damaged_records)
+    assert counts == [{4}, {4}, {4, 6}]
+    loader.close()
+    assert loader.damaged_records == {4, 6}
+    plain = InfiniteLoader(Dataset(path, on_damage="skip"), GlobalSampler(COUNT, batch_size=20, seed=1), device="cpu")
+    next(plain)
+    plain.close()
+    assert plain.damaged_records == {4, 6}
+
+
+def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.lmdb"
+    pack_arrays(path, sample_images(COUNT, side=SIDE), smallest=8)
+    loader = make(path)
+    for _ in range(3):
+        next(loader)
+    pack_arrays(path, sample_images(COUNT, side=SIDE, seed=5), smallest=8, overwrite=True)
+    assert_raises(UserError, "was changed during the training", next, loader)
+
+
+def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png", smallest=16)
+    crop = RandomCrop(area=(0.5, 0.9))
+    reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2, on_damage="skip")
+    level = at_resolution(reader, 16)
+    assert (level.resolution, level.crop, level.workers, level.on_damage) == (16, crop, 2, "skip")
+    assert level.shards[0].handle() is reader.shards[0].handle()
+    assert at_resolution(reader, 32) is reader
+    plain = at_resolution(Dataset(tmp_path / "p.lmdb"), 16)
+    assert (plain.crop, plain.workers, plain.on_damage) == (None, 0, "stop")
+    assert len(at_resolution(Dataset([tmp_path / "p.lmdb", tmp_path / "p.lmdb"]), 16)) == 2 * COUNT
+
+
+def test_levels_that_are_not_stored_are_scaled_as_the_plan_says(tmp_path: Path) -> None:
+    whole = sample_images(COUNT, side=SIDE)
+    pack_arrays(tmp_path / "p.lmdb", whole)
+    records = next(expected(1))[0]
+    means = np.stack([cv2.resize(p.transpose(1, 2, 0), (8, 8), interpolation=cv2.INTER_AREA) for p in whole[records]])
+    batch = next(make(tmp_path / "p.lmdb"))
+    np.testing.assert_array_equal(batch.images.numpy(), means.transpose(0, 3, 1, 2))
+    assert np.abs(batch.images.numpy().astype(int) - halved(whole[records], 8)).max() <= 1
+    names = {"full": 8, "part": 32, "none": None}
+    for name, smallest in names.items():
+        pack_arrays(tmp_path / f"{name}.lmdb", sample_images(3, side=64), smallest=smallest)
+    sides = [8, 16, 32, 64]
+    texts = {name: stages_text(Dataset(tmp_path / f"{name}.lmdb"), sides) for name in names}
+    assert texts == {
+        "full": "8, 16, 32, 64 px as stored",
+        "part": "32, 64 px as stored, 8, 16 px scaled from 32 px while reading (data.pack --pyramid 8 stores them)",
+        "none": "64 px as stored, 8, 16, 32 px scaled from 64 px while reading (data.pack --pyramid 8 stores them)",
+    }
+    half = Dataset(tmp_path / "none.lmdb", resolution=16)
+    assert stages_text(half, [8, 16]).startswith("8, 16 px scaled from 64 px")
+    cropped = Dataset(tmp_path / "full.lmdb", resolution=16, crop=RandomCrop())
+    assert stages_text(cropped, [8, 16]) == "8, 16 px scaled from random crops"

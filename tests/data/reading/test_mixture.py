@@ -1,6 +1,7 @@
 """Real and synthetic images in one batch: counts, orders, ranks, resume, what is read."""
 
 import copy
+from collections import deque
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.reading.weighted_sampling import balanced_weights
 from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, flip, sample_images
 
 REAL, DRAWN = 20, 7  # images
@@ -112,8 +114,7 @@ def test_another_order_is_refused() -> None:
         (sampler_of(content="xyz"), state, r"data\.synthetic has other images now"),
         (sampler_of(second_weights=np.arange(1.0, DRAWN + 1)), state, r"data\.synthetic\.balance changed"),
     ):
-        with pytest.raises(UserError, match=message):
-            sampler.load_state_dict(other)
+        assert_raises(UserError, message, sampler.load_state_dict, other)
 
 
 @pytest.fixture
@@ -191,8 +192,7 @@ def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: 
     then = loader.state_dict()
     for _ in range(6):
         next(loader)
-    here = loader.state_dict()
-    loader.load_state_dict(here | {key: then[key] for key in ("step", "batch")})
+    loader.load_state_dict(loader.state_dict() | {key: then[key] for key in ("step", "batch")})
     counts = [int(batch.synthetic.sum()) for batch in (next(loader) for _ in range(10)) if batch.synthetic is not None]
     assert counts == [3] * 8 + [0] * 2
 
@@ -200,8 +200,7 @@ def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: 
 def test_damage_of_the_second_file_is_named_or_replaced(packed: Path, second: Path) -> None:
     flip(second, sample_images(DRAWN, seed=1)[2].tobytes())
     loader = loader_of(packed, second, sampler_of("1/2"))
-    with pytest.raises(DamageError, match=r"second\.lmdb: record 2 is damaged"):
-        _ = [next(loader) for _ in range(3)]
+    assert_raises(DamageError, r"second\.lmdb: record 2 is damaged", deque, loader, maxlen=0)
     dataset = mixed(packed, second, on_damage="skip")
     images, _ = dataset.read([1, REAL + 2])
     np.testing.assert_array_equal(images[1], sample_images(DRAWN, seed=1)[3])

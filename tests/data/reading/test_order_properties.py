@@ -4,6 +4,7 @@ Seeds are fixed (`derandomize`); an example that fails is printed.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -122,11 +123,10 @@ def test_groups_keep_class_totals_within_one(samples: list[tuple[float, int]], s
     weights, labels = [weight for weight, _ in samples], np.array([label for _, label in samples])
     shares = shares_of(weights)
     sampler = weighted(weights, seed, labels)
-    for epoch in range(3):
-        drawn = labels[sampler.order(epoch)]
-        for label in set(labels.tolist()):
-            expected = sum(share for share, other in zip(shares, labels, strict=True) if other == label)
-            assert abs(np.sum(drawn == label) - expected) <= 1 + Fraction(1, 10**9)  # lengths are rounded
+    for epoch, label in itertools.product(range(3), set(labels.tolist())):
+        expected = sum(share for share, other in zip(shares, labels, strict=True) if other == label)
+        drawn = np.sum(labels[sampler.order(epoch)] == label)
+        assert abs(drawn - expected) <= 1 + Fraction(1, 10**9)  # lengths are rounded
 
 
 COUNTS = (1, 5, 16, 37)  # sizes of the packed sets
@@ -139,12 +139,10 @@ Packs = dict[tuple[str, int], Path]
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
     """Files by encoding and size, 4 px, one channel: label and every pixel of record i are i."""
     folder = tmp_path_factory.mktemp("order")
-    files = {}
-    for encoding in ("raw", "png"):
-        for count in COUNTS:
-            path = files[encoding, count] = folder / f"{encoding}-{count}.lmdb"
-            images = np.broadcast_to(np.arange(count, dtype=np.uint8)[:, None, None, None], (count, 1, 4, 4))
-            pack_arrays(path, images, np.arange(count), [f"class {i}" for i in range(count)], encoding=encoding)
+    files = {(encoding, count): folder / f"{encoding}-{count}.lmdb" for encoding in ("raw", "png") for count in COUNTS}
+    for (encoding, count), path in files.items():
+        images = np.broadcast_to(np.arange(count, dtype=np.uint8)[:, None, None, None], (count, 1, 4, 4))
+        pack_arrays(path, images, np.arange(count), [f"class {i}" for i in range(count)], encoding=encoding)
     return files
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, few_labels, load_sample_weights
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
+from tests.conftest import assert_raises
 
 
 def take(sampler: GlobalSampler, batches: int) -> np.ndarray:
@@ -37,22 +39,15 @@ def test_another_order_cannot_be_resumed(name: str, options: dict[str, Any]) -> 
         GlobalSampler(**{"count": 8, "batch_size": 2, "seed": 0} | options).load_state_dict(state)
 
 
-def test_copies_draw_an_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_draw_an_epoch_once() -> None:
     sampler = GlobalSampler(10, batch_size=2, seed=0)
-    drawn: list[int] = []
-
-    def counted(*key: Any) -> np.random.Generator:
-        drawn.append(key[-1])
-        return numpy_generator(*key)
-
-    monkeypatch.setattr("duetgan.data.reading.sampler.numpy_generator", counted)
-    for _ in range(10):  # as a loader without prefetching does
-        copy.copy(sampler).next_batch()
-        sampler.advance()
-    assert drawn == [0, 1]
-    for epoch in (2, 3, 0):
-        sampler.order(epoch)
-    assert drawn == [0, 1, 2, 3, 0]  # two are kept: memory stays flat
+    with patch("duetgan.data.reading.sampler.numpy_generator", side_effect=numpy_generator) as drawn:
+        for _ in range(10):  # as a loader without prefetching does
+            copy.copy(sampler).next_batch()
+            sampler.advance()
+        for epoch in (2, 3, 0):
+            sampler.order(epoch)
+    assert [call.args[-1] for call in drawn.call_args_list] == [0, 1, 2, 3, 0]  # two are kept: memory stays flat
     with pytest.raises(ValueError, match="read-only"):  # it is shared
         sampler.order(1)[0] = 0
 
@@ -112,8 +107,7 @@ def test_weighted_state_names_its_order() -> None:
         (weighted(weights), state) for state in states[:1] + states[2:]
     ]
     for sampler, state in others:
-        with pytest.raises(UserError, match=r"data\.sampling changed"):
-            sampler.load_state_dict(state)
+        assert_raises(UserError, r"data\.sampling changed", sampler.load_state_dict, state)
     weighted(weights * 2).load_state_dict(states[1])  # weights are relative: the same order
     weighted(weights, groups=labels.astype(np.int32) + 5).load_state_dict(states[3])  # so are the groups' numbers
 
@@ -123,8 +117,7 @@ def test_orders_of_other_versions_go_on() -> None:
     sampler = GlobalSampler(4, batch_size=2, seed=0)
     sampler.load_state_dict(old)
     assert sampler.consumed == 6
-    with pytest.raises(UserError, match=r"data\.sampling changed"):
-        weighted([1, 2, 3, 4]).load_state_dict(old)
+    assert_raises(UserError, r"data\.sampling changed", weighted([1, 2, 3, 4]).load_state_dict, old)
     # resuming a run with another version of the program must not change its order
     sampler = weighted([0.5, 2, 1, 3, 0, 1.25], 3, np.array([0, 0, 1, 1, 2, 2]))
     assert [sampler.order(epoch).tolist() for epoch in range(2)] == [[3, 5, 1, 2, 3, 1], [3, 5, 1, 3, 1, 2]]
@@ -151,8 +144,7 @@ def test_orders_of_other_versions_go_on() -> None:
 def test_what_makes_no_order_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     if "weights" in options:
         options = options | {"weights": np.array(options["weights"], np.float64)}
-    with pytest.raises(error, match=message):
-        GlobalSampler(**{"count": 3, "batch_size": 1, "seed": 0} | options)
+    assert_raises(error, message, GlobalSampler, **{"count": 3, "batch_size": 1, "seed": 0} | options)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +162,7 @@ def test_what_makes_no_order_is_named(options: dict[str, Any], error: type[Excep
     ],
 )
 def test_classes_that_give_no_weights_are_named(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        call()
+    assert_raises(UserError, message, call)
 
 
 def test_class_rates() -> None:
@@ -231,16 +222,13 @@ def test_bad_weights_in_a_file_are_named(tmp_path: Path, content: bytes | np.nda
 
 def test_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
     path = tmp_path / "weights.npy"
-    with pytest.raises(UserError, match=r"weights\.npy cannot be read \(No such file"):
-        load_sample_weights(path, 3)
-    with pytest.raises(UserError, match="is a folder, not a regular file"):
-        load_sample_weights(tmp_path, 3)
+    assert_raises(UserError, r"weights\.npy cannot be read \(No such file", load_sample_weights, path, 3)
+    assert_raises(UserError, "is a folder, not a regular file", load_sample_weights, tmp_path, 3)
     np.save(path, np.ones(1000))
     whole = path.read_bytes()
     for damaged in (*(whole[:size] for size in (0, 5, 100, len(whole) - 1)), whole.replace(b"}", b"(")):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"weights\.npy"):
-            load_sample_weights(path, 1000)
+        assert_raises(UserError, r"weights\.npy", load_sample_weights, path, 1000)
 
 
 def test_occurrences_and_few_labels():

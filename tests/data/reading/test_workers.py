@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -56,20 +56,13 @@ def test_the_fastest_number_is_chosen(encoded, monkeypatch, seconds, best, tried
 
 
 def test_a_measurement_reads_no_more_than_a_batch(encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = set()
-    read = Dataset.read
-
-    def counting(self: Dataset, indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        lengths.add(len(indices))
-        return read(self, indices, **options)
-
-    monkeypatch.setattr(Dataset, "read", counting)
     monkeypatch.setattr(workers_module, "cores", lambda: 2)
-    best, rates = choose_workers(Dataset(encoded), 5)
+    with patch.object(Dataset, "read", autospec=True, side_effect=Dataset.read) as read:
+        best, rates = choose_workers(Dataset(encoded), 5)
     assert best in (0, 2)
     assert set(rates) == {0, 2}
     assert all(rate > 0 for rate in rates.values())
-    assert lengths == {5}
+    assert {len(call.args[1]) for call in read.call_args_list} == {5}
     dataset = Dataset(encoded, workers=3)
     monkeypatch.setattr(workers_module, "_seconds", lambda *_: 1 / 0)  # it leaves the data set as it was
     with pytest.raises(ZeroDivisionError):

@@ -5,13 +5,12 @@ import json
 import pickle
 import zlib
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data.lmdb.format import Meta
 from duetgan.data.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import named, open_source
@@ -87,11 +86,11 @@ def test_fashion_mnist_is_looked_for_in_order(tmp_path, monkeypatch, downloads):
 
 def test_failed_download_is_one_line(tmp_path, monkeypatch, downloads):
     monkeypatch.setattr(named, "DEBIAN", tmp_path / "not-installed")
-    error = RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n")
-    for place in ("FashionMNIST", "cifar.download_and_extract_archive"):
-        monkeypatch.setattr(f"torchvision.datasets.{place}", lambda *_, **__: (_ for _ in ()).throw(error))
+    network, route = RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n"), OSError("<no route>")
+    for place, error in (("FashionMNIST", network), ("cifar.download_and_extract_archive", route)):
+        monkeypatch.setattr(f"torchvision.datasets.{place}", Mock(side_effect=error))
     refused("fashion-mnist", r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root")
-    refused("cifar10", r"CIFAR-10 .*\(<no network>\): pass --root")
+    refused("cifar10", r"CIFAR-10 .*\(<no route>\): pass --root")
 
 
 COLOUR = np.random.default_rng(1).integers(0, 256, (15, 32, 32, 3), dtype=np.uint8)
@@ -124,8 +123,7 @@ def write_binary(folder: Path) -> None:
 def write_python(folder: Path) -> None:
     for name, rows in parts("train") + parts("test"):
         pixels = COLOUR[rows].transpose(0, 3, 1, 2).reshape(-1, 3072)
-        content = pickle.dumps({"data": pixels, "labels": CIFAR_LABELS[rows]}, protocol=2)
-        (folder / name).write_bytes(content)
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": CIFAR_LABELS[rows]}, protocol=2))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": []}))
 
 
@@ -191,15 +189,6 @@ def test_idx_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
     refused("idx", "idx needs --root")
 
 
-def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, np.ndarray, Meta]:
-    """Images uint8 [n, C, H, W], labels and metadata of a data set, out of its packed file."""
-    split, root = options.pop("split"), options.pop("root", None)
-    with open_source(name, split=split, root=root) as source:
-        meta = pack(source, path, duplicates=False, workers=0, **options).meta
-    with Dataset(path) as reader:
-        return *reader.read(np.arange(len(reader))), meta
-
-
 @pytest.mark.skipif(not named.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
 @pytest.mark.parametrize(
     ("size", "split", "prefix", "count"),
@@ -211,7 +200,9 @@ def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, 
     ],
 )
 def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, count: int) -> None:
-    sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "fashion-mnist", split=split, size=size)
+    source = open_source("fashion-mnist", split=split)
+    meta = pack(source, tmp_path / "x.lmdb", duplicates=False, workers=0, size=size).meta
+    sample_images, labels = Dataset(tmp_path / "x.lmdb").read(np.arange(count))
     content = gzip.decompress((named.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
     expected = np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, 28, 28)
     border = (size - 28) // 2
@@ -261,5 +252,4 @@ def test_script_takes_the_first_of_each_class(tmp_path: Path, capsys: pytest.Cap
     assert "train-images-idx3-ubyte.gz" in capsys.readouterr().out
     main(["--root", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
     assert first == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    labels = np.array([2, 0, 2, 1, 0, 0, 2, 1, 1])
-    assert choose(labels, 2).tolist() == [0, 1, 2, 3, 4, 7]
+    assert choose(np.array([2, 0, 2, 1, 0, 0, 2, 1, 1]), 2).tolist() == [0, 1, 2, 3, 4, 7]

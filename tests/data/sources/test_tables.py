@@ -60,12 +60,9 @@ def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_pat
 
 def test_parquet_shards(tmp_path: Path) -> None:
     folder = tmp_path / "pets"
-    for name, shades, labels in (
-        ("train-00001-of-00002", (4, 5), ["b", "c"]),
-        ("train-00000-of-00002", (1, 2, 3), ["c", "a", "c"]),
-        ("validation-00000-of-00001", (6,), ["a"]),
-    ):
-        parquet(folder / f"{name}.parquet", {"image": cells(*shades), "label": labels})
+    shards = {"train-00001-of-00002": {4: "b", 5: "c"}, "train-00000-of-00002": {1: "c", 2: "a", 3: "c"}}
+    for name, labels in {**shards, "validation-00000-of-00001": {6: "a"}}.items():
+        parquet(folder / f"{name}.parquet", {"image": cells(*labels), "label": list(labels.values())})
     (folder / "README.md").write_text("about")
     with open_source(str(folder)) as source:
         assert (source.classes, source.ignored) == (["a", "b", "c"], ["README.md"])
@@ -212,9 +209,8 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
 
 def test_a_dictionary_of_data_sets_says_which_split_is_packed(tmp_path, capsys):
     root = tmp_path / "pets"
-    saved(root / "train", {"image": cells(1, 2), "label": ["b", "a"]})
-    saved(root / "test", {"image": cells(3), "label": ["a"]})
-    saved(root / "odd", {"image": cells(4), "label": ["a"]})
+    for split, labels in (("train", {1: "b", 2: "a"}), ("test", {3: "a"}), ("odd", {4: "a"})):
+        saved(root / split, {"image": cells(*labels), "label": list(labels.values())})
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "odd"]}))
     assert run_cli(main, [str(root), str(tmp_path / "x.lmdb"), "--workers", "0"]) == 0
     assert f"{root}: its split train is packed; others: --split odd or test" in capsys.readouterr().err
@@ -264,8 +260,7 @@ def test_a_state_that_cannot_be_followed(tmp_path: Path, state: Any, told: str) 
 
 def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nulls = arrow(tmp_path / "nulls.arrow", {"image": pa.array([b"x"] * 9), "n": pa.nulls(9)})
-    content = nulls.read_bytes()
-    nulls.write_bytes(content.replace(struct.pack("<q", 2), struct.pack("<q", 1 << 40)))
+    nulls.write_bytes(nulls.read_bytes().replace(struct.pack("<q", 2), struct.pack("<q", 1 << 40)))
     refused(nulls, r"cannot be read|says that it holds")
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     big = {"image": [np.random.default_rng(0).bytes(2 << 20), b"x"]}

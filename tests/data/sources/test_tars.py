@@ -171,7 +171,7 @@ def test_damage_is_one_line_and_loses_nothing_in_silence(tmp_path, how, refused)
     path = tar(tmp_path / "x.tar", samples(*[n % 2 for n in range(40)]))
     content = path.read_bytes()
     path.write_bytes(DAMAGE[how](content, content.index(b"000020.jpg")))
-    error = refused(main, path, tmp_path / "x.lmdb", "--workers", "0")
+    error = refused(main, path, tmp_path / "x.lmdb", "--workers", "0", alone=True)
     assert f"{path} is damaged or was cut off (" in error
     assert list(tmp_path.glob("*.lmdb*")) == []
     if how not in ("compressed", "empty"):
