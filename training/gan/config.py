@@ -97,7 +97,7 @@ class GanConfig(RunConfig):
 
     task: Literal["gan"] = "gan"
     architecture: str = DEFAULT  # of both networks: stylegan2, r3gan or dcgan
-    conditional: bool = True  # on the images' classes, where they have some; false: labels are not looked at
+    conditional: bool = True  # on the images' classes, if any; false: unconditional, labels are not looked at
     generator: GeneratorConfig = GeneratorConfig()
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
     loss: GanLossConfig = GanLossConfig()

@@ -192,7 +192,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
     """`--checkpoint` (`required` or not), `--which`, `--device`, `--batch-size` and `--import`."""
     add_import_option(parser)
     add = parser.add_argument
-    text = "run folder, checkpoint file, or a classifier of others: torchvision:NAME, timm:NAME, a file of weights"
+    text = "run folder, checkpoint file; for a classifier also torchvision:NAME or timm:NAME, either with =FILE,"
+    text += " torchvision's weights, or a folder of timm's"
     add("--checkpoint", required=required, metavar="RUN_OR_FILE", help=text)
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
