@@ -55,4 +55,4 @@ def backbone_of(name: str) -> Backbone:
     """The description of the network of that name; UserError, with the near one, for an unknown name."""
     if name.startswith(timm.PREFIX):
         return timm.timm_backbone(name)
-    return entry(BACKBONES, name, "model", ", discriminator, or timm:NAME")
+    return entry(BACKBONES, name, "model", "discriminator", "timm:NAME")

@@ -292,7 +292,7 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
         ("convnext_tiny", {"side": 28}, r"cannot take images of 28 px: set model\.input_size 32"),
         ("convnext_tiny", {"side": 8, "stem": "small-stride2"}, r"set model\.input_size 16"),
         ("convnext_tiny", {"he_strides": True}, r"he_strides is for bottlenecks .*convnext_tiny has none"),
-        ("convnext_tini", {}, r"did you mean 'convnext_tiny'\?\); there are resnet18, .* or timm:NAME"),
+        ("convnext_tini", {}, r"did you mean 'convnext_tiny'\?\); there are resnet18, .*, timm:NAME"),
         ("timm:test_vit", {}, r"timm:test_vit cannot take images of 32 px: set model\.input_size 160"),
         ("timm:test_resnet", {"stem": "small"}, r"model\.stem is not for timm:test_resnet: set --model.stem null"),
         ("timm:test_resnet", {"he_strides": True}, r"he_strides is for bottlenecks"),

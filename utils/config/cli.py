@@ -42,12 +42,12 @@ def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
     return f" (did you mean {labels[near[0]]!r}?)" if near else ""
 
 
-def entry(registry: Mapping[str, T], name: str, what: str, also: str = "") -> T:
-    """What a registry has under a name. Raises UserError, with the near one."""
+def entry(registry: Mapping[str, T], name: str, what: str, *also: str) -> T:
+    """What a registry has under a name. Raises UserError, with the near one; there are `also` others."""
     if name not in registry:
-        near = did_you_mean(name, list(registry))
-        there = ", ".join(registry) or "none, --import FILE adds some"
-        raise UserError(f"{what} {name!r} is unknown{near}; there are {there}{also}")
+        known = [*registry, *also]
+        there = ", ".join(known) or "none, --import FILE adds some"
+        raise UserError(f"{what} {name!r} is unknown{did_you_mean(name, known)}; there are {there}")
     return registry[name]
 
 

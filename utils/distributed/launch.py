@@ -173,7 +173,8 @@ def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes
     code, killed, running = 0, "", True
     while running:
         running = None in [child.poll() for child in children]
-        for index, child in enumerate(children):
+        # of those that ended since the last look a killed one comes first: the others left because it was gone
+        for index, child in sorted(enumerate(children), key=lambda one: (one[1].returncode or 0) >= 0):
             if failed_at is None and child.returncode not in (None, 0):
                 failed_at = time.monotonic()
                 code = child.returncode if child.returncode > 0 else 4

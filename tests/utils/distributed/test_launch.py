@@ -185,3 +185,12 @@ def test_handlers_are_put_back(script):
     before = [signal.getsignal(signum) for signum in launcher.STOP_SIGNALS]
     launch(script(""), 1)
     assert [signal.getsignal(signum) for signum in launcher.STOP_SIGNALS] == before
+
+
+def test_a_killed_process_is_named_though_another_ended_at_the_same_look(capfd):
+    """Rank 0 left because rank 1 was gone; the look that saw both told of neither."""
+    children = [subprocess.Popen(["sh", "-c", end]) for end in ("exit 4", "kill -9 $$")]
+    for child in children:
+        child.wait()
+    assert launcher._wait(children, [], resumes=False) == 4
+    assert capfd.readouterr().err == f"error: rank 1 was ended by SIGKILL; {launcher.AGAIN}\n"
