@@ -1,6 +1,7 @@
 """Weights files, read without running anything in them, and fitted into our networks: only the head may differ."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import re
@@ -52,6 +53,8 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
     if path.suffix == ".safetensors":
         state, about = read_tensors(path, remedy)
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # `lineage_of` tells of damage
+            about |= _built(json.loads(about["duet"])["config"]["model"], path)
         return _plain_names(state), about
     content = read_plain(path, remedy)
     if isinstance(content, dict) and all(key in content for key in checkpoints.KEYS):
@@ -91,6 +94,23 @@ def read_plain(path: Path, remedy: str) -> Any:
         ) from error
 
 
+def _built(model: dict[str, Any], path: Path) -> dict[str, str]:
+    """What no shape shows of a network of ours."""
+    config = build(ModelConfig, model, source=f"{path}: its model")
+    normalise = "imagenet" if config.imagenet_normalised else "symmetric"
+    return {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
+
+
+def trained_symmetric(weights: str) -> bool:
+    """Whether `model.weights` names a run, checkpoint or export of ours whose images were not normalised as ImageNet's.
+    What cannot be read is refused where it is loaded.
+    """
+    try:
+        return read_state_dict(checkpoints.resolve(weights))[1].get("normalise") == "symmetric"
+    except UserError:
+        return False
+
+
 def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     """The averaged classifier of our own checkpoint, whose checksum is verified."""
     if content["task"] != "classifier":
@@ -100,9 +120,7 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
         check_tensors("state.model_ema", content["state"].get("model_ema"))
     except ValueError as error:
         raise UserError(f"{path}: {error}; give another checkpoint") from None
-    config = build(ModelConfig, content["config"].get("model", {}), source=f"{path}: its model")
-    normalise = "imagenet" if config.imagenet_normalised else "symmetric"
-    about = {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
+    about = _built(content["config"].get("model", {}), path)
     about["duet"] = json.dumps({"lineage": recorded(content).document()})  # as an export has it
     return _plain_names(content["state"]["model_ema"]), about
 

@@ -81,6 +81,12 @@ def test_numbers_of_every_preset(size):
         config.check_batches(config.stages(size), processes)
 
 
+@pytest.mark.parametrize("name", ["gan_64", "gan_128", "gan_256", "r3gan_256", "progressive_64"])
+def test_a_recipe_named_by_a_size_asks_for_it(name):
+    """J24: gan_128 took images of 64 px without a word."""
+    assert read_yaml(CONFIGS / f"{name}.yaml")["data"]["resolution"] == int(name.partition("_")[2])
+
+
 def test_presets_can_be_overridden():
     config = preset(1024, "--generator.activation_checkpointing", "true", "--loss.path_length_weight", "0")
     assert config.generator.activation_checkpointing

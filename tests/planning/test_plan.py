@@ -178,6 +178,16 @@ def test_a_machine_that_changes_its_pace_still_ends_in_time(images, pace):
     assert Plan.read(json.loads(made.model_dump_json())) == made
 
 
+def test_a_slower_machine_is_told_unless_the_times_read_alike():
+    """J24: the parts before it took 4 min instead of 4 min."""
+    first = plan("fast", "sample", 15)
+    assert "because the parts before it took" in replanned(first, before_gan(first, 1.5)).notes[-1]
+    shorter = first.model_copy(update={"minutes": 0.9 * first.minutes})
+    note = replanned(shorter, before_gan(shorter, 1.0)).notes[-1]
+    assert "steps instead of" in note
+    assert "because" not in note
+
+
 def test_no_time_left_leaves_the_least_and_much_time_no_more_than_shows():
     late = plan("fast", "sample", 5)
     assert replanned(late, before_gan(late, 5.0)).gan.steps == STEPS["gan"]

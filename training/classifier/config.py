@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 from duetgan.data.augment.mixing import MixingAugment
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.classifier import ModelConfig
+from duetgan.models.weights import trained_symmetric
 from duetgan.training.base.compiled import CompileSetting
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import check_same_classes
@@ -44,6 +45,8 @@ class ClassifierConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
+        if self.model.normalise == "auto" and self.model.weights and trained_symmetric(self.model.weights):
+            self.model = self.model.changed(normalise="symmetric")
         if self.model.split != "off" and self.compile == "on":
             reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
             raise UserError(f"compile on cannot be combined with model.split: {reason}")
