@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -101,6 +102,7 @@ def _built(model: dict[str, Any], path: Path) -> dict[str, str]:
     return {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
 
 
+@functools.cache  # a start checks its config several times
 def trained_symmetric(weights: str) -> bool:
     """Whether `model.weights` names a run, checkpoint or export of ours whose images were not normalised as ImageNet's.
     What cannot be read is refused where it is loaded.
