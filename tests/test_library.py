@@ -1,6 +1,8 @@
 """The library: what `duetgan` exports, and what its models take and refuse."""
 
 import sys
+import warnings
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -8,12 +10,16 @@ import pytest
 import torch
 
 import duetgan
+from duetgan.data import Dataset
 from duetgan.inference.inputs import Transform
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.seeding import forked
+from tests.end_to_end.recipes import image_folders
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, classifier_run
+from tests.test_package import EXAMPLES
 
 EXPORTED = {  # changed on purpose, with a line in CHANGELOG.md
     "duetgan": "Classifier Generator Predictions Samples Transform UserError __version__ load load_classifier"
@@ -184,3 +190,25 @@ def test_the_model_that_is_loaded_is_of_its_kind(runs):
     assert isinstance(duetgan.load(runs["gan"]), duetgan.Generator)
     with pytest.raises(duetgan.UserError, match="is of task 'gan', but a 'classifier' checkpoint is needed"):
         duetgan.load_classifier(runs["gan"])
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its own
+    from examples import lightning_gan
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's hints on workers and accelerators
+def test_lightning_trains_the_same_gan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DUET_CACHE", str(tmp_path / "cache"))
+    image_folders(tmp_path / "folder", 12, 0)
+    (loop,) = (text for text in EXAMPLES if "for step in range(STEPS)" in text)
+    names: dict[str, Any] = {}
+    with forked(0):
+        exec(loop, names)
+    with forked(0), Dataset("folder", resolution=16) as images:
+        same = {"gamma": names["GAMMA"], "r1_every": names["R1_EVERY"], "channel_base": 512}
+        gan = lightning_gan.train(images, names["STEPS"], names["BATCH"], **same)
+    for ours, theirs in ((names["g"], gan.g), (names["d"], gan.d), (names["average"].model, gan.average.model)):
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(theirs.state_dict()[name], value, rtol=0, atol=1e-7, msg=name)

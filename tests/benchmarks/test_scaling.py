@@ -1,6 +1,9 @@
-"""The scaling benchmark counts what training does, and its page of docs/measurements holds what it prints."""
+"""The benchmarks of several processes and of saving: every figure is there, and they fit together."""
 
+import json
 import re
+import statistics
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import scaling
+from benchmarks import checkpoint, distributed, scaling
 from benchmarks.gan.convolutions import Recorder, flops
 from benchmarks.gan_step import random_images
 from benchmarks.scaling import OUTSIDE, PRESETS, Images, Link, Work
 from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.config.recipes import recipes
-from duetgan.utils.distributed import gradients
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives, gradients
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import write_config
 
 DOCS = (REPOSITORY / "docs" / "measurements" / "scaling.md").read_text()
 SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY
@@ -120,3 +125,95 @@ def test_docs_name_the_assumptions() -> None:
     for link in (*scaling.INSIDE, *OUTSIDE):
         assert re.search(rf"{link.name}\b.*{link.bandwidth / 1e9:g} GB/s.*{1e6 * link.latency:g} µs", DOCS), link
     assert Path("benchmarks/scaling.py").as_posix() in DOCS
+
+
+TINY = {
+    "classifier": {"batch_size": 8, "model": {"name": "resnet18", "stem": "small-stride2"}},
+    "gan": {
+        "batch_size": 8,
+        "generator": {"z_dim": 8, "w_dim": 8, "channel_base": 128, "channel_max": 8},
+        "discriminator": {"channel_base": 128, "channel_max": 8},
+    },
+}
+
+
+def test_by_hand_adds_up_in_buckets_after_the_last_pass(sent, monkeypatch):
+    monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", 4)
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.ones(size)) for size in (3, 2, 1, 5)]
+    exchange = distributed.ByHand(parameters)
+    exchange.overlap()
+    torch.cat(parameters[:3]).sum().backward()
+    assert sent == []
+    exchange.finish()
+    assert sent == [5, 6]
+    assert [p.grad[0].item() for p in parameters] == [2, 2, 2, 0]  # type: ignore[index]
+
+
+def test_figures_are_medians_of_the_repeats():
+    found = distributed.summary("classifier", {"ranks": [1, 2, 4], "by_hand": [2, 3, 4], "process": [3, 3, 3]}, 8)
+    assert found["ddp_vs_by_hand_ratio"] == statistics.median([2, 1.5, 1])
+    assert found["classifier_ranks_vs_process_ratio"] == statistics.median([3, 1.5, 0.75])
+    assert (found["classifier_ranks_images_per_second"], found["classifier_process_images_per_second"]) == (4, 8 / 3)
+    assert "exchange_vs_by_hand_ratio" in distributed.summary("gan", {"ranks": [1], "by_hand": [1], "process": [1]}, 8)
+
+
+@pytest.mark.slow  # ten processes, for a script that only developers run
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux")
+def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, last_line):
+    files = []
+    for task, recipe in (("classifier", "configs/bench_classifier.yaml"), ("gan", "configs/bench_gan_step.yaml")):
+        path = tmp_path / f"{task}.yaml"
+        path.write_text(json.dumps(read_yaml(recipe) | TINY[task] | {"precision": "fp32"}))
+        files += [f"--{task}", str(path)]
+    result = last_line(distributed, [*files, "--repeats", "1", "--steps", "1", "--threads", "2", "--json"])
+    for task, way in (("classifier", "ddp"), ("gan", "exchange")):
+        rates = {name: result[f"{task}_{name}_images_per_second"] for name in distributed.CONTENDERS}
+        assert result[f"{way}_vs_by_hand_ratio"] == pytest.approx(rates["ranks"] / rates["by_hand"])
+        assert result[f"{task}_ranks_vs_process_ratio"] == pytest.approx(rates["ranks"] / rates["process"])
+    assert {"load_1min_before", "load_1min_after", "threads", "repeats"} <= result.keys()
+    assert collectives.world_size() == 1
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(UserError, match="not a recipe of task gan"):
+        distributed.main(["--gan", "configs/bench_classifier.yaml"])
+
+
+@pytest.fixture
+def options(tmp_path: Path, packed: Path) -> list[str]:
+    config = write_config(tmp_path / "gan.yaml", "gan", packed)
+    counts = ["--every", "10", "--repeats", "2", "--steps", "2"]
+    return ["--config", str(config), "--folder", str(tmp_path / "runs"), *counts, "--json"]
+
+
+def test_every_figure_is_there_and_nothing_is_left(options, tmp_path, last_line):
+    result = last_line(checkpoint, options)
+    assert (result["every"], result["repeats"], result["steps"]) == (10, 2, 2)
+    for mode in ("asynchronous", "synchronous"):
+        assert result[f"{mode}_blocked_ms"] > 0
+        assert result[f"{mode}_extra_min_ms"] <= result[f"{mode}_extra_ms"] <= result[f"{mode}_extra_max_ms"]
+        cost = result[f"{mode}_extra_ms"] / (10 * result["step_ms"])
+        assert result[f"{mode}_cost_ratio"] == pytest.approx(cost)
+    assert result["checkpoint_cost_ratio"] == result["asynchronous_cost_ratio"]  # what the recipe does
+    assert 0.05 < result["checkpoint_mib"] < 10
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_the_cost_is_the_median_of_what_neighbours_differ_by():
+    timed = checkpoint.Timed(SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    timed.seconds = {"plain": [10.0, 30.0, 20.0], "asynchronous": [11.0, 30.5, 29.0], "synchronous": [12.0, 32.0, 22.0]}
+    timed.blocked = {"plain": [0.0] * 3, "asynchronous": [0.1, 0.3, 0.2], "synchronous": [1.0, 2.0, 3.0]}
+    found = timed.result(steps=10, every=500)
+    assert found["step_ms"] == 2000
+    assert (found["asynchronous_extra_ms"], found["synchronous_extra_ms"]) == (1000, 2000)
+    assert (found["asynchronous_blocked_ms"], found["synchronous_blocked_ms"]) == (200, 2000)
+    assert found["asynchronous_cost_ratio"] == pytest.approx(1 / 1000)
+
+
+def test_a_disk_that_refuses_is_no_cheap_checkpoint_and_counts_are_positive(options, monkeypatch):
+    with pytest.raises(UserError, match="must be 1 or more"):
+        checkpoint.main([*options, "--steps", "0"])
+    monkeypatch.setattr("duetgan.training.engine.preflight.check_disk", lambda *_: None)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match="could not be written; give another --folder"):
+        checkpoint.main(options)

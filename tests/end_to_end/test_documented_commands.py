@@ -43,7 +43,7 @@ WEIGHTS = "resnet50.safetensors"
 # what needs more than one machine's CPU, or files that are not here
 ELSEWHERE = re.compile(
     r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|[-.]compare|runs/judge|"
-    r"rest\.lmdb|more\.lmdb|"  # of few labels: tests/inference/test_pseudo_labels.py
+    r"rest\.lmdb|more\.lmdb|"  # of few labels: tests/inference/test_dataset.py
     r"study\.py|explore\.py|generate\.py edit|--import|--counterfactual|--format folder"  # have tests of their own
 )
 # all commands do

@@ -166,3 +166,37 @@ def test_the_comparison_can_fail():
 def test_the_number_of_decoding_threads_changes_nothing(task, trainer):
     runs = [trainer(f"{workers}", Case(task, 1, "fp32", workers)) for workers in (0, 2)]
     assert differences(*runs) == []
+
+
+PATH = [(1, 3), (2, 7), (4, 11), (1, 14)]  # number of processes, and up to which step
+LAST = PATH[-1][1]
+TOLERANCE = 1e-9  # of float64 weights of about 1
+
+
+def networks(run_folder: Path) -> dict[str, torch.Tensor]:
+    """All networks' weights, averages and statistics by name."""
+    state = state_of(run_folder, LAST)
+    parts = [name for name in ("generator", "discriminator", "generator_ema", "model", "model_ema") if name in state]
+    assert len(parts) >= 2
+    return {f"{name}.{key}": value for name in parts for key, value in state[name].items()}
+
+
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_the_samples_and_the_weights_are_those_of_one_process(task, images, tmp_path):
+    # longer than it is trained here: the end of a run has an evaluation, which is not for float64
+    changes = {"steps": LAST + 2, "evaluation": {"every": 0}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", task, images, **changes)
+    options = ["--config", str(recipe), "--run-dir"]
+    limit = ["--max-steps", str(LAST)]
+    whole = run([*options, str(tmp_path / "whole"), *limit], tmp_path / "notes", float64=True)
+    read: Notes = []
+    for number, (world, until) in enumerate(PATH):
+        argv = [*options, str(tmp_path / "elastic"), "--max-steps", str(until)]
+        read += run(argv, tmp_path / f"notes-{number}", world=world, float64=True)
+        assert len(read) == until
+    assert [begins for begins, _ in read] == [step * BATCH for step in range(LAST)]
+    assert read == whole
+    assert len({row for _, rows in whole for row in rows}) > 100  # 14 batches of 8, cropped at random, not one image
+    one, other = networks(tmp_path / "whole"), networks(tmp_path / "elastic")
+    assert one.keys() == other.keys()
+    assert max(float((one[key] - other[key]).abs().max()) for key in one) < TOLERANCE

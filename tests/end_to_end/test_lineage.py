@@ -10,7 +10,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.script import run_cli
-from tests.data.test_passport import PASSPORT
+from tests.data.test_inspect import PASSPORT
 from tests.end_to_end.helpers import train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim_module")

@@ -22,7 +22,7 @@ from tests.slim import slim_down
 CLASSES = ["a", "b", "c", "d"]
 
 
-# --- 23: 1 -> 3 processes, which do not divide the batch. (1 -> 2 -> 4 -> 1 is tests/end_to_end/test_elastic.py)
+# --- 23: 1 -> 3 processes, which do not divide the batch. (1 -> 2 -> 4 -> 1 is tests/end_to_end/test_exact_resume.py)
 
 
 def test_fault_23_processes_that_do_not_divide_the_batch_are_refused(packed, tmp_path):

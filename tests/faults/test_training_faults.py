@@ -1,6 +1,8 @@
 """What goes wrong inside a step, by number in the project's table of faults (22, 28), and ranks that drift apart."""
 
 import math
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
 from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.launch import AGAIN
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, status, write_config
 from tests.faults import inject
-from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
+from tests.faults.conftest import ENVIRONMENT, Outcome, own_process, start
+from tests.faults.test_data_faults import repacked
 
 SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "1"]
 
@@ -36,16 +40,16 @@ def fail_at(monkeypatch, slim):
 
 
 @pytest.fixture
-def trained(tmp_path, packed, capsys):
-    """`trained(task, ...options)`: how a tiny run in tmp_path/run ends in this process."""
+def train_here(tmp_path, packed, capsys):
+    """`train_here(task, ...options)`: how a tiny run in tmp_path/run ends in this process."""
 
-    def train_here(task: str, *more: str, run: Path = tmp_path / "run") -> Outcome:
+    def begin(task: str, *more: str, run: Path = tmp_path / "run") -> Outcome:
         config = write_config(tmp_path / "recipe.yaml", task, packed)
         capsys.readouterr()
         code = run_cli(train.main, ["--config", str(config), "--run-dir", str(run), "--device", "cpu", *SHORT, *more])
         return Outcome(code, *capsys.readouterr())
 
-    return train_here
+    return begin
 
 
 @pytest.fixture
@@ -64,10 +68,10 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_22_a_nan_is_skipped_and_written_down(trained, run, task, fail_at):
+def test_fault_22_a_nan_is_skipped_and_written_down(train_here, run, task, fail_at):
     """The step changes neither weights nor averages nor moments; the next ones train on."""
     fail_at("0:4:nan")
-    trained(task, "--checkpoint.every", "1", "--checkpoint.keep", "9").success()
+    train_here(task, "--checkpoint.every", "1", "--checkpoint.keep", "9").success()
     before, after = state_of(run, 4), state_of(run, 5)
     gan = ["generator", "generator_ema", "generator_optimizer"]
     hit = gan if task == "gan" else ["model", "model_ema", "optimizer"]
@@ -87,18 +91,18 @@ def test_fault_22_on_one_rank_it_is_seen_by_all(by_two, run, fail_at):
     assert math.isfinite(rows(run)[-1]["loss/generator"])
 
 
-def test_fault_22_past_the_cap_training_stops_itself(trained, run, fail_at):
+def test_fault_22_past_the_cap_training_stops_itself(train_here, run, fail_at):
     fail_at("0:2:nan,0:3:nan,0:4:nan")
-    found = trained("classifier", "--nonfinite-cap", "2")
+    found = train_here("classifier", "--nonfinite-cap", "2")
     assert found.code == 4
     found.error("3 updates had non-finite gradients, more than nonfinite_cap 2", "lower the learning rate")
     assert status(run)["state"] == "failed"
 
 
-def test_fault_22_what_the_loss_scaler_skips_is_told_apart(trained, run, fail_at):
+def test_fault_22_what_the_loss_scaler_skips_is_told_apart(train_here, run, fail_at):
     """In fp16 an overflow lowers the scale, 65536 at first: no fault, and not counted as one."""
     fail_at("0:2:nan")
-    trained("classifier", "--precision", "fp16", "--nonfinite-cap", "0").success()
+    train_here("classifier", "--precision", "fp16", "--nonfinite-cap", "0").success()
     last = rows(run)[-1]
     assert last["skipped_updates"] >= 1  # the one that was asked for, and real overflows
     assert last["nonfinite_updates"] == 0
@@ -106,10 +110,10 @@ def test_fault_22_what_the_loss_scaler_skips_is_told_apart(trained, run, fail_at
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_28_out_of_memory(trained, run, task, fail_at):
+def test_fault_28_out_of_memory(train_here, run, task, fail_at):
     """The message names batch, resolution and three settings; the last checkpoint is intact, the command goes on."""
     fail_at("0:5:oom")
-    found = trained(task)
+    found = train_here(task)
     assert found.code == 4
     size = {"classifier": 20, "gan": 16}[task]
     found.error(
@@ -121,7 +125,7 @@ def test_fault_28_out_of_memory(trained, run, task, fail_at):
     )
     assert status(run, "state", "exit_code", "step") == ("failed", 4, 5)
     fail_at("")
-    assert "resumed at step 4 of 8" in trained(task).success().err
+    assert "resumed at step 4 of 8" in train_here(task).success().err
 
 
 def test_fault_28_on_one_rank(by_two, run, fail_at):
@@ -168,14 +172,14 @@ def test_parameters_without_a_gradient_are_named():
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_deterministic_training_runs_on_this_device(trained, run, tmp_path, task, fail_at):
+def test_deterministic_training_runs_on_this_device(train_here, run, tmp_path, task, fail_at):
     """With deterministic algorithms only the numbers are, on a CPU, those without."""
     try:
-        trained(task, "--deterministic", "true").success()
+        train_here(task, "--deterministic", "true").success()
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-    trained(task, run=tmp_path / "other").success()
+    train_here(task, run=tmp_path / "other").success()
     assert differing(state_of(run, 8), state_of(tmp_path / "other", 8)) == []
 
 
@@ -198,3 +202,54 @@ def test_an_operation_without_a_deterministic_form_is_explained(packed):
     assert "grid_sampler_2d_backward_cuda has no deterministic form" in told
     assert seeding.without_kernel(RuntimeError("something else")) is None
     assert health.explain(RuntimeError("something else"), config, 3, 16) is None
+
+
+def lines(errors: str) -> list[str]:
+    """What is told of faults."""
+    assert "Traceback" not in errors, errors
+    return [line for line in errors.splitlines() if line.startswith(("error", "stopped"))]
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_killed_in_the_evaluation_of_a_training(gan_recipe, tmp_path, rank, monkeypatch):
+    monkeypatch.setenv(inject.VARIABLE, f"{rank}:0:kill-in-pass")
+    outcome = own_process(*gan_recipe, "--procs", "2")
+    assert outcome.code == 4, outcome.err
+    (line,) = lines(outcome.err)
+    assert f"rank {rank} was ended by SIGKILL; the same command resumes" in line
+    assert status(tmp_path / "run", "state", "exit_code", "step") == ("failed", 4, 4)
+    monkeypatch.delenv(inject.VARIABLE)
+    own_process(*gan_recipe, "--procs", "2", "--max-steps", "4").success()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_evaluate_is_killed(trained, tmp_path, rank, monkeypatch):
+    monkeypatch.setenv(inject.VARIABLE, f"{rank}:0:kill-in-pass")
+    outcome = own_process("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
+    assert outcome.code == 4, outcome.err
+    assert lines(outcome.err) == [f"error: rank {rank} was ended by SIGKILL; {AGAIN}"]
+    assert not (tmp_path / "eval" / "metrics.json").exists()
+
+
+def test_a_damaged_record_is_told_once(trained, packed, tmp_path):
+    path = repacked(packed / "test.lmdb", tmp_path / "x.lmdb", "png", 70)
+    outcome = own_process("evaluate.py", "--checkpoint", trained, "--data", path, "--procs", "2", "--device", "cpu")
+    assert outcome.code == 2, outcome.err
+    (line,) = lines(outcome.err)
+    assert "on rank 1" in line
+    assert "x.lmdb: record 70 is damaged" in line
+
+
+def test_a_wrong_option_is_told_before_processes_start(trained):
+    own_process("evaluate.py", "--checkpoint", trained / "nowhere", "--procs", "2").refusal("no such run folder")
+    judged = own_process("evaluate.py", "--checkpoint", trained, "--procs", "2", "--classifier", trained)
+    judged.refusal("is for a GAN")
+
+
+def test_a_signal_ends_all_processes_of_evaluate(trained, tmp_path):
+    process = start("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
+    time.sleep(1)  # while torch is imported
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3, errors
+    assert lines(errors) == [f"stopped: SIGTERM; {AGAIN}"]

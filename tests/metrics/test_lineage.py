@@ -14,7 +14,7 @@ from duetgan.metrics.lineage import TOLERATED, data_of, identities, lineage_of, 
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
 from duetgan.utils.provenance import Lineage, recorded
-from tests.data.test_passport import PASSPORT, pack_samples
+from tests.data.test_inspect import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
 from tests.metrics.test_scripts import answers, evaluated, refused
 

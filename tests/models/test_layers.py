@@ -1,21 +1,32 @@
+"""The layers of both models: equalised, modulated, resampling, and BatchNorm in one process."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from duetgan.models import layers
+from duetgan.models.batchnorm import CPUSyncBatchNorm2d, synchronise_batchnorm
+from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.layers import (
     LEAKY_SLOPE,
     EqualizedConv2d,
     EqualizedLinear,
+    blur_fir,
     compute_dtype,
+    downsample_fir,
+    fir_kernel,
     normalize_second_moment,
     pointwise,
     scaled_activation,
+    upsample_fir,
 )
+from duetgan.models.layers.stylegan2 import ModulatedConv2d, StyledLayer
 from duetgan.utils.seeding import forked, generator
 from tests.models import reference
-from tests.models.helpers import close, draw, randomised
+from tests.models.helpers import close, draw, randomised, same
 
 
 def test_second_moment_of_each_row_becomes_one():
@@ -116,3 +127,199 @@ def test_pointwise_is_a_convolution_with_each_samples_filters(layout):
     found.square().sum().backward()
     assert x.grad.is_contiguous(memory_format=layout)
     assert torch.autograd.gradcheck(pointwise, (x.detach().requires_grad_(), filters.requires_grad_()))
+
+
+FORMS = [(3, True, False), (3, True, True), (1, True, False), (1, False, False), (3, False, False), (3, False, True)]
+
+
+def whole(layer, x, w, gain=1.0):
+    """The layer's output with the demodulation applied."""
+    out, scale = layer(x, w, gain)
+    return out if scale is None else out * scale
+
+
+@pytest.mark.parametrize("style", [1.0, 1e-4])  # so small that 1e-8 decides: one on unscaled weights would be seen
+@pytest.mark.parametrize(("size", "demodulate", "upsample"), FORMS)
+def test_modulated_convolution_equals_the_fused_form_sample_by_sample(size, demodulate, upsample, style):
+    layer = randomised(ModulatedConv2d(3, 5, size, 6, demodulate=demodulate, upsample=upsample))
+    with torch.no_grad():
+        layer.affine.weight.mul_(style)
+        layer.affine.bias.mul_(style)
+    x, w = draw(4, 3, 5, 4), draw(4, 6, key="w")
+    expected = reference.modulated(layer, x.numpy(), w.numpy(), demodulate=demodulate, upsample=upsample)
+    close(whole(layer, x, w), expected, 1e-10)
+
+
+def test_the_gain_scales_the_demodulated_output():
+    layer = randomised(ModulatedConv2d(3, 5, 3, 6))
+    x, w = draw(2, 3, 4, 4), draw(2, 6, key="w")
+    torch.testing.assert_close(whole(layer, x, w, 1.7), 1.7 * whole(layer, x, w), rtol=1e-12, atol=1e-12)
+
+
+def test_style_starts_at_one_and_demodulated_output_has_unit_scale_whatever_it_is():
+    with forked(0, "init", "modulated"):
+        layer = ModulatedConv2d(64, 64, 3, 16).double()
+    assert layer.affine(torch.zeros(1, 16).double()).eq(1).all()
+    x = draw(2, 64, 16, 16)
+    for factor in (1.0, 50.0):
+        out = whole(layer, x, factor * draw(2, 16, key="w"))
+        assert out[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1.0, rel=0.05)
+
+
+def test_noise_has_no_effect_at_the_start_but_a_gradient():
+    layer = StyledLayer(3, 4, 5, 8).double()
+    x, w, noise = draw(2, 3, 8, 8), draw(2, 5, key="w"), draw(2, 1, 8, 8, key="noise")
+    torch.testing.assert_close(layer(x, w, noise), layer(x, w, None), rtol=0, atol=0)
+    layer(x, w, noise).sum().backward()
+    assert layer.noise_strength.grad is not None
+    assert layer.noise_strength.grad != 0
+
+
+def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
+    with forked(0, "init", "autocast"):
+        layer = StyledLayer(16, 16, 8, 8)
+    x, w = draw(2, 16, 8, 8).float(), draw(2, 8, key="w").float()
+    expected = layer(x, w, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x, w, None)
+    assert found.dtype == torch.bfloat16
+    error = (found.float() - expected).norm() / expected.norm()
+    assert error < 0.01
+    # a huge style overflows no square: energies are not summed in reduced precision
+    with torch.autocast("cpu", dtype=torch.float16):
+        big = layer.conv(x, w * 1e3)
+    assert big[1] is not None
+    assert torch.isfinite(big[1]).all()
+    assert big[1].min() > 0
+
+
+CASES = {
+    "blur 0": (lambda x: blur_fir(x, padding=0), lambda x: reference.blur(x, pad=0)),
+    "blur 1": (lambda x: blur_fir(x, padding=1, gain=4.0), lambda x: reference.blur(x, pad=1, gain=4.0)),
+    "blur 2": (lambda x: blur_fir(x, padding=2), lambda x: reference.blur(x, pad=2)),
+    "blur 3": (lambda x: blur_fir(x, padding=3, gain=0.5), lambda x: reference.blur(x, pad=3, gain=0.5)),
+    "down": (downsample_fir, reference.down),
+    "up": (upsample_fir, reference.up),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+
+
+def matrix(oracle, shape):
+    """The oracle as a matrix: its answers to the unit images [C, H, W] in the columns."""
+    units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
+    return np.stack([oracle(unit).reshape(-1) for unit in units], axis=1)
+
+
+def test_fir_kernel_is_the_outer_product_of_1331():
+    kernel = fir_kernel(2, 4.0, torch.zeros(1, dtype=torch.float64))
+    assert kernel.shape == (2, 1, 4, 4)
+    for channel in kernel:
+        close(channel[0], np.outer([1, 3, 3, 1], [1, 3, 3, 1]) / 16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, size) for name in CASES for size in ((4, 6), (8, 4))),
+        *((name, (5, 7)) for name in CASES if name != "down"),  # odd sides cannot be halved
+        *(("down", (2, 2)), ("up", (1, 1)), ("up", (1, 3))),
+    ],
+)
+def test_values_up_to_the_borders(name, size, layout):
+    function, oracle = CASES[name]
+    x = draw(2, 3, *size)
+    expected = np.stack([oracle(image) for image in x.numpy()])
+    x = x.to(memory_format=layout)
+    found = function(x)
+    close(found, expected)
+    close(function(x.clone().requires_grad_()), expected)  # with a graph
+    assert found.shape == expected.shape
+    assert found.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_case
+def test_gradient_is_the_transposed_matrix_and_its_gradient_the_matrix(name, layout):
+    function, oracle = CASES[name]
+    x = draw(1, 2, 4, 6).to(memory_format=layout).requires_grad_()
+    y = function(x)
+    dense = matrix(oracle, (2, 4, 6))
+    outer = draw(*y.shape, key="outer").to(memory_format=layout).requires_grad_()
+    before = x.detach().clone(), outer.detach().clone()
+    (grad,) = torch.autograd.grad(y, x, outer, create_graph=True)
+    assert all(a.equal(b) for a, b in zip((x, outer), before, strict=True))
+    assert all("Resample" in type(tensor.grad_fn).__name__ for tensor in (y, grad))  # a node of our own
+    close(grad.reshape(-1), dense.T @ outer.detach().reshape(-1).numpy())
+    assert grad.is_contiguous(memory_format=layout)
+    again = draw(*x.shape, key="again")
+    (second,) = torch.autograd.grad(grad, outer, again)
+    close(second.reshape(-1), dense @ again.reshape(-1).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_case
+def test_lower_precisions_round_the_same_numbers(name, layout, dtype):
+    function, _ = CASES[name]
+    x = draw(2, 8, 8, 8).to(dtype).to(memory_format=layout).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    found, expected = function(x), function(exact)
+    assert found.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    outer = draw(*found.shape, key="outer").to(dtype)
+    (grad,), (exact_grad,) = torch.autograd.grad(found, x, outer), torch.autograd.grad(expected, exact, outer.double())
+    assert grad.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps * exact_grad.abs().max().item()
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=0, atol=tolerance)
+
+
+@each_case
+def test_plain_operators_where_there_is_no_graph(name, monkeypatch):
+    monkeypatch.setattr(layers, "_Resample", None)  # not looked at
+    function, _ = CASES[name]
+    function(torch.ones(1, 1, 4, 4))
+    with torch.no_grad():
+        function(torch.ones(1, 1, 4, 4, requires_grad=True))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("affine", [True, False])
+def test_alone_it_is_batchnorm(momentum, affine):
+    layers = [kind(3, momentum=momentum, affine=affine).double() for kind in (CPUSyncBatchNorm2d, nn.BatchNorm2d)]
+    found: list[list[torch.Tensor]] = [[], []]
+    for layer, values in zip(layers, found, strict=True):
+        for step in range(3):
+            x = draw(4, 3, 2, 2, key=f"{step}").requires_grad_()
+            output = layer(x)
+            output.pow(3).sum().backward()
+            values += [output, x.grad]
+        values.append(layer.eval()(draw(2, 3, 2, 2, key="evaluation")))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    same(layers[0].state_dict(), layers[1].state_dict())
+
+
+def test_conversion_replaces_every_layer_and_keeps_the_state():
+    model = Classifier(ModelConfig(name="resnet18", stem="small-stride2"), channels=1, classes=3, resolution=8).double()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.get_buffer("running_mean").add_(0.5)
+                module.weight.mul_(2)
+    x = draw(2, 1, 8, 8)
+    expected, state = model.eval()(x), {name: value.clone() for name, value in model.state_dict().items()}
+    converted = synchronise_batchnorm(model, CPU)
+    kinds = {type(module) for module in converted.modules() if isinstance(module, nn.BatchNorm2d)}
+    assert kinds == {CPUSyncBatchNorm2d}
+    torch.testing.assert_close(dict(converted.state_dict()), state, rtol=0, atol=0)  # and their types
+    torch.testing.assert_close(converted.eval()(x), expected, rtol=0, atol=0)
+
+
+def test_accelerators_get_torchs_own():
+    model = synchronise_batchnorm(nn.Sequential(nn.BatchNorm2d(2)), torch.device("cuda"))
+    assert [type(child) for child in model.children()] == [nn.SyncBatchNorm]

@@ -1,33 +1,46 @@
+"""Images and words: grids, letters that a font has (H15: never boxes), aligned columns and shortened lines."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from duetgan.data.inspect import save_grid
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.records import pack_arrays
+from duetgan.metrics.images import save_confusion
+from duetgan.utils import images as fonts
 from duetgan.utils.images import PADDING, grid, save_captioned, save_png, save_rows, save_table
+from duetgan.utils.text import columns, decimal, shorten
+from tests.data.conftest import sample_images
 
 
-def sample_images(n, channels=1, height=2, width=3):
+def numbered(n, channels=1, height=2, width=3):
     return torch.arange(n * channels * height * width, dtype=torch.uint8).view(n, channels, height, width)
 
 
 def test_rows_run_left_to_right_and_empty_places_are_white():
-    images = sample_images(3)
+    images = numbered(3)
     found = grid(images, columns=2)
     assert found.shape == (4, 6, 1)
     np.testing.assert_array_equal(found[:2, :, 0], torch.cat([images[0, 0], images[1, 0]], 1).numpy())
     np.testing.assert_array_equal(found[2:, :3, 0], images[2, 0].numpy())
     assert (found[2:, 3:] == 255).all()
     np.testing.assert_array_equal(grid(images[:1]), images[0].permute(1, 2, 0).numpy())
-    assert grid(sample_images(10, height=2, width=2)).shape == (6, 8, 1)  # about square by default
+    assert grid(numbered(10, height=2, width=2)).shape == (6, 8, 1)  # about square by default
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_saved_file_holds_the_grid_and_nothing_else_is_left(tmp_path, channels):
     path = tmp_path / "new" / "grid.png"
-    save_png(grid(sample_images(4, channels=channels), columns=2), path)
+    save_png(grid(numbered(4, channels=channels), columns=2), path)
     with Image.open(path) as image:
         pixels = np.asarray(image).reshape(4, 6, channels)
-    np.testing.assert_array_equal(pixels, grid(sample_images(4, channels=channels), columns=2))
+    np.testing.assert_array_equal(pixels, grid(numbered(4, channels=channels), columns=2))
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 
@@ -138,3 +151,83 @@ def test_what_cannot_be_drawn_in_a_class_name_is_a_space(tmp_path, end):
         save_rows(rows, tmp_path / f"{name}.png", columns=1, captions=[head, "c"])
     np.testing.assert_array_equal(pixels(tmp_path / "odd.png"), pixels(tmp_path / "plain.png"))
     save_table([[shade(0)]], tmp_path / "x.png", column_heads=[f"a{end}b"])
+
+
+CAT = "\u732b"
+
+
+@pytest.fixture
+def only_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {fonts.OWN: fonts._paths()[fonts.OWN]}
+    monkeypatch.setattr(fonts, "_paths", lambda: own)
+
+
+def test_what_no_font_has_is_written_as_its_number(only_own: None) -> None:
+    assert fonts.drawable("cat") == "cat"
+    assert fonts.drawable("café Ж") == "café Ж"
+    assert fonts.drawable(f"{CAT} a\nb\u2029") == "\\u732b a\\nb\\u2029"
+    assert fonts.drawable("\U0001f40e") == "\\U0001f40e"
+    text, font = fonts.legible(f"x{CAT}", 12)
+    assert (text, font.getname()[0]) == ("x\\u732b", "DejaVu Sans")
+
+
+def test_an_installed_font_is_taken_for_letters_that_ours_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = fonts._paths() | {"Noto Sans CJK SC": fonts._paths()[fonts.OWN]}
+    monkeypatch.setattr(fonts, "_paths", lambda: paths)
+    latin = frozenset(map(ord, "abc "))
+    letters = {fonts.OWN: latin | {ord("é")}, "Noto Sans CJK SC": latin | {ord(CAT)}}
+    monkeypatch.setattr(fonts, "_letters", letters.__getitem__)
+    chosen: list[str] = []
+    monkeypatch.setattr(fonts, "_font", lambda name, size: chosen.append(name))
+    assert [fonts.legible(text, 9)[0] for text in ("abc", f"a{CAT}", f"é{CAT}")] == ["abc", f"a{CAT}", "é\\u732b"]
+    assert chosen == [fonts.OWN, "Noto Sans CJK SC", fonts.OWN]  # no single font has é and the cat
+    assert fonts.drawable(f"é{CAT}") == f"é{CAT}"  # matplotlib takes each letter from another
+
+
+def test_class_names_of_all_scripts_are_drawn_without_a_warning(only_own: None, tmp_path: Path) -> None:
+    names = ["plain", CAT, "a\nb", "\u0634\u062c\u0631\u0629"]
+    pack_arrays(tmp_path / "x.lmdb", sample_images(8), np.arange(8) % 4, names)
+    drawn: list[str] = []
+    text = ImageDraw.ImageDraw.text
+
+    def draw(*arguments: Any, **options: Any) -> None:
+        drawn.append(arguments[2])
+        text(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(ImageDraw.ImageDraw, "text", draw)
+        with LMDBReader(tmp_path / "x.lmdb") as reader:
+            save_grid(reader, tmp_path / "x.png")
+        save_confusion(np.eye(4).astype(int).tolist(), names, tmp_path / "c.png")
+    assert drawn == ["plain", "\\u732b", "a b", names[3]]
+    with Image.open(tmp_path / "c.png") as image:
+        image.verify()
+
+
+@pytest.mark.parametrize(
+    ("align", "expected"),
+    [
+        ("<>", "name     n   share\na       12  0.5000\nlonger   3       -"),
+        ("<", "name    n   share\na       12  0.5000\nlonger  3   -"),
+        ("<><", "name     n  share\na       12  0.5000\nlonger   3  -"),
+    ],
+)
+def test_columns_are_aligned_and_lines_end_without_spaces(align, expected):
+    assert columns([("name", "n", "share"), ("a", "12", "0.5000"), ["longer", "3", "-"]], align) == expected
+
+
+def test_columns_of_no_row_of_empty_cells_and_of_different_length():
+    assert columns([]) == ""
+    assert columns([("a", ""), ("", "b")]) == "a\n   b"
+    with pytest.raises(ValueError, match="zip"):
+        columns([("a", "b"), ("c",)])
+    assert (decimal(0.12345), decimal(2.0, 1), decimal(None)) == ("0.1235", "2.0", "-")
+
+
+def test_long_captions_lose_their_middle():
+    assert shorten("123456789", 9) == "123456789"
+    assert shorten("1234567890", 9) == "1234…7890"
+    assert len(shorten("x" * 50, 8)) == 8
+    assert shorten("abcdef", 30, lambda text: 10 * len(text)) == "a…f"
+    assert shorten("abc", 0) == "a…"  # something is left

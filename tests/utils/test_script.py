@@ -1,4 +1,4 @@
-"""H20, H21: streams that are closed or full, and Ctrl-C while a script imports what it needs."""
+"""How a script ends: exit codes, streams that are closed or full (H20, H21), Ctrl-C, a library's threads."""
 
 import json
 import os
@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from duetgan.utils import processes
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
+from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
 
@@ -114,3 +118,125 @@ def test_others_processes_keep_their_own_ways(tmp_path: Path) -> None:
     """torch.hub.load and notebooks import a part of this project."""
     code = "import sys, utils.errors; assert sys.excepthook is sys.__excepthook__; assert sys.stdout is sys.__stdout__"
     assert script("-c", code) == (0, "", "")
+
+
+def raising(error):
+    def main(_argv):
+        raise error
+
+    return main
+
+
+@pytest.fixture(autouse=True)
+def _rank_zero(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (2, 2)])
+def test_what_main_returns_is_the_exit_code(returned, code):
+    def main(argv):
+        assert argv == ["--x"]
+        return returned
+
+    assert run_cli(main, ["--x"]) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("x.yaml: bad\n  key; fix it"), 2, "error: x.yaml: bad key; fix it\n"),
+        (StoppedBySignal("SIGTERM at step 3"), 3, "stopped: SIGTERM at step 3\n"),
+        (TrainingHalted("too many"), 4, "error: too many\n"),
+        (KeyboardInterrupt(), 130, "stopped: interrupted from the keyboard\n"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_and_its_code(capsys, error, code, line):
+    assert run_cli(raising(error), []) == code
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("", line)
+
+
+def test_debug_prints_the_traceback_as_well_and_faults_of_ours_are_not_hidden(capsys):
+    assert run_cli(raising(UserError("bad")), ["--debug"]) == 2
+    found = capsys.readouterr().err
+    assert "Traceback" in found
+    assert found.endswith("error: bad\n")
+    with pytest.raises(ZeroDivisionError):
+        run_cli(raising(ZeroDivisionError()), [])
+
+
+def test_other_ranks_leave_the_telling_to_rank_zero(capsys, monkeypatch):
+    of_one = UserError("x.lmdb: no such file", rank_specific=True)
+    of_one.of_rank = 1  # raised on all because of it
+    for rank, error, line in (
+        (1, UserError("all say so"), ""),
+        (1, UserError("only here", rank_specific=True), "error on rank 1: only here\n"),
+        (0, of_one, "error on rank 1: x.lmdb: no such file\n"),
+        (1, of_one, ""),
+    ):
+        monkeypatch.setenv("RANK", str(rank))
+        assert run_cli(raising(error), []) == 2
+        assert capsys.readouterr().err == line
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault():
+    code = "import sys; from duetgan.utils.script import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as `| head` does
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+# threads that ask for Python's lock in C++, as gloo's do where a process group is not destroyed
+SCRIPT = """
+import sys, threading
+import torch
+from duetgan.utils import processes
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import exit_cli
+
+def work():
+    a = torch.ones(64, 64)
+    while True:
+        a @ a
+
+def main(argv):
+    for _ in range(4):
+        threading.Thread(target=work, daemon=True).start()
+    print("result")
+    if "leave" in argv:
+        processes.leave_threads()
+    if "fault" in argv:
+        raise KeyError("ours")
+    raise UserError("bad input")
+
+exit_cli(main)
+"""
+
+
+@pytest.mark.parametrize(("kind", "code", "told"), [("user", 2, "error: bad input"), ("fault", 1, "KeyError: 'ours'")])
+def test_threads_that_are_left_do_not_abort_the_end(kind, code, told):
+    """`--lr-find` on two ranks without a rate: SIGABRT instead of 2, once in five times."""
+    command = [sys.executable, "-c", SCRIPT, "leave", kind]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.rstrip().endswith(told)
+    assert done.stdout == "result\n"  # what was printed is not lost
+
+
+def test_a_group_that_is_not_destroyed_leaves_threads(monkeypatch):
+    monkeypatch.setattr(processes, "_threads_left", False)
+    collectives.stop(lost=True)
+    assert not processes._threads_left  # there was no group
+    monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
+    collectives.stop(lost=True)
+    assert processes._threads_left
+
+
+def test_without_threads_the_end_is_the_usual_one(monkeypatch):
+    monkeypatch.setattr(processes, "_threads_left", False)
+    with pytest.raises(SystemExit) as end:
+        processes.leave(3)
+    assert end.value.code == 3

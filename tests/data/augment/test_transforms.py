@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torchvision.transforms.v2 import InterpolationMode, TrivialAugmentWide
 
 from duetgan.data.augment import transforms
+from duetgan.data.augment.mixing import Mixing, MixingAugment, cut_boxes, draw_mixing, mix_images, partners
 from duetgan.data.augment.transforms import (
     Augment,
     draw_and_apply,
@@ -17,7 +19,9 @@ from duetgan.data.augment.transforms import (
     random_shift,
     to_float,
 )
+from duetgan.data.augment.trivial_augment import BINS, KINDS, SIGNED, STRENGTHS, Draws, draw, trivial_augment
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.data.conftest import sample_images
 
 
@@ -185,3 +189,173 @@ def test_rows_outside_the_batch_are_a_mistake_and_alternating_flips_draw_nothing
 def test_settings_out_of_range(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(wrong))}"):
         Augment(**wrong)  # type: ignore[arg-type]
+
+
+CPU = torch.device("cpu")
+
+
+def drawn(count: int = 4000, **settings: Any) -> Mixing:
+    whole: dict[str, Any] = {"start": 0, "count": count, "global_batch": count, "size": (20, 30), "device": CPU}
+    return draw_mixing(MixingAugment(**settings), seed=0, step=3, **whole)
+
+
+def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop() -> None:
+    assert partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
+    images = torch.rand(4, 1, 2, 2)
+    assert torch.equal(partners(images), images[[1, 0, 3, 2]])
+    assert_raises(ValueError, "3 rows", partners, torch.arange(3))
+    images = to_float(torch.from_numpy(sample_images(6, 3, side=9)[:, :, :, :8].copy()))
+    boxes = torch.tensor([[0, 0, 0, 0], [2, 3, 4, 2], [0, 0, 9, 8], [0, 0, 0, 0], [8, 7, 1, 1], [0, 0, 0, 0]])
+    blend = torch.tensor([0.3, 1.0, 1.0, 1.0, 1.0, 0.0])
+    others = partners(images)
+    found = mix_images(images, others, Mixing(blend, blend, boxes))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    for place, (top, left, height, width) in enumerate(boxes.tolist()):
+        other = images[place + 1 - 2 * (place % 2)]
+        expected = blend[place] * images[place] + (1 - blend[place]) * other
+        expected[:, top : top + height, left : left + width] = other[:, top : top + height, left : left + width]
+        torch.testing.assert_close(found[place], expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[3], images[3])  # not mixed: to the bit
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 8.0])
+def test_mixups_shares_are_beta_distributed(alpha: float) -> None:
+    mixing = drawn(mixup=alpha)
+    assert torch.equal(mixing.own, mixing.blend)
+    assert mixing.boxes.eq(0).all()
+    assert mixing.own.isfinite().all()
+    assert mixing.own.mean().item() == pytest.approx(0.5, abs=0.03)
+    assert mixing.own.double().var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
+
+
+def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape() -> None:
+    mixing = drawn(cutmix=1.0)
+    top, left, height, width = mixing.boxes.unbind(1)
+    assert mixing.blend.eq(1).all()
+    assert mixing.boxes.min() >= 0
+    assert (top + height).max() <= 20
+    assert (left + width).max() <= 30
+    torch.testing.assert_close(mixing.own, 1 - height * width / 600)
+    assert 0.55 < mixing.own.mean() < 0.75  # above a half: boxes are cut off at the borders
+    own = torch.tensor([0.75, 0.0, 1.0, 0.75])
+    boxes = cut_boxes(own, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]]), 20, 30)
+    assert boxes[0].tolist() == [5, 8, 10, 15]
+    assert boxes[1].tolist() == [0, 0, 20, 30]
+    assert boxes[2, 2:].tolist() == [0, 0]
+    assert boxes[3].tolist() == [0, 22, 5, 8]  # half of it is outside, on both axes
+
+
+def test_one_of_both_for_each_image_and_only_some() -> None:
+    mixing = drawn(mixup=1.0, cutmix=1.0, mix_prob=0.5)
+    pasted, blended = mixing.boxes[:, 2] * mixing.boxes[:, 3] > 0, mixing.blend < 1
+    assert not (pasted & blended).any()
+    assert blended.float().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert pasted.float().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert mixing.own[~pasted & ~blended].eq(1).all()
+    assert not MixingAugment().mixes
+    assert not MixingAugment(mixup=1.0, mix_prob=0.0).mixes
+    assert MixingAugment(mixup=1.0).mixes
+    assert MixingAugment(cutmix=1.0).mixes
+
+
+def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
+    config = MixingAugment(mixup=0.3, cutmix=0.7)
+    common: dict[str, Any] = {"global_batch": 12, "size": (8, 8), "device": CPU}
+    whole = draw_mixing(config, seed=1, step=2, start=0, count=12, **common)
+    for start in (0, 4, 8):
+        part = draw_mixing(config, seed=1, step=2, start=start, count=4, **common)
+        assert all(torch.equal(p, w[start : start + 4]) for p, w in zip(part, whole, strict=True))
+    assert all(torch.equal(p, w[2:5]) for p, w in zip(whole.rows(slice(2, 5)), whole, strict=True))
+    for seed, step in ((1, 3), (2, 2)):
+        assert not torch.equal(draw_mixing(config, seed=seed, step=step, start=0, count=12, **common).own, whole.own)
+
+
+@pytest.mark.parametrize("wrong", [{"mixup": -1.0}, {"cutmix": 1e-3}, {"mix_prob": 1.5}, {"shift": -1}])
+def test_mixing_out_of_range(wrong: dict[str, Any]) -> None:
+    assert_raises(UserError, f"^{next(iter(wrong))}", MixingAugment, **wrong)
+
+
+OTHER_NAMES = {
+    "shear_x": "ShearX",
+    "shear_y": "ShearY",
+    "translate_x": "TranslateX",
+    "translate_y": "TranslateY",
+    "autocontrast": "AutoContrast",
+}
+LIBRARY = TrivialAugmentWide()
+
+
+def torchvisions(image: torch.Tensor, kind: str, strength: float) -> torch.Tensor:
+    return LIBRARY._apply_image_or_video_transform(
+        image,
+        OTHER_NAMES.get(kind, kind.capitalize()),
+        strength,
+        interpolation=InterpolationMode.NEAREST,
+        fill={torch.Tensor: None},
+    )
+
+
+def some_images(channels: int, height: int, width: int) -> torch.Tensor:
+    """BINS images: noise, a ramp, a constant one and a dark one among them."""
+    images = torch.from_numpy(sample_images(BINS, channels, side=24)[:, :, :height, :width].copy())
+    images[3], images[5] = 7, images[5] // 8 + 40
+    images[4] = torch.arange(width, dtype=torch.uint8) * 9
+    return images
+
+
+@pytest.mark.parametrize(("channels", "height", "width"), [(3, 16, 16), (1, 16, 16), (3, 14, 20), (3, 2, 5)])
+@pytest.mark.parametrize(("kind", "sign"), [*((kind, 1) for kind in KINDS), *((kind, -1) for kind in SIGNED)])
+def test_operations_are_torchvisions(kind: str, sign: int, channels: int, height: int, width: int) -> None:
+    number, images = KINDS.index(kind), some_images(channels, height, width)
+    strengths = sign * STRENGTHS[number]
+    if kind == "rotate" and height != width:
+        strengths = np.where(np.abs(strengths) == 90, 45, strengths)  # ties: between two pixels at every place
+    found = trivial_augment(images, Draws(np.full(BINS, number), strengths))
+    expected = torch.stack([torchvisions(image, kind, float(s)) for image, s in zip(images, strengths, strict=True)])
+    difference = (found.int() - expected.int()).abs()
+    # torchvision rounds the factors another way: by one, here and there
+    assert difference.max() <= (kind in ("color", "sharpness"))
+    assert (difference > 0).float().mean() < 0.01
+
+
+def test_strengths_are_torchvisions_and_drawn_equally_often() -> None:
+    for kind, row in zip(KINDS, STRENGTHS, strict=True):
+        table, signed = TrivialAugmentWide._AUGMENTATION_SPACE[OTHER_NAMES.get(kind, kind.capitalize())]
+        values = table(BINS, 32, 32)
+        np.testing.assert_array_equal(row, np.zeros(BINS) if values is None else values.double().numpy())
+        assert signed == (kind in SIGNED)
+    draws = draw((1, "test"), 50_000, slice(0, 50_000))
+    assert abs(np.bincount(draws.kinds, minlength=len(KINDS)) / 50_000 - 1 / len(KINDS)).max() < 0.006
+    rotations = draws.strengths[draws.kinds == KINDS.index("rotate")]
+    assert abs(rotations.mean()) < 4
+    assert len(np.unique(rotations)) == 2 * BINS - 1
+    assert draws.strengths[draws.kinds == KINDS.index("solarize")].min() == 0
+
+
+def test_a_mixture_is_each_images_own() -> None:
+    images = some_images(3, 16, 16).contiguous(memory_format=torch.channels_last)
+    draws = draw((0, "test"), BINS, slice(0, BINS))
+    assert len(set(draws.kinds.tolist())) > 8
+    found = trivial_augment(images, draws)
+    for place in range(BINS):
+        alone = trivial_augment(images[place, None], Draws(draws.kinds[place, None], draws.strengths[place, None]))
+        assert torch.equal(found[place], alone[0])
+    identities = draws.kinds == KINDS.index("identity")
+    assert torch.equal(found[identities], images[identities])
+    with pytest.raises(ValueError, match="uint8"):
+        trivial_augment(torch.zeros(1, 3, 4, 4), draw((0,), 1, slice(0, 1)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_trivial_augment_on_ranks(world_size: int) -> None:
+    images, config = some_images(3, 16, 16)[:12], Augment(trivial_augment=True)
+    whole = draw_and_apply(images, config, seed=1, step=5, start=0, global_batch=12)
+    share = 12 // world_size
+    parts = [
+        draw_and_apply(images[start : start + share], config, seed=1, step=5, start=start, global_batch=12)
+        for start in range(0, 12, share)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(whole, images)
+    for key in ({"seed": 2, "step": 5}, {"seed": 1, "step": 6}, {"seed": 1, "step": 5, "phase": "x"}):
+        assert not torch.equal(draw_and_apply(images, config, start=0, global_batch=12, **key), whole)

@@ -2,17 +2,23 @@
 
 import json
 import os
+import re
 import tracemalloc
 import zipfile
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
 from duetgan.data.errors import ImageError
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.pack import pack
+from duetgan.data.records import pack_arrays
 from duetgan.data.sources import Source, open_source
-from tests.data.conftest import save
-from tests.data.sources.source_files import item_refused, refused
+from duetgan.utils.errors import UserError
+from tests.data.conftest import CLASSES, change, flip, sample_images, save
+from tests.data.sources.source_files import contents, item_refused, manifest, refused, rosinality
 
 
 def zipped(folder: Path, target: Path, extra: dict[str, bytes] | None = None) -> Path:
@@ -101,7 +107,7 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     refused(photos, r"both at the top \(loose.png\) and in sub-folders")
 
 
-def manifest(labels: object) -> dict[str, bytes]:
+def dataset_json(labels: object) -> dict[str, bytes]:
     return {"dataset.json": json.dumps({"labels": labels}).encode()}
 
 
@@ -109,15 +115,15 @@ def test_stylegan_zip(tmp_path: Path) -> None:
     for number in range(3):
         save(tmp_path / "x" / "00000" / f"img{number}.png", shade=number)
     labels = [[f"00000/img{number}.png", label] for number, label in ((2, 1), (0, 1), (1, 0), (0, 1))]
-    with open_source(str(zipped(tmp_path / "x", tmp_path / "x.zip", manifest(labels)))) as source:
+    with open_source(str(zipped(tmp_path / "x", tmp_path / "x.zip", dataset_json(labels)))) as source:
         assert source.classes == ["0", "1"]
         assert source.labels().tolist() == [1, 0, 1]  # in order of name
         assert source.item(1).content == (tmp_path / "x" / "00000" / "img1.png").read_bytes()
         assert source.ignored == []
-    with open_source(str(zipped(tmp_path / "x", tmp_path / "y.zip", manifest(None)))) as source:
+    with open_source(str(zipped(tmp_path / "x", tmp_path / "y.zip", dataset_json(None)))) as source:
         assert source.classes == []
         assert len(source) == 3
-    (tmp_path / "x" / "dataset.json").write_bytes(manifest(labels)["dataset.json"])
+    (tmp_path / "x" / "dataset.json").write_bytes(dataset_json(labels)["dataset.json"])
     assert open_source(str(tmp_path / "x")).labels().tolist() == [1, 0, 1]  # unpacked
 
 
@@ -127,12 +133,15 @@ def test_stylegan_zip(tmp_path: Path) -> None:
         (b"not json", "is not"),
         (b"[]", "is not"),
         (b'{"labels": [3]}', "is not"),
-        (manifest([["img.png", 0], ["gone.png", 1]])["dataset.json"], "gone.png is in one of them only"),
-        (manifest([["other.png", 0]])["dataset.json"], "do not match"),
-        (manifest([["img.png", "cat"]])["dataset.json"], "label of img.png is 'cat'"),
-        (manifest([["img.png", -1]])["dataset.json"], "label of img.png is -1"),
-        (manifest([["img.png", 7]])["dataset.json"], "labels go up to 7"),
-        (manifest([["img.png", 0], ["img.png", 1]])["dataset.json"], "gives img.png the labels 0 and 1: remove one"),
+        (dataset_json([["img.png", 0], ["gone.png", 1]])["dataset.json"], "gone.png is in one of them only"),
+        (dataset_json([["other.png", 0]])["dataset.json"], "do not match"),
+        (dataset_json([["img.png", "cat"]])["dataset.json"], "label of img.png is 'cat'"),
+        (dataset_json([["img.png", -1]])["dataset.json"], "label of img.png is -1"),
+        (dataset_json([["img.png", 7]])["dataset.json"], "labels go up to 7"),
+        (
+            dataset_json([["img.png", 0], ["img.png", 1]])["dataset.json"],
+            "gives img.png the labels 0 and 1: remove one",
+        ),
     ],
 )
 def test_wrong_manifest(tmp_path: Path, content: bytes, message: str) -> None:
@@ -215,3 +224,149 @@ def test_zip_members_that_are_refused(tmp_path, monkeypatch, member, method, pat
         patched(path, *patch)
     with open_source(str(path)) as source, pytest.raises(ImageError, match=message):
         source.item(0)
+
+
+@pytest.mark.parametrize("subdir", [True, False])
+def test_rosinality(tmp_path: Path, subdir: bool) -> None:
+    path = rosinality(tmp_path / "faces", (8, 128, 1024, 16), subdir=subdir)
+    with open_source(str(path)) as source:
+        assert (source.name, source.classes, source.shape) == ("faces", [], None)
+        assert contents(source) == [b"1024 0", b"1024 1", b"1024 2"]
+        assert source.labels().tolist() == [0, 0, 0]
+        assert source.item_name(2).endswith(": record 1024-00002")
+    for size, side in ((128, 128), (64, 1024)):
+        with open_source(str(path), size=size) as source:
+            assert source.item(0).content == f"{side} 0".encode()
+    refused(path, "has no splits: leave --split out", split="test")
+
+
+def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
+    with open_source(str(rosinality(tmp_path / "x", (8,), 100_001))) as source:
+        assert source.item(100_000).content == b"8 100000"
+        assert source.item(99_999).content == b"8 99999"
+
+
+def test_rosinality_damage(tmp_path: Path) -> None:
+    path = rosinality(tmp_path / "x", subdir=False)
+    change(path, b"16-00001", None)
+    with open_source(str(path)) as source, pytest.raises(ImageError, match="is missing"):
+        source.item(1)
+    for length, message in ((b"many", "not a number"), (b"0", "not a number"), (b"99", "but `length` is 99")):
+        change(path, b"length", length)
+        refused(path, message)
+    change(path, b"length", None)
+    refused(path, "no record `length`")
+    os.truncate(path, path.stat().st_size - 4096)
+    refused(path, "x is truncated")
+    with lmdb.open(str(tmp_path / "foreign")) as environment, environment.begin(write=True) as txn:
+        txn.put(b"__len__", b"3")
+    refused(tmp_path / "foreign", r"data\.mdb is an LMDB file of another program")
+    (tmp_path / "y.lmdb").write_bytes(b"text" * 10)
+    refused(tmp_path / "y.lmdb", r"y\.lmdb is not an LMDB file")
+
+
+def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed: Path, tmp_path: Path) -> None:
+    with open_source(str(packed)) as source:
+        assert (source.classes, source.shape, source.channels) == (CLASSES, (8, 8), 3)
+        assert source.labels().tolist() == [index % 3 for index in range(20)]
+        images = contents(source)
+        summary = pack(source, tmp_path / "new.lmdb", size=4)
+    assert summary.meta.histogram == [7, 7, 6]
+    np.testing.assert_array_equal(np.stack(images).transpose(0, 3, 1, 2), sample_images(20))
+    assert LMDBReader(tmp_path / "new.lmdb").resolution == 4
+    pack_arrays(tmp_path / "x.lmdb", sample_images(3, side=16), smallest=4)
+    for size, side in ((None, 16), (4, 4), (8, 8), (16, 16), (6, 16)):
+        with open_source(str(tmp_path / "x.lmdb"), size=size) as source:
+            assert source.shape == (side, side) == contents(source)[0].shape[:2]
+            assert contents(source)[2].shape == (side, side, 3)
+
+
+def test_damaged_packed_image_is_named(tmp_path: Path) -> None:
+    images = sample_images(5)
+    pack_arrays(tmp_path / "x.lmdb", images)
+    flip(tmp_path / "x.lmdb", images[2].tobytes())
+    with open_source(str(tmp_path / "x.lmdb")) as source:
+        item_refused(source, 2, "is damaged")
+        assert source.item_name(2).endswith("x.lmdb: record 2")
+        np.testing.assert_array_equal(source.item(3).content, images[3].transpose(1, 2, 0))
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_manifest(tmp_path: Path, delimiter: str, encoding: str) -> None:
+    text = f'Label,PATH,note\r\nübel,deep/c.png,x\r\n\r\n"a ""b""",{tmp_path}/a.png,\r\nübel,b.png,y\r\n'
+    where = manifest(tmp_path, text.replace(",", delimiter), encoding)
+    with open_source(where) as source:
+        assert source.classes == ['a "b"', "übel"]
+        assert source.labels().tolist() == [1, 0, 1]
+        assert contents(source)[0] == (tmp_path / "deep" / "c.png").read_bytes()
+        assert source.item_name(1) == str(tmp_path / "a.png")
+        assert source.problems == []
+        (tmp_path / "b.png").unlink()
+        item_refused(source, 2, "cannot be read")
+
+
+def test_manifest_labels_and_split(tmp_path: Path) -> None:
+    assert open_source(manifest(tmp_path, "path\na.png\n")).classes == []
+    source = open_source(manifest(tmp_path, "path,label\na.png,2\nb.png,0\ndeep/c.png,1\n"))
+    assert (source.classes, source.labels().tolist()) == (["0", "1", "2"], [2, 0, 1])
+    source = open_source(manifest(tmp_path, "path,label\na.png,10\nb.png,9\ndeep/c.png,x\n"))
+    assert (source.classes, source.labels().tolist()) == (["10", "9", "x"], [0, 1, 2])
+    where = manifest(tmp_path, "path,label,split\na.png,dog,Train\nb.png,cat,val\ngone.png,emu,val\n")
+    for split, label, problems in (("train", 1, 0), ("test", 0, 1)):
+        source = open_source(where, split=split)
+        assert source.labels().tolist() == [label]
+        assert (source.classes, len(source.problems)) == (["cat", "dog", "emu"], problems)
+    refused(manifest(tmp_path, "path,split\na.png,train\n"), "no test split, only train", split="test")
+    refused(manifest(tmp_path, "path\na.png\n"), "no column split: leave --split out", split="test")
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("gone.png,x", r"gone\.png is no file .line 3 of list\.csv.$"),
+        ("deep,x", r"deep is no file .line 3"),
+        ("b.png,", r"list\.csv line 3 has an empty label$"),
+        (",x", r"list\.csv line 3 has an empty path$"),
+        ("b.png", r"list\.csv line 3 has 1 fields where the header has 2$"),
+        ("b.png,x,y", r"line 3 has 3 fields"),
+        ("./deep/../a.png,x", r"list\.csv line 3 repeats \./deep/\.\./a\.png of line 2$"),
+        ('"b\n.png",x\ngone.png,x', r"line 5 of list"),
+    ],
+)
+def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
+    source = open_source(manifest(tmp_path, f"path,label\na.png,x\n{rows}\n"))
+    assert len(source) == 1
+    assert re.search(problem, str(source.problems[-1]))
+    with pytest.raises(UserError, match="fix it, or pass --on-error skip"):
+        pack(source, tmp_path / "x.lmdb")
+    assert pack(source, tmp_path / "x.lmdb", on_error="skip").meta.count == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no column path, its columns are none"),
+        ("path,label\n", "has no rows below its header"),
+        ("paht,label\na.png,x\n", r"line 1: no column path .did you mean 'paht'"),
+        ("path,lable\na.png,x\n", r"line 1: no column label .did you mean 'lable'"),
+        ("path,path\na.png,x\n", "column path appears 2 times"),
+        ("path,label\na.png,-1\nb.png,0\n", "line 2: label -1"),
+        ("path,label\na.png,7\n", "line 2: label 7; labels are names, or whole numbers from 0 below the 1 images"),
+        ("path,label\na.png,x\na.png,y\n", "line 3: a.png has label y, in line 2 x"),
+        ("path,split\na.png,train\na.png,test\n", "line 3: a.png has split test, in line 2 train"),
+        ("path,split\na.png,trian\n", "line 2: split 'trian' .did you mean 'train'"),
+        ('path,label\n"a.png,x\n', "line 2 cannot be read"),
+        ("path,label\na.png,ü\n", "is not UTF-8"),
+    ],
+)
+def test_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
+    refused(manifest(tmp_path, text, "latin-1"), message)
+
+
+@pytest.mark.parametrize("column", ["path", "file", "filename", "image"])
+def test_the_usual_names_of_the_column_of_paths(tmp_path: Path, column: str) -> None:
+    """J30: `path` alone was known."""
+    with open_source(manifest(tmp_path, f"{column};label\ndeep/c.png;dog\nb.png;cat\n")) as source:
+        assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0])
+        assert contents(source)[0] == (tmp_path / "deep" / "c.png").read_bytes()

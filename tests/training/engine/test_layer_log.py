@@ -1,4 +1,6 @@
-"""Statistics of layers to TensorBoard while training: what is written and when, and that training is the same."""
+"""What a training logs: statistics of layers, windows of figures, and the row of a part."""
+
+import math
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from tensorboard.summary.writer import event_file_writer
 
 from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.config import LogConfig
+from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine import layer_log
-from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
+from tests.end_to_end.helpers import differing, log_of, rows, state_of, train_in_process, write_config
 from tests.utils.runlog.test_run_log import no_file_larger_than
 
 pytestmark = pytest.mark.usefixtures("slim")
@@ -102,3 +105,76 @@ def test_moments_of_all_ranks_are_those_of_all_values(monkeypatch):
     assert found["layer/activation_mean"] == pytest.approx(whole.mean(), rel=1e-12)
     assert found["layer/activation_std"] == pytest.approx(whole.std(), rel=1e-12)
     assert found["layer/activation_max_abs"] == np.abs(whole).max()
+
+
+VALUES = [0.1, 0.7, 1e-9, 3.3, 1e8, 0.2, 5.5]
+
+
+def filled(folds: list[int]) -> MetricWindow:
+    window = MetricWindow("loss")
+    for step, value in enumerate(VALUES):
+        metrics = {"loss": torch.tensor(value)} | ({"lazy": torch.tensor(2 * value)} if step % 3 == 0 else {})
+        window.add(metrics)
+        if step in folds:
+            window.fold()
+    return window
+
+
+def test_means_are_of_the_steps_that_had_the_metric():
+    means = filled([]).take()
+    expected = [float(torch.tensor(value)) for value in VALUES]
+    assert means["loss"] == pytest.approx(math.fsum(expected) / 7, rel=1e-12)
+    assert means["lazy"] == pytest.approx(2 * math.fsum(expected[::3]) / 3, rel=1e-6)
+
+
+def test_when_it_is_folded_does_not_matter_to_the_bit():
+    one, two = filled([]), filled([0, 3, 4])
+    assert one.take() == two.take()
+
+
+def test_every_value_of_the_watched_metric_is_kept():
+    window = filled([2])
+    window.fold()
+    assert window.values == [float(torch.tensor(value)) for value in VALUES]
+    assert window.total("lo") == 0
+    window.take()
+    assert window.values == []
+
+
+def test_its_state_goes_on():
+    one, two = filled([3]), MetricWindow("loss")
+    one.fold()
+    two.load_state_dict(one.state_dict())
+    one.add({"loss": torch.tensor(4.0)})
+    two.add({"loss": torch.tensor(4.0)})
+    assert one.take() == two.take()
+
+
+QUIET = ["--device", "cpu", "--precision", "fp32", "--evaluation.every", "0", "--log.samples_every", "0"]
+
+
+def test_max_steps_between_two_ticks_leaves_a_row_that_a_resume_takes_away(tmp_path, packed):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed, tensorboard=True)  # log.every 3
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert train_in_process(config, straight, *QUIET) == 0
+    assert train_in_process(config, stopped, *QUIET, "--max-steps", "2") == 0
+    (row,) = log_of(stopped)
+    assert (row["step"], row["partial"], row["images"]) == (2, True, 40)
+    assert row["loss/classifier"] > 0
+    assert row["images_per_second"] > 0
+    assert row["memory_mib"] > 0
+    before = (stopped / "metrics.jsonl").read_bytes()
+    assert train_in_process(config, stopped, *QUIET, "--max-steps", "2") == 0  # there is nothing left to do
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+    assert train_in_process(config, stopped, *QUIET, "--max-steps", "4") == 0
+    assert [(row["step"], row.get("partial", False)) for row in log_of(stopped)] == [(3, False), (4, True)]
+    assert train_in_process(config, stopped, *QUIET) == 0
+    assert rows(stopped) == rows(straight)
+    assert differing(state_of(straight, 8), state_of(stopped, 8)) == []
+
+
+def test_at_a_tick_there_is_one_row(tmp_path, packed):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    run = tmp_path / "run"
+    assert train_in_process(config, run, *QUIET, "--max-steps", "3") == 0
+    assert [(row["step"], "partial" in row) for row in log_of(run)] == [(3, False)]

@@ -1,11 +1,23 @@
+"""What a GAN's step is given, the head that names classes, and a config that travels."""
+
+import copy
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from duetgan.data.records import pack_arrays
+from duetgan.models.registry import ARCHITECTURES
+from duetgan.models.restore import discriminator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.training.gan.config import config_of
 from duetgan.training.gan.context import GanDraws
+from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.distributed.worker import GAN
+from tests.training.gan.test_steps import CLASSES, Run, same, state
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"z_dim": 5, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
@@ -31,7 +43,7 @@ class Draws(GanDraws):
         return self.noise(step, phase, self.batch_size, self.model.noise_shapes())
 
 
-def same(one, other):
+def same_draws(one, other):
     names = ("z", "z_mixed", "crossover", "labels")
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
@@ -49,7 +61,7 @@ def test_a_draw_depends_on_its_key_alone(model):
     used.drawn(2, "generator", 0.9)
     used.maps(3, "generator")
     torch.manual_seed(5)
-    assert same(used.drawn(3, "generator", 0.9), once)
+    assert same_draws(used.drawn(3, "generator", 0.9), once)
     state = torch.random.get_rng_state()
     used.drawn(4, "generator", 0.9)
     assert torch.random.get_rng_state().equal(state)
@@ -109,3 +121,60 @@ def test_path_noise_is_of_the_step_alone():
     assert torch.equal(noise, GanDraws(0, CPU, [1, 2]).path_noise(8, 50, (3, 8, 8)))
     assert not torch.equal(noise, numbers.path_noise(12, 50, (3, 8, 8)))
     assert not torch.equal(noise, GanDraws(1, CPU, []).path_noise(8, 50, (3, 8, 8)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """data.lmdb: 48 grey images of 16 px, whose class is their brightness."""
+    path = tmp_path_factory.mktemp("auxiliary")
+    labels = np.arange(48) % 3
+    noise = np.random.default_rng(0).integers(0, 60, (48, 1, 16, 16))
+    pack_arrays(path / "data.lmdb", (noise + 90 * labels[:, None, None, None]).astype(np.uint8), labels, CLASSES)
+    return path
+
+
+def test_the_head_learns_what_the_images_show(folder):
+    """Real images' classes from them alone: after 40 steps nearly all are named right, and it is told."""
+    fast = {"name": "adam", "lr": 0.01, "betas": [0.0, 0.99]}
+    tree = GAN | {"discriminator_optimizer": fast, "augment": {}}
+    run = Run(folder, tree, loss={"auxiliary_weight": 1.0, "r1_gamma": 0.0})
+    rows = [run.step() for _ in range(40)]
+    assert sum(row["accuracy/auxiliary"] for row in rows[-5:]) / 5 > 0.9
+    assert rows[-1]["loss/auxiliary_real"] < 0.5 * rows[0]["loss/auxiliary_real"]
+
+
+def test_the_networks_begin_as_without_the_head(folder):
+    """A comparison with and without it is paired: nothing but the head is drawn anew."""
+    run, without = Run(folder, GAN, loss={"auxiliary_weight": 1.0}), Run(folder, GAN)
+    assert same(state(run.task.generator), state(without.task.generator))
+    with_head = state(run.task.discriminator)
+    head = {name: with_head.pop(name) for name in ("auxiliary.weight", "auxiliary.bias")}
+    assert same(with_head, state(without.task.discriminator))
+    assert head["auxiliary.weight"].shape == (3, 8)
+
+
+def test_a_checkpoints_discriminator_has_its_head(folder):
+    run = Run(folder, GAN, loss={"auxiliary_weight": 1.0})
+    config = {"discriminator": GAN["discriminator"]}
+    content: dict[str, Any] = {"task": "gan", "config": config, "shape": run.task.shape}
+    content["state"] = {"discriminator": state(run.task.discriminator)}
+    assert same(state(discriminator_from(content)), content["state"]["discriminator"])
+
+
+def test_images_without_classes_are_refused(tmp_path):
+    pack_arrays(tmp_path / "data.lmdb", np.zeros((16, 1, 16, 16), np.uint8))
+    with pytest.raises(UserError, match=r"loss\.auxiliary_weight needs images of two classes"):
+        Run(tmp_path, GAN, loss={"auxiliary_weight": 1.0, "mismatch_weight": 0.0})
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_travels_to_another_process_and_copies_are_its_own(architecture):
+    config = config_of(architecture)()
+    config.generator_optimizer.lr = 0.125
+    sent = pickle.dumps(config)
+    config_of.cache_clear()  # as in a process that has not made this architecture's class
+    for other in (pickle.loads(sent), copy.deepcopy(config)):
+        assert (other.architecture, other.generator_optimizer.lr) == (architecture, 0.125)
+        assert type(other.generator) is type(config.generator)
+        other.generator_optimizer.lr = 0.25
+    assert config.generator_optimizer.lr == 0.125
