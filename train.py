@@ -44,7 +44,8 @@ def parser() -> Parser:
     add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
     add("--list", action="store_true", help="print the recipes of configs/ with a line each")
     add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
-    add("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
+    plan = "do everything up to the first step and print the plan; gpu: with memory and speed on some GPUs, on paper"
+    add("--dry-run", nargs="?", const="here", default="", choices=("here", "gpu"), help=plan)
     add("--layers", action="store_true", help="with --dry-run: every layer too")
     return parse
 

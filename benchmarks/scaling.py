@@ -6,11 +6,10 @@ torch's formulas), its messages are counted from the networks' parameters, and t
 model (`seconds`). docs/scaling.md holds the tables that `--markdown` prints.
 """
 
-import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,10 +18,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from duetgan.data.augment.mixing import MixingAugment
 from duetgan.data.augment.transforms import Augment
@@ -31,8 +27,8 @@ from duetgan.models.registry import architecture_of
 from duetgan.training.base.config import RunConfig
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.on_paper import Ledger, fakes
 from duetgan.training.engine.tasks import TASKS, build_run_config
-from duetgan.training.gan.ada import Ada
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.task import GanTask
 from duetgan.training.optim.optimizers import Muon
@@ -129,7 +125,7 @@ def work(name: str) -> Work:
     """Count a recipe's step."""
     config, images = recipe(name), PRESETS[name]
     smallest = config.discriminator.group if isinstance(config, GanConfig) else 1
-    with fakes():
+    with fakes(), mock.patch.object(Muon, "step"):  # its products do not grow with the batch; under 1 % of a step
         task = build_task(config, images, smallest)
         feed = batches(images, smallest)
         flop = sum(share * step_flop(task, feed, step) for step, share in kinds_of_steps(config).items())
@@ -204,56 +200,11 @@ class Reader:
         return self.meta.count
 
 
-@contextlib.contextmanager
-def fakes() -> Iterator[None]:
-    """Tensors have shapes and no numbers; modules can be copied and need not be moved, images are not augmented."""
-    with (
-        mock.patch.object(torch.nn.Module, "to", lambda network, *_args, **_options: network),
-        mock.patch.object(FakeTensor, "__deepcopy__", fake_copy),
-        mock.patch.object(Muon, "step"),  # its products do not grow with the batch; under 1 % of a step
-        mock.patch("duetgan.training.classifier.task.fit_first_filters"),  # there are no images
-        mock.patch.object(Ada, "apply", lambda _ada, images, _draws, _rows: images),  # it looks at numbers
-        FakeTensorMode(allow_non_fake_inputs=True),  # constants that are kept between calls
-    ):
-        yield
-
-
-def fake_copy(tensor: FakeTensor, _memo: dict[int, Any]) -> torch.Tensor:
-    """Of the same mode, which deepcopy would copy as well."""
-    copy = tensor.detach().clone()
-    return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
-
-
 def step_flop(task: Any, feed: Iterator[Batch], step: int) -> float:
     """Multiplications and additions of update number `step`, counting those of convolutions and matrix products."""
-    with Counter() as counter:
+    with Ledger() as ledger:
         task.step(feed, step)
-    return counter.flop
-
-
-class Counter(TorchDispatchMode):
-    """Multiplications and additions of convolutions and matrix products while it is entered. (torch's FlopCounterMode
-    cannot: its module tracker refuses `autograd.grad` with respect to a leaf.)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flop = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if func is torch.ops.aten.convolution_backward.default and args[9] > 1:
-            # torch's formula forgets the groups in the weight's gradient
-            grad, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-            strided = x if transposed else grad
-            pixels = strided.shape[0] * strided.shape[2] * strided.shape[3]
-            self.flop += 2.0 * pixels * weight.numel() * (wanted[0] + wanted[1])
-        elif formula is not None:
-            self.flop += formula(*args, **(kwargs or {}), out_val=result)
-        return result
+    return sum(operation.flop for operation in ledger.operations)
 
 
 def batches(images: Images, batch: int) -> Iterator[Batch]:

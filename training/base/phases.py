@@ -31,6 +31,11 @@ class PhaseClock:
         self._wait, self._now = wait, now
         self._since = now()
 
+    @property
+    def current(self) -> str:
+        """The phase that is open."""
+        return self._open[-1]
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """See `phase`."""

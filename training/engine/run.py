@@ -40,7 +40,7 @@ def train(
     max_steps: int | None = None,
     profile_steps: int | None = None,
     sweep: dict[str, Any] | None = None,
-    dry_run: bool = False,
+    dry_run: str = "",
     layers: bool = False,
 ) -> int:
     """Train, or resume, or (profile_steps) measure that many steps, or (sweep: options of `lr_find.Sweep`) search the
@@ -58,7 +58,7 @@ def train(
     try:
         loop = prepare(config, folder, torch_device)
         if dry_run:
-            collectives.from_main_process(lambda: _print_plan(loop, layers))
+            collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run == "gpu"))
             return 0
         if rates is not None:
             return _find_rate(loop, rates)
@@ -141,10 +141,15 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     return loop
 
 
-def _print_plan(loop: Loop, layers: bool) -> None:
-    micro = loop.config.micro(collectives.world_size())
+def _print_plan(loop: Loop, layers: bool, gpu: bool) -> None:
+    world_size = collectives.world_size()
+    micro = loop.config.micro(world_size)
     for name in loop.task.networks():
         print(preflight.model_summary(loop.task, name, micro, layers=layers))
+    if gpu:
+        from duetgan.training.engine.on_paper import told  # fake tensors take a while to import
+
+        print(told(loop.config, loop.loader.reader, world_size))
     if not layers:
         print("--layers prints every layer")
     print("dry run: everything up to the first step is in order; nothing was written")

@@ -1,0 +1,167 @@
+"""What is counted on paper is what happens, and the times are the formula's; the published figures of NVIDIA's code are
+in tests/benchmarks/test_predictions.py."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
+
+from benchmarks.scaling import Images, Reader, recipe
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.training.engine import on_paper
+from duetgan.training.engine.on_paper import GIB, USABLE, Count, Gpu, Ledger, Operation, count, largest
+from duetgan.training.engine.speed import Trial
+from tests.end_to_end.helpers import train_in_process, write_config
+
+CPU = torch.device("cpu")
+GREY = Images(16, 10, 1, 200)
+
+
+def reader(images: Images = GREY) -> Any:
+    return Reader(images)
+
+
+def small(name: str, **more: Any) -> Any:
+    return recipe(name).changed(precision="fp32", **more)
+
+
+def gflop(counted: Count) -> float:
+    return counted.mean(lambda operation: operation.flop) / 1e9
+
+
+# --- against what others say and against hand counts
+
+
+def test_resnet_50_has_its_published_size_and_arithmetic() -> None:
+    """25.56M parameters and 4.09 GMAC at 224 px: torchvision's table of weights; 3 times that with the backward pass,
+    but for the images' own gradient.
+    """
+    with FakeTensorMode():
+        network = Classifier(ModelConfig(name="resnet50"), channels=3, classes=1000, resolution=224)
+        with Ledger() as ledger:
+            logits = network(torch.zeros(2, 3, 224, 224))
+            forward = sum(operation.flop for operation in ledger.operations)
+            logits.sum().backward()
+    assert sum(p.numel() for p in network.parameters()) == 25_557_032
+    assert forward / 2 / 2e9 == pytest.approx(4.09, rel=0.002)
+    first = 2 * 2 * 112**2 * 64 * 3 * 49  # of conv1, whose input needs none
+    assert sum(operation.flop for operation in ledger.operations) == pytest.approx(3 * forward - first, rel=1e-6)
+
+
+def test_a_small_networks_bytes_and_arithmetic_are_those_of_a_hand_count() -> None:
+    """conv 3 -> 8, ReLU, conv 8 -> 4 (4 groups), at 6 x 6, batch 5."""
+    first, second = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 4, 1, groups=4, bias=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+        hidden = F.relu(first(torch.zeros(5, 3, 6, 6)))
+        out = second(hidden)
+        kept = ledger.live
+        out.sum().backward()
+    pixels = 5 * 6 * 6
+    images, maps, outputs = (4 * pixels * channels for channels in (3, 8, 4))
+    # ReLU's own output alone is kept besides the images: what it was made of is gone
+    assert kept == images + maps + outputs
+    convolutions = [o for o in ledger.operations if o.flop]
+    multiplies = [pixels * 8 * 3 * 9, pixels * 4 * 2]
+    assert [o.flop for o in convolutions] == [2 * m for m in (*multiplies, 2 * multiplies[1], multiplies[0])]
+    assert {o.kind for o in convolutions} == {"convolution"}
+    assert convolutions[0].bytes == images + maps + 4 * 8 * 3 * 9
+    relu = next(o for o in ledger.operations if o.bytes == 2 * maps and not o.flop)
+    assert relu.kind == "single"
+
+
+def test_the_time_is_the_slower_of_arithmetic_and_memory_and_an_overhead() -> None:
+    gpu = Gpu("one", half=4e3, convolution=2e3, single=1e3, bandwidth=100.0)
+    bound = [Operation("", "half", 4e3, 10), Operation("", "single", 4e3, 10), Operation("", "half", 4e3, 500)]
+    task: Any = None
+    counted = Count(1, task, 0, 0, "", [(0.75, bound[:1]), (0.25, bound)])
+    assert counted.seconds(gpu, efficiency=1, overhead=0) == 0.75 * 1 + 0.25 * (1 + 4 + 5)
+    assert counted.seconds(gpu, efficiency=0.5, overhead=2) == 2 * 3.25 + 2 * (0.75 + 0.25 * 3)
+
+
+# --- against what a real step does
+
+
+def allocated(config: Any, samples: int, images: Images) -> int:
+    """The most bytes that torch's allocator has handed out at once while the same steps were done."""
+    with profile(profile_memory=True) as profiler:
+        trial = Trial(config, samples, reader(images), CPU)
+        for step in (next(iter(trial.shares)), *trial.shares):
+            trial.seconds("fp32", step)
+    seen, found = profiler.profiler.kineto_results.experimental_event_tree(), []
+    while seen:
+        event = seen.pop()
+        seen += event.children
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size))
+    _, total, size = min(found)  # what earlier profiles have left is in the totals
+    return max(found, key=lambda allocation: allocation[1])[1] - (total - size)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"), [("cifar10_gan", 32), ("fashion_mnist_classifier_gpu", 32), ("r3gan_small", 16)]
+)
+def test_the_peak_is_that_of_a_real_step(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("duetgan.training.classifier.task.fit_first_filters", lambda *_: None)  # there are no images
+    config, images = small(name, augment=type(vars(recipe(name))["augment"])()), Images(16, 10, 3, 200)
+    counted = count(config, reader(images), samples)
+    assert counted.peak == pytest.approx(allocated(config, samples, images), rel=0.1)
+
+
+def test_what_stays_is_weights_average_moments_and_gradients() -> None:
+    config = small("quickstart_gan")
+    counted = count(config, reader(), 8)
+    generator, discriminator = (sum(p.nbytes for p in n.parameters()) for n, _ in counted.task.networks().values())
+    assert counted.held == pytest.approx(5 * generator + 4 * discriminator, rel=0.01)
+    assert counted.held < counted.peak
+
+
+def test_what_saves_memory_does() -> None:
+    config = small("fashion_mnist_classifier_gpu")
+    images = reader(Images(32, 10))
+    whole, micro = count(config, images, 64), count(config.changed(micro_batch=16), images, 64)
+    assert micro.peak < 0.6 * whole.peak
+    assert gflop(micro) == pytest.approx(gflop(whole), rel=0.001)
+    again = count(config.changed(model=config.model.changed(activation_checkpointing=True)), images, 64)
+    assert again.peak < 0.8 * whole.peak
+    assert 1.2 < gflop(again) / gflop(whole) < 1.34  # a forward pass more than three
+    assert count(config.changed(precision="auto"), images, 64).peak < 0.75 * whole.peak  # bf16
+
+
+def test_lazy_penalties_count_by_their_share_and_in_their_phase() -> None:
+    config = small("quickstart_gan")
+    counted = count(config, reader(), 8)
+    assert sorted(share for share, _ in counted.kinds) == [1 / 16, 15 / 16]
+    phases = [{operation.phase for operation in operations} for _, operations in counted.kinds]
+    assert ["discriminator/penalty" in each for each in phases] == [False, True]
+    assert counted.phase in phases[1]
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
+    config = small("fashion_mnist_classifier_gpu")
+    counts = count(config, reader(), 64), count(config, reader(), 128)
+    gib = 0.5
+    most = largest(*counts, gib, 4)
+    assert most % 4 == 0
+    assert most > 100
+    room = USABLE * gib * GIB
+    assert count(config, reader(), most).peak <= room * 1.005
+    assert count(config, reader(), most + 8).peak > room
+    assert largest(*counts, 1e-6) == 0
+
+
+# --- the dry run
+
+
+def test_a_dry_run_tells_of_gpus_where_it_is_asked(tmp_path, packed, capsys) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    assert (
+        train_in_process(config, tmp_path / "run", "--dry-run", "gpu", "--batch-size", "16", "--micro-batch", "8") == 0
+    )
+    out = capsys.readouterr().out
+    assert "on paper, 16 samples a GPU" in out
+    assert all(gpu.name in out for gpu in on_paper.GPUS)
+    assert not (tmp_path / "run").exists()
