@@ -18,11 +18,12 @@ def rows_of(text: str) -> list[str]:
 
 def check_docs(names: list[str]) -> None:
     printed = rows_of(predictions.tables(names)[0])
-    assert len(printed) > 8
+    assert len(printed) > 6
     assert [row for row in printed if row not in DOCS] == []
 
 
-def test_docs_hold_what_is_printed() -> None:
+def test_docs_hold_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictions, "variants", lambda config: {"as it is": config})  # the others: the slow test
     check_docs(["cifar10_classifier_gpu"])
 
 

@@ -217,6 +217,7 @@ class RunConfig(Config):
         """The config of a task that makes a few steps of so many samples, beyond the run's, to be measured."""
         return self.changed(
             batch_size=samples,
+            micro_batch=self.micro_limit,
             steps=self.steps + 1000,  # so that a step beyond the run's is one of this
             init_from=None,
             evaluation=EvaluationConfig(),

@@ -237,7 +237,7 @@ def test_every_recipe_can_be_tried(recipe):
     config = recipe_config(recipe)
     assert config.micro(1) % config.smallest_batch == 0
     trial = config.for_trial(config.smallest_batch)
-    assert (trial.batch_size, trial.micro_batch, trial.init_from) == (config.smallest_batch, None, None)
+    assert (trial.batch_size, trial.micro(1), trial.init_from) == (*[config.smallest_batch] * 2, None)
     line = next((line for line in recipe.read_text().splitlines() if line.startswith("precision:")), "precision: auto")
     assert config.precision == "auto" or "#" in line
 
