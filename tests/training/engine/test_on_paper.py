@@ -73,6 +73,12 @@ def test_a_small_networks_bytes_and_arithmetic_are_those_of_a_hand_count() -> No
     assert relu.kind == "single"
 
 
+def test_views_and_bare_allocations_are_no_work() -> None:
+    with FakeTensorMode(), Ledger() as ledger:
+        torch.empty(4, 4).t().expand(3, 4, 4).add_(1)
+    assert [operation.bytes for operation in ledger.operations] == [2 * 4 * 16]  # of what is expanded its storage
+
+
 def test_the_time_is_the_slower_of_arithmetic_and_memory_and_an_overhead() -> None:
     gpu = Gpu("one", half=4e3, convolution=2e3, single=1e3, bandwidth=100.0)
     bound = [Operation("", "half", 4e3, 10), Operation("", "single", 4e3, 10), Operation("", "half", 4e3, 500)]
