@@ -111,13 +111,10 @@ def test_links_and_images_lead_somewhere(page):
         assert not anchor or anchor in slugs(file), f"line {line}: no heading for {target}"
 
 
-def test_paths_in_code_exist(current):
+def test_paths_and_names_in_code_exist(current):
+    """`path.py: name`, and tests as the pitfalls name theirs, `tests/folder/test_file.py::test_name`."""
     paths = [path for text in code(current) for path in PATH.findall(text) if path.partition("/")[0] in FOLDERS]
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_names_in_files_exist(current):
-    """`path.py: name`, and tests as the pitfalls name theirs, `tests/folder/test_file.py::test_name`."""
     named = [re.fullmatch(r"([\w/]+\.py)(: |::)(\w+)", text) for text in code(current)]
     found = [(each[0], (ROOT / each[1]).read_text(), "def " * (each[2] == "::") + each[3]) for each in named if each]
     assert [text for text, source, name in found if name not in source] == []
@@ -160,10 +157,15 @@ BAD = (  # phrases that are no idiomatic English, and what was meant
 )  # fmt: skip
 
 
-def test_no_unidiomatic_phrase_is_left(current):
+def test_commands_take_their_options_and_no_unidiomatic_phrase_is_left(current):
     """U24, A4: of the phrases that were found."""
     text = " ".join(current.read_text().split())
     assert [phrase for phrase in BAD if phrase in text] == []
+    for module, rest in commands(code(current)):
+        keys = {f"--{key}" for key in OVERRIDDEN[module]} | {"--section.key"} if module in OVERRIDDEN else set()
+        known = option_names(parser_of(module)) | keys
+        unknown = [name for name in OPTION.findall(rest) if normalise([name])[0] not in known]
+        assert unknown == [], f"{module}: {rest}"
 
 
 class Reached(Exception):
@@ -212,14 +214,6 @@ def option_names(parser: argparse.ArgumentParser) -> set[str]:
         if isinstance(action, argparse._SubParsersAction):
             names = names.union(*(option_names(command) for command in action.choices.values()))
     return names
-
-
-def test_commands_take_their_options(current):
-    for module, rest in commands(code(current)):
-        keys = {f"--{key}" for key in OVERRIDDEN[module]} | {"--section.key"} if module in OVERRIDDEN else set()
-        known = option_names(parser_of(module)) | keys
-        unknown = [name for name in OPTION.findall(rest) if normalise([name])[0] not in known]
-        assert unknown == [], f"{module}: {rest}"
 
 
 def test_commands_can_be_typed(current):

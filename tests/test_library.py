@@ -16,6 +16,7 @@ from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.end_to_end.recipes import image_folders
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, classifier_run
@@ -117,8 +118,7 @@ def test_a_batch_is_halved_where_memory_runs_out(classifier, photo, monkeypatch)
     ],
 )
 def test_what_is_no_image_is_one_line(classifier, image, message):
-    with pytest.raises(duetgan.UserError, match=message):
-        classifier.predict([image])
+    assert_raises(duetgan.UserError, message, classifier.predict, [image])
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,7 @@ def test_what_is_no_image_is_one_line(classifier, image, message):
     ],
 )
 def test_a_classifier_says_what_it_takes(classifier, images, message):
-    with pytest.raises(duetgan.UserError, match=message):
-        classifier(images)
+    assert_raises(duetgan.UserError, message, classifier, images)
 
 
 def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
@@ -155,8 +154,7 @@ def test_samples_are_the_generators_and_say_their_seeds(generator, runs):
     assert not generator.sample(1, seed=4, psi=0.7, classes="light").images[0].equal(samples.images[0])
     picture = generator.grid(6, columns=3)
     assert picture.size == (24, 16)
-    with pytest.raises(duetgan.UserError, match="classes: no class 'ligth'"):
-        generator.sample(classes="ligth")
+    assert_raises(duetgan.UserError, "classes: no class 'ligth'", generator.sample, classes="ligth")
 
 
 def test_a_projection_is_nearer_than_its_start(generator, photo):
@@ -176,16 +174,12 @@ def test_a_projection_is_nearer_than_its_start(generator, photo):
     ],
 )
 def test_a_generator_says_what_it_takes(generator, z, labels, message):
-    with pytest.raises(duetgan.UserError, match=message):
-        generator(z, None if labels is None else torch.tensor(labels))
+    assert_raises(duetgan.UserError, message, generator, z, None if labels is None else torch.tensor(labels))
 
 
-def test_a_generator_is_its_network(generator, runs):
+def test_the_model_that_is_loaded_is_of_its_kind_and_its_network(generator, runs):
     network, z = generator_from(load(resolve(runs["gan"]))), torch.linspace(-1, 1, 16).view(2, 8)
     assert generator(z, torch.tensor([0, 2])).equal(network(z, torch.tensor([0, 2])))
-
-
-def test_the_model_that_is_loaded_is_of_its_kind(runs):
     assert isinstance(duetgan.load(runs["classifier"]), duetgan.Classifier)
     assert isinstance(duetgan.load(runs["gan"]), duetgan.Generator)
     with pytest.raises(duetgan.UserError, match="is of task 'gan', but a 'classifier' checkpoint is needed"):

@@ -41,8 +41,12 @@ def networks(config, size, classes=0):
         return entry.generator(config.generator, **shape), entry.discriminator(config.discriminator, **shape)
 
 
-def test_there_is_a_preset_for_every_size():
+def test_there_is_a_preset_for_every_size_and_it_can_be_overridden():
     assert sorted(int(path.stem.split("_")[1]) for path in CONFIGS.glob("stylegan2_*.yaml")) == SIZES
+    config = preset(1024, "--generator.activation_checkpointing", "true", "--loss.path_length_weight", "0")
+    assert config.generator.activation_checkpointing
+    assert not config.discriminator.activation_checkpointing
+    assert config.loss.path_length_weight == 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -85,10 +89,3 @@ def test_numbers_of_every_preset(size):
 def test_a_recipe_named_by_a_size_asks_for_it(name):
     """J24: gan_128 took images of 64 px without a word."""
     assert read_yaml(CONFIGS / f"{name}.yaml")["data"]["resolution"] == int(name.partition("_")[2])
-
-
-def test_presets_can_be_overridden():
-    config = preset(1024, "--generator.activation_checkpointing", "true", "--loss.path_length_weight", "0")
-    assert config.generator.activation_checkpointing
-    assert not config.discriminator.activation_checkpointing
-    assert config.loss.path_length_weight == 0

@@ -72,14 +72,11 @@ def test_lock_pins_exact_versions_and_names_no_place(lock):
         assert all(wanted.specifier.contains(Version(version)) for version in found), wanted
 
 
-def test_dev_lock_contains_the_runtime_lock():
+def test_dev_lock_contains_the_runtime_lock_with_accelerators_for_linux_only():
     """For the same platforms, or for all."""
     dev = {str(pin) for pin in pins("requirements-dev.lock")}
     missing = [pin for pin in pins("requirements.lock") if not {str(pin), f"{pin.name}{pin.specifier}"} & dev]
     assert missing == []
-
-
-def test_accelerator_packages_are_pinned_for_linux_only():
     for pin in pins("requirements.lock"):
         if pin.name.startswith(("nvidia-", "cuda-", "triton")):
             assert pin.marker is not None, pin
@@ -147,8 +144,11 @@ def test_no_registry_and_no_path_of_this_machine_in_any_file():
     assert found == []
 
 
-def test_no_file_is_too_large_for_git():
+def test_no_file_is_too_large_for_git_or_dockers_context():
     assert [path for path in project_files() if path.stat().st_size > 6 * 2**20] == []
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in (".git", ".venv*", "runs", "**/*.lmdb", "**/*.pt", "**/*.pth", "**/*.safetensors"):
+        assert name in lines
 
 
 def dry_run(folder: Path, target: str) -> str:
@@ -244,12 +244,6 @@ def test_compose_serves_this_machine_only_and_runs_commands_of_the_image():
     assert services["train-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
-def test_docker_context_leaves_out_weights_runs_and_history():
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    for name in (".git", ".venv*", "runs", "**/*.lmdb", "**/*.pt", "**/*.pth", "**/*.safetensors"):
-        assert name in lines
-
-
 @pytest.fixture
 def image(tmp_path):
     """A folder like the image's, with scripts that print how they were called."""
@@ -332,7 +326,9 @@ def product_files() -> list[Path]:
     return [p for p in project_files() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] not in outside]
 
 
-def test_no_file_is_longer_than_400_lines_and_no_function_than_60():
+def test_no_file_is_longer_than_400_lines_no_function_than_60_no_folder_fuller_than_14():
+    folders = {path for path in (ROOT / "training").rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    assert {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 14} == set()
     long = []
     for path in product_files():
         source, name = path.read_text(), path.relative_to(ROOT)
@@ -342,11 +338,6 @@ def test_no_file_is_longer_than_400_lines_and_no_function_than_60():
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 long += [f"{name}, {node.name}: {length} lines"] if length > 60 else []
     assert long == []
-
-
-def test_no_folder_of_training_has_more_than_14_files():
-    folders = {path for path in (ROOT / "training").rglob("*") if path.is_dir() and path.name != "__pycache__"}
-    assert {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 14} == set()
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))])

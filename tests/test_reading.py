@@ -22,14 +22,16 @@ def imported(path: str) -> set[str]:
     return {module.removeprefix("duetgan.") for module in modules}
 
 
-def test_the_walk_is_of_at_most_16_files_and_3000_lines() -> None:
+def test_the_walk_is_of_at_most_16_files_and_3000_lines_and_all_files_exist() -> None:
     assert [number for number, *_ in STOPS] == list(range(1, len(STOPS) + 1))
     assert 12 <= len(STOPS) <= 16
     assert len(set(FILES)) == len(FILES)
     assert sum(len((REPOSITORY / path).read_text().splitlines()) for path in FILES) <= 3000
+    for path in re.findall(r"`([\w/]+\.py)`", PAGE):
+        assert (REPOSITORY / path).is_file(), path
 
 
-def test_no_file_imports_one_that_comes_later() -> None:
+def test_no_file_imports_one_that_comes_later_and_names_are_in_their_files() -> None:
     modules = [path.removesuffix(".py").replace("/", ".") for path in FILES]
     back = [
         (path, later) for place, path in enumerate(FILES) for later in modules[place + 1 :] if later in imported(path)
@@ -37,17 +39,9 @@ def test_no_file_imports_one_that_comes_later() -> None:
     assert back == []
     # the check sees imports: each of these files stands on files before it
     assert "data.reading.sampler" in imported("data/reading/loader.py")
-
-
-def test_the_names_of_a_stop_are_in_its_file() -> None:
     for _, path, text in STOPS:
         source = (REPOSITORY / path).read_text()
         names = [name for name in re.findall(r"`([^`]+)`", text) if not name.endswith(".py")]
         assert names, path
         missing = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", source)]
         assert missing == [], f"{path}: {missing}"
-
-
-def test_every_other_file_that_the_page_names_exists() -> None:
-    for path in re.findall(r"`([\w/]+\.py)`", PAGE):
-        assert (REPOSITORY / path).is_file(), path

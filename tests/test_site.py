@@ -76,14 +76,11 @@ def index_of(site: Path) -> str:
     return (site / "search" / "search_index.js").read_text().removeprefix("var __index = ")
 
 
-def test_nothing_is_fetched(site):
+def test_nothing_is_fetched_and_images_are_small(site):
     for page in site.rglob("*.html"):
         loaded = [place for place in Article(page.read_text()).loads if re.match(r"(https?:)?//", place)]
         assert loaded == [], page
     for sheet in [*site.rglob("*.css")]:
         assert "@import" not in sheet.read_text()
         assert not re.findall(r"url\(\"?https?:", sheet.read_text()), sheet
-
-
-def test_images_are_small():
     assert [path.name for path in (DOCS / "images").iterdir() if path.stat().st_size > 300_000] == []

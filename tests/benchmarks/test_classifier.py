@@ -21,6 +21,7 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 
 RECIPE = "configs/bench_classifier.yaml"
 # timm leaves the files that it reads to the garbage collector
@@ -50,7 +51,6 @@ def test_both_read_the_same_images_and_labels(files):
     assert [int(path.parent.name) for path in found] == labels.tolist()
     for path, image in zip(found, stored, strict=True):
         read = cv2.imread(str(path))
-        assert read is not None
         assert np.array_equal(read[:, :, ::-1], image.transpose(1, 2, 0))
     assert len({image.tobytes() for image in stored}) == 40
     assert stored[:, 0].std() > 30
@@ -180,18 +180,14 @@ def test_a_contender_in_a_process_of_its_own_answers_and_ends():
     remote.close()
     assert remote._process.exitcode == 0
     remote = benchmark.Remote(sleeper, threads=1)
-    with pytest.raises(RuntimeError, match="a contender's process died"):
-        remote.measure(6)
+    assert_raises(RuntimeError, "a contender's process died", remote.measure, 6)
     remote.close()
 
 
 def test_bad_input_is_refused(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="not a recipe of task classifier"):
         benchmark.main(["--config", "configs/bench_gan_step.yaml"])
-    with pytest.raises(UserError, match="fewer than a batch of 64"):
-        benchmark.main(["--images", "10"])
-    with pytest.raises(UserError, match="no such folder; make it first"):
-        benchmark.main(["--work", str(tmp_path / "none")])
+    assert_raises(UserError, "fewer than a batch of 64", benchmark.main, ["--images", "10"])
+    assert_raises(UserError, "no such folder; make it first", benchmark.main, ["--work", str(tmp_path / "none")])
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"measures against timm .*`pip install timm`"):
-        benchmark.main([])
+    assert_raises(UserError, r"measures against timm .*`pip install timm`", benchmark.main, [])

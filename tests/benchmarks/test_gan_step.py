@@ -85,7 +85,7 @@ def test_the_second_derivative_counts_as_a_convolution_and_a_gradient_of_its_wei
         assert call.x.stride == torch.empty(call.x.shape, device="meta").to(memory_format=layout).stride()
 
 
-def test_filters_and_matrix_products_are_no_dense_convolutions():
+def test_filters_are_no_dense_convolutions_and_bare_time_is_weighted_by_their_number(monkeypatch):
     x = torch.randn(2, 4, 8, 8, requires_grad=True)
 
     def work():
@@ -93,9 +93,6 @@ def test_filters_and_matrix_products_are_no_dense_convolutions():
         (y.flatten(1) @ torch.ones(4 * 49, 2)).sum().backward()
 
     assert not record(work)
-
-
-def test_bare_time_is_weighted_by_how_often_a_convolution_runs(monkeypatch):
     _, _, run = convolution("3x3")
     (call,) = record(run)
     ticks = iter(range(1000))

@@ -19,6 +19,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 
 TINY = loader.Sizes(
     repeats=1, raw_files=20, raw_images={8: 70}, raw_batch=8, raw_epochs=2, raw_window=Window(skipped=1, timed=2),
@@ -190,11 +191,8 @@ def test_jpeg_section_leaves_missing_peers_out(tmp_path, monkeypatch, capsys):
     assert "16 JPEG files of" in capsys.readouterr().out
 
 
-def test_pack_section(tmp_path):
+def test_pack_and_first_batch_sections(tmp_path):
     check_numbers(loader.measure_pack(TINY, tmp_path), {"pack_vs_one_process_ratio"})
-
-
-def test_first_batch_section(tmp_path):
     result = loader.measure_first_batch(TINY, tmp_path)
     with Dataset(tmp_path / "first_batch.lmdb") as reader:
         assert len(reader) == 5000
@@ -204,8 +202,7 @@ def test_first_batch_section(tmp_path):
     assert labels.tolist() == [5, 0, 0]
     assert 0 < result["first_batch_seconds"] < result["first_batch_with_imports_seconds"]
     assert result["first_batch_rss_mib"] >= result["first_batch_later_rss_mib"] >= 0
-    with pytest.raises(RuntimeError, match=r"missing\.lmdb: no such file"):
-        first_batch.measure(tmp_path / "missing.lmdb", 1)
+    assert_raises(RuntimeError, r"missing\.lmdb: no such file", first_batch.measure, tmp_path / "missing.lmdb", 1)
 
 
 def test_command_line_ends_with_json(tmp_path, monkeypatch, last_line):
@@ -233,5 +230,4 @@ def test_command_line_ends_with_json(tmp_path, monkeypatch, last_line):
     ],
 )
 def test_command_line_refuses(argv, message):
-    with pytest.raises(UserError, match=message):
-        loader.main(argv)
+    assert_raises(UserError, message, loader.main, argv)

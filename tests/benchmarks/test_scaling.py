@@ -22,7 +22,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives, gradients
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, assert_raises
 from tests.end_to_end.helpers import write_config
 
 DOCS = (REPOSITORY / "docs" / "measurements" / "scaling.md").read_text()
@@ -30,8 +30,14 @@ SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY
 STEP = Work(batch=64, smallest=4, parameters=10**7, gradient_bytes=4 * 10**7, messages=10, waits=0, flop=1e12)
 
 
-def test_every_recipe_is_counted() -> None:
+def test_docs_hold_every_recipe_what_is_printed_and_the_assumptions() -> None:
     assert set(PRESETS) == {recipe.name for recipe in recipes()}
+    check_docs(["quickstart_gan", "r3gan_small", "finetune_resnet50_head"])
+    assert f"{scaling.PEAK:g} TFLOP/s" in DOCS
+    assert f"{100 * scaling.EFFICIENCY:g} %" in DOCS
+    for link in (*scaling.INSIDE, *OUTSIDE):
+        assert re.search(rf"{link.name}\b.*{link.bandwidth / 1e9:g} GB/s.*{1e6 * link.latency:g} µs", DOCS), link
+    assert Path("benchmarks/scaling.py").as_posix() in DOCS
 
 
 def rows_of(text: str) -> list[str]:
@@ -43,10 +49,6 @@ def check_docs(names: list[str]) -> None:
     printed = rows_of(scaling.markdown(table))
     assert len(printed) == 2 * (len(names) + 1)
     assert [row for row in printed if row not in rows_of(DOCS)] == []
-
-
-def test_docs_hold_what_is_printed() -> None:
-    check_docs(["quickstart_gan", "r3gan_small", "finetune_resnet50_head"])
 
 
 @pytest.mark.slow
@@ -86,7 +88,7 @@ def test_buckets_are_those_that_are_sent(sent: list[int], monkeypatch: pytest.Mo
     assert scaling.buckets(updater) == 2
 
 
-def test_the_model_of_time() -> None:
+def test_the_model_of_time_and_where_messages_pass_arithmetic() -> None:
     link = Link("a link", 1e9, 0.0)
     control = scaling.NETWORK_MESSAGE
     assert scaling.seconds(STEP, 1, link) == 0
@@ -96,9 +98,6 @@ def test_the_model_of_time() -> None:
     assert scaling.seconds(STEP, 8, slow) - scaling.seconds(STEP, 8, link) == pytest.approx(6 * 10 * 1e-3)
     assert scaling.arithmetic_seconds(STEP, 8, 1e12) == pytest.approx(1 / 8)
     assert scaling.arithmetic_seconds(STEP, 512, 1e12) == pytest.approx(4 / 64)  # no less than the smallest share
-
-
-def test_where_messages_pass_arithmetic() -> None:
     link = OUTSIDE[0]
     gpus = scaling.crossing(STEP, link, 1e12)
     assert gpus is not None
@@ -114,17 +113,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str], last_line: Any) -> Non
     for wrong in (["--only", "nothing"], ["--efficiency", "2"]):
         assert run_cli(scaling.main, wrong) == 2
         assert capsys.readouterr().err.startswith("error: ")
-    with pytest.raises(UserError, match="no recipe"):
-        scaling.recipe("stylegan3_256")
+    assert_raises(UserError, "no recipe", scaling.recipe, "stylegan3_256")
     assert all(isinstance(images, Images) and images.resolution >= 32 for images in PRESETS.values())
-
-
-def test_docs_name_the_assumptions() -> None:
-    assert f"{scaling.PEAK:g} TFLOP/s" in DOCS
-    assert f"{100 * scaling.EFFICIENCY:g} %" in DOCS
-    for link in (*scaling.INSIDE, *OUTSIDE):
-        assert re.search(rf"{link.name}\b.*{link.bandwidth / 1e9:g} GB/s.*{1e6 * link.latency:g} µs", DOCS), link
-    assert Path("benchmarks/scaling.py").as_posix() in DOCS
 
 
 TINY = {
@@ -146,15 +136,16 @@ def test_by_hand_adds_up_in_buckets_after_the_last_pass(sent, monkeypatch):
     assert sent == []
     exchange.finish()
     assert sent == [5, 6]
-    assert [p.grad[0].item() for p in parameters] == [2, 2, 2, 0]  # type: ignore[index]
+    assert [p.grad[0].item() for p in parameters] == [2, 2, 2, 0]
 
 
-def test_figures_are_medians_of_the_repeats():
+def test_figures_are_medians_of_the_repeats_and_bad_input_is_refused():
     found = distributed.summary("classifier", {"ranks": [1, 2, 4], "by_hand": [2, 3, 4], "process": [3, 3, 3]}, 8)
     assert found["ddp_vs_by_hand_ratio"] == statistics.median([2, 1.5, 1])
     assert found["classifier_ranks_vs_process_ratio"] == statistics.median([3, 1.5, 0.75])
     assert (found["classifier_ranks_images_per_second"], found["classifier_process_images_per_second"]) == (4, 8 / 3)
     assert "exchange_vs_by_hand_ratio" in distributed.summary("gan", {"ranks": [1], "by_hand": [1], "process": [1]}, 8)
+    assert_raises(UserError, "not a recipe of task gan", distributed.main, ["--gan", "configs/bench_classifier.yaml"])
 
 
 @pytest.mark.slow  # ten processes, for a script that only developers run
@@ -172,11 +163,6 @@ def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, last_line):
         assert result[f"{task}_ranks_vs_process_ratio"] == pytest.approx(rates["ranks"] / rates["process"])
     assert {"load_1min_before", "load_1min_after", "threads", "repeats"} <= result.keys()
     assert collectives.world_size() == 1
-
-
-def test_bad_input_is_refused():
-    with pytest.raises(UserError, match="not a recipe of task gan"):
-        distributed.main(["--gan", "configs/bench_classifier.yaml"])
 
 
 @pytest.fixture
@@ -211,9 +197,7 @@ def test_the_cost_is_the_median_of_what_neighbours_differ_by():
 
 
 def test_a_disk_that_refuses_is_no_cheap_checkpoint_and_counts_are_positive(options, monkeypatch):
-    with pytest.raises(UserError, match="must be 1 or more"):
-        checkpoint.main([*options, "--steps", "0"])
+    assert_raises(UserError, "must be 1 or more", checkpoint.main, [*options, "--steps", "0"])
     monkeypatch.setattr("duetgan.training.engine.preflight.check_disk", lambda *_: None)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match="could not be written; give another --folder"):
-        checkpoint.main(options)
+    assert_raises(UserError, "could not be written; give another --folder", checkpoint.main, options)

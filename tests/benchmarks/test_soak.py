@@ -29,7 +29,7 @@ def wandering(seed: int, n: int = 400) -> list[float]:
     return found
 
 
-def test_the_line_is_that_of_least_squares():
+def test_the_line_is_that_of_least_squares_and_its_error_as_wide_as_slopes_vary():
     times = [0.0, 1.0, 2.0, 4.0]
     found = trend(times, [1.0, 3.0, 5.0, 9.0])
     assert found == pytest.approx((2.0, 0.0, 4.5, 4.0))
@@ -37,9 +37,6 @@ def test_the_line_is_that_of_least_squares():
     matrix = torch.tensor([[t, 1.0] for t in times], dtype=torch.float64)
     values = torch.tensor([1.0, 3.5, 4.0, 9.5], dtype=torch.float64)
     assert noisy.slope == pytest.approx(float(torch.linalg.lstsq(matrix, values).solution[0]))
-
-
-def test_the_error_is_as_wide_as_slopes_of_a_flat_wandering_figure_vary():
     lines = [trend([float(i) for i in range(400)], wandering(seed)) for seed in range(60)]
     varies = (sum(line.slope**2 for line in lines) / 60) ** 0.5
     assert 0.6 < sum(line.error for line in lines) / 60 / varies < 1.5
@@ -90,7 +87,7 @@ def test_a_process_is_judged_once_it_has_saved_four_times():
         assert not judged or found["a", 1, "rank 0"]["anon_mib"].slope == 0
 
 
-def test_a_difference_of_one_bit_is_named():
+def test_a_difference_of_one_bit_is_named_and_rows_may_lack(tmp_path):
     state: dict[str, Any] = {"w": torch.tensor([1.0, 2.0, float("nan")]), "n": [1, float("nan")], "step": 3}
     other: dict[str, Any] = {"w": state["w"].clone(), "n": [1, float("nan")], "step": 3}
     assert unequal(state, other) == []
@@ -98,9 +95,6 @@ def test_a_difference_of_one_bit_is_named():
     assert unequal(state, other) == ["state.w"]
     assert unequal(state, {**state, "n": [1, 2.0], "step": 3.0}) == ["state.n[1]", "state.step"]
     assert unequal(state, {"w": state["w"]}) == ["state"]
-
-
-def test_rows_may_lack_but_not_differ(tmp_path):
     rows = [{"step": step, "loss/classifier": 1.0 / step, "data_wait": 0.5} for step in (1, 2, 3)]
     for name, kept in (("a", rows), ("b", [{**rows[0], "data_wait": 0.1}, {**rows[2], "loss/classifier": 9.0}])):
         (tmp_path / name).mkdir()

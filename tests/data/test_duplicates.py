@@ -256,7 +256,6 @@ def test_find(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary(report) == ([([3, 20, 21], [], True), ([4, 22], [], False)], [(5, 23, False), (6, 24, True)])
     counts = (report.exact_duplicates, report.textureless, report.not_compared, report.exact_comparable)
     assert counts == (3, 2, 0, True)
-    assert report.near is not None
     assert report.near[0].correlation >= report.near[1].correlation
     of = {pair.record: f"{pair.correlation:.3f}" for pair in report.near}
     assert lines(report) == [
@@ -345,7 +344,6 @@ def test_many_pairs_are_shown_in_part(tmp_path: Path) -> None:
         assert image.size == (4 * 276, 5 * 170)
         eleventh = np.asarray(image)[2 * 170 + 6 : 2 * 170 + 134, 2 * 276 + 6 : 2 * 276 + 134]
     pairs = find(LMDBReader(tmp_path / "a.lmdb"), similar=True).near
-    assert pairs is not None
     best = pairs[0].record  # after ten of the fifteen exact duplicates
     np.testing.assert_array_equal(eleventh, images[best].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
 

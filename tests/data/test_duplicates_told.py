@@ -155,7 +155,6 @@ def test_drop_duplicates(copies: Path, tmp_path: Path, workers: str, capsys: pyt
 def test_drop_duplicates_of_the_pixels_that_are_packed_before_a_split(copies: Path, tmp_path: Path) -> None:
     """A class of duplicates alone is named."""
     summary = pack(open_source(str(copies)), tmp_path / "x.lmdb", drop_duplicates=True, val_share=0.5)
-    assert summary.held_out is not None
     assert (summary.meta.count, summary.held_out.count, summary.written.dropped) == (2, 1, 3)
     assert summary.held_out.histogram == [0, 1]
     for name in "def":

@@ -122,6 +122,9 @@ def test_layers_receive_the_same_gradients_on_any_number_of_ranks(found: dict[in
     whole, ranks = found[1]["logged"], found[2]["logged"]
     assert whole["head/gradient_std"] > 1e-3
     assert ranks == pytest.approx(whole, rel=1e-9, abs=1e-12)
+    told = found[2]["unused"]
+    assert told.startswith("no gradient reaches extra.weight, extra.bias:")
+    assert "finetune.freeze" in told
 
 
 def unused(data: str) -> str:
@@ -131,12 +134,6 @@ def unused(data: str) -> str:
     with pytest.raises(UserError) as refused:
         task.step(make_loader(task.config, task.reader, task.device), 0)
     return str(refused.value)
-
-
-def test_parameters_without_a_gradient_are_named_in_the_first_step(found: dict[int, dict[str, Any]]) -> None:
-    told = found[2]["unused"]
-    assert told.startswith("no gradient reaches extra.weight, extra.bias:")
-    assert "finetune.freeze" in told
 
 
 # --- compression
@@ -166,12 +163,18 @@ def exchanged(compress: Any) -> dict[str, Tensor]:
     return {"own": torch.stack(gathered(own)), "sum": torch.cat([p.grad for p in parameters if p.grad is not None])}
 
 
-def test_the_exchange_adds_what_bfloat16_keeps(found: dict[int, dict[str, Any]]) -> None:
+def test_the_exchange_adds_what_bfloat16_keeps_at_an_agreed_size(found: dict[int, dict[str, Any]]) -> None:
     exact, rounded = found[2]["exchanged off"], found[2]["exchanged bf16"]
     assert torch.equal(exact["sum"], exact["own"].sum(dim=0))
     first, second = rounded["own"].bfloat16()
     assert torch.equal(rounded["sum"], (first + second).to(rounded["sum"].dtype))
     assert not torch.equal(exact["sum"], rounded["sum"])
+    auto, given = found[2]["sizes"]["auto"], found[2]["sizes"]["2"]
+    # the share of 4 does not fit on rank 1; two tries of the first steps, and two after layer4 begins to train
+    assert auto["tried"].tolist() == [4, *[2, 2] * (STEPS + 4)]
+    assert given["tried"].tolist() == [2, 2] * STEPS
+    assert torch.equal(auto["weights"][0], auto["weights"][1])
+    assert torch.equal(auto["weights"], given["weights"])
 
 
 # --- what trains changes, memory runs out
@@ -207,15 +210,6 @@ def sizes_found(data: str) -> dict[str, Any]:
         weights = torch.cat([p.detach().reshape(-1) for p in task.model.parameters()])
         record[str(setting)] = {"tried": torch.tensor(tried), "weights": torch.stack(gathered(weights))}
     return record
-
-
-def test_ranks_agree_on_a_size_before_anything_is_sent(found: dict[int, dict[str, Any]]) -> None:
-    auto, given = found[2]["sizes"]["auto"], found[2]["sizes"]["2"]
-    # the share of 4 does not fit on rank 1; two tries of the first steps, and two after layer4 begins to train
-    assert auto["tried"].tolist() == [4, *[2, 2] * (STEPS + 4)]
-    assert given["tried"].tolist() == [2, 2] * STEPS
-    assert torch.equal(auto["weights"][0], auto["weights"][1])
-    assert torch.equal(auto["weights"], given["weights"])
 
 
 def main(out: str, data: str) -> None:

@@ -102,7 +102,6 @@ def differences(straight: Trained, resumed: Trained) -> list[str]:
 def pointed_at(trained: Trained, which: str) -> dict[str, Any]:
     """What last.json or best.json says, but for the file's checksum: it also covers notes such as times."""
     entry = checkpoint.pointer(trained.folder / "checkpoints", which)
-    assert entry is not None
     return {key: value for key, value in entry.items() if key != "sha256"}
 
 

@@ -177,7 +177,6 @@ def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which, images, tmp_
     ranks.run(argv, notes)  # nothing is left to train, and nothing to save
     for name in ("last", "best"):
         entry = checkpoint.pointer(run / "checkpoints", name)
-        assert entry is not None
         assert entry["step"] == FIRST_EVALUATION
 
 

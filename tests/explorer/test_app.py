@@ -74,7 +74,7 @@ def test_a_generator_without_classes_and_styles_draws_and_walks(client):
     assert "w" in one_line(client.get("/api/mix", query_string={"run": PLAIN, "seed_a": 1, "seed_b": 2}))
 
 
-def test_mixture_of_no_layer_is_a_and_of_all_b(client, shown):
+def test_mixtures_and_walks_go_from_a_to_b(client, shown):
     last = shown[GAN].model.num_ws - 1
     drawn = {which: client.get("/api/draw", query_string=sample(label, seed=seed)).json["images"][0]["address"]
              for which, label, seed in (("a", 0, 3), ("b", 2, 4))}  # fmt: skip
@@ -82,9 +82,6 @@ def test_mixture_of_no_layer_is_a_and_of_all_b(client, shown):
         made = client.get("/api/mix", query_string=two(layers=layers)).json
         assert (made["a"], made["b"]) == (drawn["a"], drawn["b"])
         assert [which for which in ("a", "b") if made[which] == made["mixed"]] == ([same] if same else [])
-
-
-def test_walk_goes_from_a_to_b(client, shown):
     frames = [pixels(frame).astype(int) for frame in client.get("/api/walk", query_string=two()).json["frames"]]
     assert len(frames) == FRAMES + 1
     a = pixels(client.get("/api/draw", query_string=sample(0, seed=3)).json["images"][0]["address"]).astype(int)
@@ -225,11 +222,13 @@ def test_what_is_no_image(client, content, words):
         assert words in one_line(client.post(f"/api/{path}", query_string={"run": run}, data=content))
 
 
-def test_an_image_above_the_limit(client, monkeypatch):
+def test_an_image_above_the_limit_and_large_ones_sent_as_jpeg(client, monkeypatch):
     monkeypatch.setenv("DUET_MAX_UPLOAD_MIB", "1")
     response = client.post("/api/name", query_string={"run": CLASSIFIER}, data=bytes((1 << 20) + 1))
     assert "more than the 1 MiB" in one_line(response)
     assert client.get("/api/runs").json["upload"] == 1 << 20
+    assert address(torch.zeros(3, 128, 128, dtype=torch.uint8)).startswith("data:image/png;")
+    assert address(torch.zeros(3, 256, 256, dtype=torch.uint8)).startswith("data:image/jpeg;")
 
 
 # --- runs over time, and side by side
@@ -260,8 +259,3 @@ def test_compare(client, folder):
     assert "<td>&lt;b&gt;finished</td><td>-</td>" in text
     assert text.count('<figure class="chart">') == 1  # `only` is no figure of a report
     assert re.search(r"gan <b>3</b>.*classifier <b>4</b>", text)
-
-
-def test_large_images_are_sent_as_jpeg():
-    assert address(torch.zeros(3, 128, 128, dtype=torch.uint8)).startswith("data:image/png;")
-    assert address(torch.zeros(3, 256, 256, dtype=torch.uint8)).startswith("data:image/jpeg;")

@@ -23,9 +23,7 @@ def start(*options):
     """The program, and the address that it prints."""
     command = [sys.executable, "explore.py", "--port", "0", "--device", "cpu", *map(str, options)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     place = re.search(r"http://\S+", process.stdout.readline())
-    assert place is not None
     return process, place[0]
 
 
@@ -51,12 +49,9 @@ def test_serves_until_ctrl_c(folder):
         process.communicate()
 
 
-def test_a_folder_stands_for_its_runs_once_each(folder):
+def test_a_folder_stands_for_its_runs_once_each_and_equal_names_are_told_apart(folder):
     runs = open_runs([str(folder), str(folder / "gan")], which="last", device=torch.device("cpu"))
     assert [run.name for run in runs] == ["gan", "plain", "classifier"]
-
-
-def test_equal_names_are_told_apart():
     paths = [Path("/a/x/gan"), Path("/b/x/gan"), Path("/b/y/gan"), Path("/b/cnn")]
     assert _told_apart(paths) == ["a/x/gan", "b/x/gan", "y/gan", "cnn"]
 

@@ -19,7 +19,7 @@ from tests.metrics.conftest import CLASSES
 FREE: Any = {"pixel_weight": 0.0, "keep_weight": 0.0}
 
 
-def test_gradients_of_a_linear_model_are_its_rows():
+def test_gradients_of_a_linear_model_are_its_rows_and_directions_by_hand():
     weights, offsets = draws(3, 5), torch.zeros(7, 5, dtype=torch.float64, requires_grad=True)
     logits = (draws(7, 5, seed=1) + offsets) @ weights.T
     torch.testing.assert_close(gradient_slopes(logits, offsets), 7 * weights)
@@ -28,9 +28,6 @@ def test_gradients_of_a_linear_model_are_its_rows():
     images = (offsets @ jacobian.T).reshape(1, 1, 4, 4)
     rows = pixel_rows(images, offsets, iter(torch.eye(16, dtype=torch.float64).reshape(16, 1, 1, 4, 4)))
     torch.testing.assert_close(rows, jacobian / 4)
-
-
-def test_the_direction_without_weights_without_gain_and_with_an_equal_gain():
     slopes = draws(5, 8)
     expected = slopes[1] - slopes[0]
     found = steer(slopes, draws(9, 8, seed=1), **FREE)

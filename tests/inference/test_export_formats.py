@@ -183,7 +183,7 @@ def test_images_are_drawn_from_all_classes_and_calibration_sees_others(subjects,
     assert [labels[found[0]] for found in place[:30]] == subject.labels.tolist()
 
 
-def test_few_images_are_shared_between_check_and_calibration(runs, tmp_path):
+def test_few_images_are_shared_other_classes_refused_and_unlabelled_ones_not_scored(runs, tmp_path):
     how: Any = {"count": 50, "batch_size": 4, "calibrated": 50}
     few, more = pack(tmp_path / "few.lmdb", count=9), pack(tmp_path / "other.lmdb", seed=4)
     for ranges, sizes in ((few, [5, 4]), (more, [9, 50])):
@@ -191,9 +191,6 @@ def test_few_images_are_shared_between_check_and_calibration(runs, tmp_path):
             calibration = reader if ranges == few else other
             subject = classifier_subject(load(resolve(runs["classifier"])), reader, calibration=calibration, **how)
         assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == sizes
-
-
-def test_images_of_other_classes_are_refused_and_unlabelled_ones_are_not_scored(runs, tmp_path):
     checkpoint = load(resolve(runs["classifier"]))
     with (
         Dataset(pack(tmp_path / "other.lmdb", classes=["a", "b"])) as reader,

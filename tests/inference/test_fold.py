@@ -54,7 +54,7 @@ def test_a_folded_resnet_gives_the_same_logits_in_float64(sizes):
     assert not any(p.requires_grad for p in folded.parameters())
 
 
-def test_eps_and_the_convolutions_own_bias_are_folded_too():
+def test_what_is_folded_and_which_norms_stay():
     with forked(0, "test"):
         model = lived_in(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4, eps=0.7))).double()
         x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
@@ -62,9 +62,6 @@ def test_eps_and_the_convolutions_own_bias_are_folded_too():
     gain = norm.weight / torch.sqrt(norm.running_var + 0.7)
     expected = (conv(x) - norm.running_mean.view(-1, 1, 1)) * gain.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
     torch.testing.assert_close(fold_batchnorm(model)(x), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_norm_that_does_not_follow_a_convolution_or_knows_no_statistics_stays():
     with forked(0, "test"):
         conv, norm, x = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), torch.randn(2, 2, 3, 3)
     without = nn.BatchNorm2d(2, track_running_stats=False)

@@ -70,12 +70,18 @@ def test_the_map_is_the_papers(parts, layer):
         np.testing.assert_allclose(heat.numpy(), expected, rtol=1e-6, atol=1e-8 * expected.max())
 
 
-def test_at_the_last_stage_it_is_cam():
+def test_at_the_last_stage_it_is_cam_and_layers_without_maps_are_refused():
     """With a mean and a linear head alpha is the class's weight over the number of places: CAM (1512.04150)."""
     model, batch = classifier(), images()
     maps = resnet_parts(model.network)[0](batch)
     expected = (model.network.fc.weight[1][:, None, None] * maps).sum(1).relu() / maps[0, 0].numel()
     torch.testing.assert_close(grad_cam(model, batch, torch.tensor([1, 1]), "layer4"), expected, rtol=1e-10, atol=1e-14)
+    for layer, told in (
+        ("fc", r"layer 'fc' gives no maps \(its output is \[2, 3\]\); choose a stage"),
+        ("layer5", r"no layer is called 'layer5' \(did you mean 'layer[1-4]'\?\)"),
+    ):
+        with pytest.raises(UserError, match=told):
+            grad_cam(classifier(), images(), torch.tensor([0, 1]), layer)
 
 
 def stripes(count: int, side: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -138,15 +144,6 @@ def test_maps_whose_channels_come_last_give_the_same_heat(layer):
     found = grad_cam(ChannelsLast(head, convolution), inputs, targets, layer)
     assert found.shape == (2, 10, 7)
     torch.testing.assert_close(found, grad_cam(plain, inputs, targets, {"first": "0", "stage": "1"}[layer]))
-
-
-def test_layers_without_maps_and_unknown_ones_are_refused():
-    for layer, told in (
-        ("fc", r"layer 'fc' gives no maps \(its output is \[2, 3\]\); choose a stage"),
-        ("layer5", r"no layer is called 'layer5' \(did you mean 'layer[1-4]'\?\)"),
-    ):
-        with pytest.raises(UserError, match=told):
-            grad_cam(classifier(), images(), torch.tensor([0, 1]), layer)
 
 
 def test_heat_is_scaled_image_by_image_and_may_be_none(monkeypatch):

@@ -47,8 +47,8 @@ class Net(nn.Module):
         self.conv, self.norm = nn.Conv2d(1, 3, 3, stride=2), nn.BatchNorm2d(3)
         self.hidden, self.fc = nn.Linear(3, 5), nn.Linear(5, 4, bias=bias)
         with torch.no_grad():
-            self.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
-            self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+            self.norm.running_mean.uniform_(-1, 1)
+            self.norm.running_var.uniform_(0.5, 2)
 
     def forward(self, x):
         return self.fc(self.hidden(self.norm(self.conv(x)).relu().mean((2, 3))).tanh())

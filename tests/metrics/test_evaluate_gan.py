@@ -20,6 +20,7 @@ from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
 
 PIXELS = pixel_features(1)
@@ -146,15 +147,12 @@ def test_every_figure_has_its_value_and_interval(generator, test_reader):
     json.dumps(found, allow_nan=False)
 
 
-def test_without_details_training_pays_for_none(generator, test_reader):
+def test_same_seed_same_figures_at_any_batch_size_and_none_paid_for_without_details(generator, test_reader):
+    """And at any number of ranks: tests/distributed/test_evaluation.py."""
     found = evaluate(generator, test_reader, details=False)
     assert "clipped_density" not in found["distances"][0]
     assert found["clipped_density"] is None
     assert history(GAN, found["distances"][0]).keys() == {"frechet", "kernel", "diversity_ratio"}
-
-
-def test_same_seed_same_figures_at_any_batch_size_and_another_seed_others(generator, test_reader):
-    """And at any number of ranks: tests/distributed/test_evaluation.py."""
     first = evaluate(generator, test_reader)
     assert first == evaluate(generator, test_reader, batch_size=7)
     assert evaluate(generator, test_reader, seed=4)["distances"][0]["frechet"] != first["distances"][0]["frechet"]
@@ -171,8 +169,7 @@ def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, 
     assert (found["n"], found["memorisation"]["searched"]) == (60, 12)
     assert found["distances"][0]["floor"] is found["distances"][0]["kernel_floor"] is silent["memorisation"] is None
     assert "no search" in silent["notes"]["memorisation"]
-    with pytest.raises(UserError, match="at least 2 images"):
-        evaluate(generator, test_reader, n=1)
+    assert_raises(UserError, "at least 2 images", evaluate, generator, test_reader, n=1)
 
 
 def test_what_cannot_be_computed_is_none_and_said(generator, test_reader):
@@ -300,10 +297,8 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
 )
 def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tmp_path, options, told):
     with Dataset(pack(tmp_path / "other.lmdb", **options)) as reader:
-        with pytest.raises(UserError, match=told):
-            evaluate(generator, reader)
-        with pytest.raises(UserError, match="the train images"):
-            evaluate(generator, test_reader, train_reader=reader)
+        assert_raises(UserError, told, evaluate, generator, reader)
+        assert_raises(UserError, "the train images", evaluate, generator, test_reader, train_reader=reader)
 
 
 def test_observer_sees_every_sample_with_its_label(generator, test_reader, judge):

@@ -88,14 +88,11 @@ def test_what_a_figure_lacks_is_none_and_said():
     assert notes == {"x": "no training images"}
 
 
-def test_every_key_stands_once_and_the_docs_have_the_table():
+def test_keys_docs_comparisons_and_columns_come_from_the_table():
     for rows in (figures.CLASSIFIER, figures.GAN):
         assert len({row.key for row in rows}) == len(rows)
     page = PAGE.read_text()
     assert written(page) == page, "python -m metrics.figures writes it"
-
-
-def test_comparisons_and_columns_come_from_the_table():
     assert compare.ROWS.keys() == {row.key for row in figures.FIGURES if row.better}
     assert {row.key for row in figures.CLASSIFIER} < predictions.COLUMNS.keys()
     json.dumps({row.key: row.meaning for row in figures.FIGURES})
@@ -114,14 +111,17 @@ def test_interval_is_wilsons(hits, count, low, high):
     assert wilson(hits, count) == pytest.approx([low, high], abs=5e-5)
 
 
-def test_both_ends_solve_the_score_equation_and_no_share_has_none():
+def test_intervals_solve_the_score_equation_and_stay_within_what_is_possible():
     for hits, count in ((1, 3), (40, 41), (700, 1000)):
         for end in wilson(hits, count) or pytest.fail("no interval"):
             assert (hits / count - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / count)
     assert wilson(0, 0) is None
+    assert normal_interval(0.5, 0.01) == pytest.approx([0.5 - 0.1959964, 0.5 + 0.1959964])
+    assert normal_interval(0.9, 0.01, low=0, high=1) == pytest.approx([0.9 - 0.1959964, 1.0])
+    assert Measured.normal(0.9, 0.01, high=1.0).interval == normal_interval(0.9, 0.01, high=1.0)
 
 
-def test_balanced_interval_covers_and_is_wilsons_of_one_class():
+def test_balanced_and_influence_intervals_are_wilsons_and_the_normal_one():
     assert balanced_interval([81], [263]) == pytest.approx(wilson(81, 263))
     draw = np.random.default_rng(0)
     shares, counts, inside = np.array([0.99, 0.8, 0.3]), np.array([40, 60, 20]), 0
@@ -129,21 +129,12 @@ def test_balanced_interval_covers_and_is_wilsons_of_one_class():
         low, high = balanced_interval(hits.tolist(), counts.tolist())
         inside += low <= shares.mean() <= high
     assert 0.93 <= inside / 500 <= 0.98
-
-
-def test_influence_interval_of_a_mean_is_the_normal_one_within_its_range():
     values = np.random.default_rng(0).random(400)
     found = influence_interval(values.mean(), values - values.mean())
     half = 1.959964 * values.std() / 20
     assert found == pytest.approx([values.mean() - half, values.mean() + half])
     assert influence_interval(0.5, np.array([3.0, -3.0])) == [0, 1]
     assert influence_interval(1.0, np.zeros(4)) is None
-
-
-def test_normal_interval_stays_within_what_is_possible():
-    assert normal_interval(0.5, 0.01) == pytest.approx([0.5 - 0.1959964, 0.5 + 0.1959964])
-    assert normal_interval(0.9, 0.01, low=0, high=1) == pytest.approx([0.9 - 0.1959964, 1.0])
-    assert Measured.normal(0.9, 0.01, high=1.0).interval == normal_interval(0.9, 0.01, high=1.0)
 
 
 def test_few_images_are_told_and_many_are_not():

@@ -36,7 +36,7 @@ def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals(monkeypat
     assert (best, worst) == ([2, 5, 3], [1, 3, 4])
 
 
-def test_sample_board_has_a_row_for_each_class(tmp_path):
+def test_sample_board_has_a_row_for_each_class_or_none(tmp_path):
     board = SampleBoard(["a", "b"], columns=3)
     probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7]])
     board.observe(shades(10, 20, 30, 40), torch.tensor([0, 1, 0, 0]), probabilities)
@@ -46,9 +46,6 @@ def test_sample_board_has_a_row_for_each_class(tmp_path):
     np.testing.assert_array_equal(found, [[10, 30, 40], [20, 255, 255]])
     assert board.kept["recognised_best.png"][0][2] == "a 0.90"
     assert board.kept["recognised_worst.png"][0][2] == "a 0.30\nnamed b"
-
-
-def test_sample_board_without_classes_or_judge(tmp_path):
     board = SampleBoard([], columns=2)
     board.observe(shades(1, 2, 3, 4, 5), torch.zeros(5, dtype=torch.int64), None)
     assert board.save(tmp_path) == ["samples.png"]

@@ -108,16 +108,13 @@ def test_a_ready_made_classifier_judges_and_names_images(tmp_path, runs, capsys)
     assert "a name has no folder for the results; give one with --out DIR" in told
 
 
-def test_features_of_a_classifier_that_saw_samples_are_taken_with_a_word(tmp_path, runs, files):
+def test_who_saw_samples_or_began_with_a_teachers_weights_is_taken_with_a_word(tmp_path, runs, files):
+    """As judge, and for its features: networks that were pretrained on the same images are related."""
     seen = classifier_run(tmp_path / "seen", data=files, lineage={"trained_on": [], "synthetic": [PASSPORT]})
     specs = f"classifier:{seen},classifier:{runs['classifier']}"
     notes = evaluated(runs["gan"], tmp_path / "out", "--n", 20, "--extractor", specs)["notes"]
     assert "trained on samples" in notes[f"classifier:{seen}"]
     assert f"classifier:{runs['classifier']}" not in notes
-
-
-def test_who_began_with_a_teachers_weights_is_taken_with_a_word(tmp_path, files):
-    """As judge, and for its features: networks that were pretrained on the same images are related."""
     began = {"trained_on": [], "synthetic": [], "pretrained": ["sha256:0123456789ab"]}
     gan = gan_run(tmp_path / "gan", data=files, lineage=began | {"teachers": ["sha256:another"]})
     judge = classifier_run(tmp_path / "judge", data=files, lineage=began)

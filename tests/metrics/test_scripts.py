@@ -76,7 +76,6 @@ class TestEvaluate:
         assert found["temperature"]["judged_on"] == 30
         kept = Predictions(runs["classifier"] / "eval", found["predictions"]["sha256"])
         assert kept.about["data"] == found["data_hash"]
-        assert kept.hits is not None
         assert kept.hits.mean() == found["accuracy"]
         printed = capsys.readouterr()
         assert f"{found['accuracy']:.4f}" in printed.out

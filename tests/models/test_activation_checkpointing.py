@@ -96,10 +96,15 @@ def test_a_frozen_discriminator_hands_the_gradient_on():
     assert found[0].ne(0).any()
 
 
-def test_fewer_bytes_are_kept():
+def test_fewer_bytes_are_kept_and_nothing_without_a_graph():
     for build, shape in ((build_generator, [4]), (build_discriminator, [3, 32, 32])):
         kept = [kept_bytes(build(checkpoint), draw(4, *shape).float(), LABELS) for checkpoint in (False, True)]
         assert kept[1] < 0.5 * kept[0]
+    generator = build_generator(True)
+    with torch.no_grad():
+        images = generator(draw(4, 4).float(), LABELS)
+    assert not images.requires_grad
+    assert images.equal(build_generator(False)(draw(4, 4).float(), LABELS))
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -113,14 +118,6 @@ def test_blocks_are_computed_again_once(checkpoint):
     assert len(calls) == blocks
     loss.backward()
     assert len(calls) == (2 * blocks if checkpoint else blocks)
-
-
-def test_nothing_is_computed_again_without_a_graph():
-    generator = build_generator(True)
-    with torch.no_grad():
-        images = generator(draw(4, 4).float(), LABELS)
-    assert not images.requires_grad
-    assert images.equal(build_generator(False)(draw(4, 4).float(), LABELS))
 
 
 PAGE = 4096
@@ -173,13 +170,10 @@ def test_a_network_moved_to_meta_leaves_no_tensor_behind(name):
     assert all(tensor is None or tensor.device.type == "meta" for tensor in alive)
 
 
-def test_a_network_built_on_meta_holds_no_other_tensor():
+def test_a_network_built_on_meta_holds_no_other_tensor_and_statistics_no_graph():
     with torch.device("meta"):
         for name in ("generator", "discriminator"):
             assert {tensor.device.type for tensor in held_by(build(name))} == {"meta"}
-
-
-def test_statistics_are_buffers_without_graphs():
     generator = build("generator")
     names = dict(generator.named_buffers())
     assert set(names) == {"w_avg", *(n for n in generator.state_dict() if n.endswith("noise_const"))}

@@ -22,6 +22,7 @@ from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 
 CPU = torch.device("cpu")
 
@@ -72,13 +73,19 @@ def by_hand(model, x):
     return F.max_pool2d(x, 3).flatten(1) @ state["head.weight"].T / 9
 
 
-def test_logits_are_the_papers():
+def test_logits_are_the_papers_also_folded_and_what_is_refused():
     model, x = network().double().train(), images()
     for name, parameter in model.named_parameters():
         if "norm" in name and name.endswith("bias"):
             nn.init.normal_(parameter)
     torch.testing.assert_close(model(x), by_hand(model, x), rtol=1e-6, atol=1e-8)
     assert model(x).shape == (8, 5)
+    model = network(channels=1, side=28).eval()
+    x = images(2, 1, 28).float()
+    torch.testing.assert_close(fold_batchnorm(model)(x), model(x), rtol=1e-4, atol=1e-5)
+    assert network(side=9).eval()(images(2, side=9).float()).shape == (2, 5)
+    assert_raises(UserError, r"cannot take images of 8 px: set model\.input_size 9", network, side=8)
+    assert_raises(UserError, r"model\.stem is not for airbench: set --model.stem null", network, stem="small")
 
 
 def test_convolutions_begin_as_identities_and_what_never_trains():
@@ -101,17 +108,6 @@ def test_convolutions_begin_as_identities_and_what_never_trains():
     groups = tuning.groups(0.1)
     assert groups is not None
     assert {name for group in groups for name, _ in group["params"]} == set(tuning.parameters) - kept
-
-
-def test_folding_sizes_and_what_is_refused():
-    model = network(channels=1, side=28).eval()
-    x = images(2, 1, 28).float()
-    torch.testing.assert_close(fold_batchnorm(model)(x), model(x), rtol=1e-4, atol=1e-5)
-    assert network(side=9).eval()(images(2, side=9).float()).shape == (2, 5)
-    with pytest.raises(UserError, match=r"cannot take images of 8 px: set model\.input_size 9"):
-        network(side=8)
-    with pytest.raises(UserError, match=r"model\.stem is not for airbench: set --model.stem null"):
-        network(stem="small")
 
 
 def task_of(path: Path, **model: Any) -> tuple[ClassifierTask, torch.Tensor]:

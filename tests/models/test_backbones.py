@@ -23,6 +23,7 @@ from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
 from duetgan.utils.config.build import build as from_keys
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.models.helpers import draw
 
 OURS = ["resnet18", "convnext_tiny", "efficientnet_b0"]
@@ -215,8 +216,7 @@ def test_torchvisions_names_mean_torchvisions_files(name, monkeypatch, tmp_path)
     found = find_weights("IMAGENET1K_V1", name)
     assert found.name == Path(torchvision.models.get_model_weights(name).IMAGENET1K_V1.url).name
     told = rf"'IMAGENET1K': no such file \(did you mean 'IMAGENET1K_V1'\?\); {name} has IMAGENET1K_V1"
-    with pytest.raises(UserError, match=told):
-        find_weights("IMAGENET1K", name)
+    assert_raises(UserError, told, find_weights, "IMAGENET1K", name)
 
 
 def test_timms_weights_are_named_by_their_folder(monkeypatch, tmp_path):
@@ -230,10 +230,12 @@ def test_timms_weights_are_named_by_their_folder(monkeypatch, tmp_path):
     assert str(path) == place == str(tmp_path / "checkpoints" / f"{hub.partition('/')[2]}.safetensors")
 
 
-def test_patches_have_no_middle(tmp_path):
+def test_patches_have_no_middle_and_there_may_be_no_timm(tmp_path, monkeypatch):
     torch.save(torchvision.models.convnext_tiny().state_dict(), tmp_path / "w.pth")
     with pytest.raises(UserError, match=r"4x4 have no centre of 3 px; set --model\.stem imagenet"):
         load_pretrained(build("convnext_tiny", stem="small", weights=str(tmp_path / "w.pth")))
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert_raises(UserError, r"timm:resnet10t needs timm .*; `pip install timm`", build, "timm:resnet10t")
 
 
 # --- one's own
@@ -276,8 +278,7 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
     assert all(p.grad is not None for p in model.parameters())
     assert fold_batchnorm(model)(images()).shape == (4, 3)
     assert FineTuning(model, FineTuneConfig(freeze=["body"])).begins["network.body.1.0.weight"] is None
-    with pytest.raises(UserError, match="no such file; give a file"):
-        find_weights("DEFAULT", "own")
+    assert_raises(UserError, "no such file; give a file", find_weights, "DEFAULT", "own")
     torch.save(model.network.state_dict(), tmp_path / "own.pth")
     again = build("own", weights=str(tmp_path / "own.pth"), **{k: v for k, v in config.items() if k != "split"})
     assert "head taken" in load_pretrained(again)
@@ -306,9 +307,3 @@ def test_refused(name, config, told):
     with pytest.raises(UserError, match=told) as error:
         build(name, **config)
     assert "\n" not in str(error.value)
-
-
-def test_without_timm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"timm:resnet10t needs timm .*; `pip install timm`"):
-        build("timm:resnet10t")

@@ -20,15 +20,10 @@ def build(channels=3, classes=4, resolution=32, **config):
         return Classifier(ModelConfig(**config), channels=channels, classes=classes, resolution=resolution)
 
 
-def test_new_first_convolutions_follow_he():
+def test_new_first_convolutions_and_what_no_network_can_be_built_from():
     weight = build(channels=1, stem="small").network.conv1.weight
     assert weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1)  # fan out
-
-
-def test_what_no_network_can_be_built_from():
-    with pytest.raises(
-        UserError, match=r"'resnet99' is unknown \(did you mean 'resnet\w+'\?\); there are resnet18"
-    ):
+    with pytest.raises(UserError, match=r"'resnet99' is unknown \(did you mean 'resnet\w+'\?\); there are resnet18"):
         ModelConfig(name="resnet99")
     with pytest.raises(UserError, match=r"two classes or more, the data has 1"):
         build(classes=1)
@@ -168,13 +163,10 @@ def test_a_compiled_checkpointed_network_has_the_same_gradients_and_statistics()
     torch._dynamo.reset()
 
 
-def test_checkpointing_keeps_less():
+def test_checkpointing_keeps_less_and_is_for_training_only(monkeypatch):
     x = draw(4, 3, 32, 32).float()
     kept = [kept_bytes(build(activation_checkpointing=checkpointing).train(), x) for checkpointing in (False, True)]
     assert kept[1] < 0.2 * kept[0]
-
-
-def test_checkpointing_is_for_training_only(monkeypatch):
     calls: list[object] = []
 
     def checkpoint(function, x, **_):

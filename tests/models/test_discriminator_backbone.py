@@ -13,6 +13,7 @@ from duetgan.models.fast import fold_batchnorm
 from duetgan.models.registry import architecture_of
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.models.helpers import draw
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -93,9 +94,6 @@ def test_what_does_not_go_together_is_refused():
         ({"name": "discriminator", "discriminator": unknown}, "width"),
         ({"name": "discriminator", "discriminator": form("stylegan2", architecture="stylegan9")}, "unknown"),
     ):
-        with pytest.raises(UserError, match=told):
-            ModelConfig(**config)
-    with pytest.raises(UserError, match="images of 1 channels, these have 3"):
-        classifier("stylegan2", channels=3)
-    with pytest.raises(UserError, match=r"model\.stem"):
-        classifier("stylegan2", stem="small")
+        assert_raises(UserError, told, ModelConfig, **config)
+    assert_raises(UserError, "images of 1 channels, these have 3", classifier, "stylegan2", channels=3)
+    assert_raises(UserError, r"model\.stem", classifier, "stylegan2", stem="small")

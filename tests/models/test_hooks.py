@@ -10,6 +10,7 @@ from torch import nn
 from duetgan.models.hooks import LayerStatistics, find_layer, matching_layers, merge, output_gradient
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
+from tests.conftest import assert_raises
 from tests.models.helpers import gradients, same
 
 
@@ -66,7 +67,7 @@ def objective(logits):
 # --- names
 
 
-def test_patterns_fit_names_and_their_ends_in_the_models_order():
+def test_patterns_fit_names_in_order_and_a_layer_is_found_by_a_clear_end():
     model = nn.ModuleDict({"model": net()})
     assert list(matching_layers(model, ["layer*.0"])) == ["model.layer1.0", "model.layer2.0"]
     assert list(matching_layers(model, ["fc", "model.stem"])) == ["model.stem", "model.fc"]
@@ -75,16 +76,12 @@ def test_patterns_fit_names_and_their_ends_in_the_models_order():
         matching_layers(model, ["stem", "layer7.0"])
     with pytest.raises(UserError, match="there are stem, barrier"):
         matching_layers(net(), ["stem", "xyz"])
-
-
-def test_a_layer_is_found_by_the_end_of_its_name_where_that_is_clear():
     model = nn.ModuleDict({"network": net(), "deeper": nn.ModuleDict({"more": nn.ModuleDict({"fc": nn.Identity()})})})
     assert find_layer(model, "fc") is model["network"].fc
     assert find_layer(model, "network.layer1.0") is model.get_submodule("network.layer1.0")
     with pytest.raises(UserError, match=r"'0' could be network.layer1.0, network.layer2.0; give the whole name"):
         find_layer(model, "0")
-    with pytest.raises(UserError, match=r"no layer is called 'laier1' \(did you mean 'layer1'\?\)"):
-        find_layer(model, "laier1")
+    assert_raises(UserError, r"no layer is called 'laier1' \(did you mean 'layer1'\?\)", find_layer, model, "laier1")
 
 
 @contextmanager
@@ -121,8 +118,7 @@ def test_hooks_go_also_after_an_error_and_unknown_names_are_refused_before_any_h
         (model, "unused", images(), "'unused' does not contribute"),
         (recurrent, "0", torch.zeros(3, 1, 2), "layer '0' gives a tuple"),
     ):
-        with pytest.raises(UserError, match=told):
-            output_gradient(network, name, (x,), objective)
+        assert_raises(UserError, told, output_gradient, network, name, (x,), objective)
         assert hooks_of(network) == 0
 
 
@@ -223,13 +219,10 @@ def test_statistics_in_low_precision_with_a_large_mean():
     assert found["layer/activation_std"] == pytest.approx(values.double().std(correction=0).item(), rel=1e-4)
 
 
-def test_merging_with_nothing_changes_nothing():
+def test_watching_and_merging_with_nothing_change_nothing():
     moments = torch.tensor([4.0, -2.0, 3.0, 5.0, 1.0, 2.0])
     for pair in ((moments, torch.zeros(6)), (torch.zeros(6), moments)):
         torch.testing.assert_close(merge(*pair), moments, rtol=0, atol=0)
-
-
-def test_a_model_behaves_the_same_under_watch():
     model, x = net(), images()
     objective(model(x)).backward()
     expected = gradients(model)

@@ -29,11 +29,15 @@ from tests.models import reference
 from tests.models.helpers import close, draw, randomised, same
 
 
-def test_second_moment_of_each_row_becomes_one():
+def test_second_moments_become_one_and_convolutions_start_with_unit_variance():
     x = draw(3, 5) * torch.tensor([[1.0], [100.0], [0.01]])
     close(normalize_second_moment(x), reference.normalised(x.numpy()))
     zeros = normalize_second_moment(torch.zeros(1, 4))
     assert zeros.eq(0).all()  # eps keeps a row of zeros from becoming NaN
+    with forked(0, "init", "conv"):
+        layer = EqualizedConv2d(64, 64, 3)
+    assert layer.weight.std().item() == pytest.approx(1.0, rel=0.02)
+    assert layer.bias.eq(0).all()
 
 
 @pytest.mark.parametrize("lr_multiplier", [1.0, 0.01])
@@ -53,14 +57,6 @@ def test_equalised_linear_starts_with_unit_scale_and_the_given_bias(lr_multiplie
     outputs = layer(torch.randn(200, 400, generator=generator(0, "test")))
     assert outputs.mean().item() == pytest.approx(1.0, abs=0.03)  # the bias reaches the output whatever the multiplier
     assert outputs.std().item() == pytest.approx(1.0, rel=0.05)
-
-
-def test_equalised_convolution_starts_with_unit_variance():
-    with forked(0, "init", "conv"):
-        layer = EqualizedConv2d(64, 64, 3)
-    assert layer.weight.std().item() == pytest.approx(1.0, rel=0.02)
-    assert layer.bias is not None
-    assert layer.bias.eq(0).all()
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -150,13 +146,10 @@ def test_modulated_convolution_equals_the_fused_form_sample_by_sample(size, demo
     close(whole(layer, x, w), expected, 1e-10)
 
 
-def test_the_gain_scales_the_demodulated_output():
+def test_style_starts_at_one_and_demodulated_output_has_the_gain_as_its_scale():
     layer = randomised(ModulatedConv2d(3, 5, 3, 6))
     x, w = draw(2, 3, 4, 4), draw(2, 6, key="w")
     torch.testing.assert_close(whole(layer, x, w, 1.7), 1.7 * whole(layer, x, w), rtol=1e-12, atol=1e-12)
-
-
-def test_style_starts_at_one_and_demodulated_output_has_unit_scale_whatever_it_is():
     with forked(0, "init", "modulated"):
         layer = ModulatedConv2d(64, 64, 3, 16).double()
     assert layer.affine(torch.zeros(1, 16).double()).eq(1).all()
@@ -166,13 +159,17 @@ def test_style_starts_at_one_and_demodulated_output_has_unit_scale_whatever_it_i
         assert out[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1.0, rel=0.05)
 
 
-def test_noise_has_no_effect_at_the_start_but_a_gradient():
+def test_noise_has_no_effect_at_the_start_and_the_fir_kernel_is_1331():
     layer = StyledLayer(3, 4, 5, 8).double()
     x, w, noise = draw(2, 3, 8, 8), draw(2, 5, key="w"), draw(2, 1, 8, 8, key="noise")
     torch.testing.assert_close(layer(x, w, noise), layer(x, w, None), rtol=0, atol=0)
     layer(x, w, noise).sum().backward()
     assert layer.noise_strength.grad is not None
     assert layer.noise_strength.grad != 0
+    kernel = fir_kernel(2, 4.0, torch.zeros(1, dtype=torch.float64))
+    assert kernel.shape == (2, 1, 4, 4)
+    for channel in kernel:
+        close(channel[0], np.outer([1, 3, 3, 1], [1, 3, 3, 1]) / 16)
 
 
 def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
@@ -188,7 +185,6 @@ def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
     # a huge style overflows no square: energies are not summed in reduced precision
     with torch.autocast("cpu", dtype=torch.float16):
         big = layer.conv(x, w * 1e3)
-    assert big[1] is not None
     assert torch.isfinite(big[1]).all()
     assert big[1].min() > 0
 
@@ -209,13 +205,6 @@ def matrix(oracle, shape):
     """The oracle as a matrix: its answers to the unit images [C, H, W] in the columns."""
     units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
     return np.stack([oracle(unit).reshape(-1) for unit in units], axis=1)
-
-
-def test_fir_kernel_is_the_outer_product_of_1331():
-    kernel = fir_kernel(2, 4.0, torch.zeros(1, dtype=torch.float64))
-    assert kernel.shape == (2, 1, 4, 4)
-    for channel in kernel:
-        close(channel[0], np.outer([1, 3, 3, 1], [1, 3, 3, 1]) / 16)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -101,7 +101,6 @@ def test_every_activation_and_gradient_is_where_its_part_is(devices: int, config
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.device == parameter.device, name
-    assert images.grad is not None
     assert images.grad.device == FAKE[0]
 
 

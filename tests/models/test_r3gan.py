@@ -9,6 +9,7 @@ from duetgan.models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Gener
 from duetgan.training.gan.losses import squared_gradient_norm
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
+from tests.conftest import assert_raises
 from tests.models.helpers import draw, gradients, kept_bytes, randomised, same
 
 TINY: dict[str, Any] = {"width": 4, "cardinality": 2, "blocks": 1, "expansion": 2}
@@ -32,7 +33,8 @@ def numbers(network):
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def test_parameters_of_the_papers_networks():
+def test_parameters_and_widths_are_those_of_the_papers_networks():
+    """P7: the paper's network for ImageNet at 64 px has its full width there."""
     # published: 20.8M and 21.3M for CIFAR-10 with labels
     with torch.device("meta"):
         shape: dict[str, int] = {"resolution": 32, "channels": 3, "classes": 10}
@@ -42,10 +44,6 @@ def test_parameters_of_the_papers_networks():
         shape = {"resolution": 32, "channels": 1, "classes": 0}
         assert numbers(R3Generator(R3GeneratorConfig(), **shape)) == 8 * block + 768 * 16 + 64 * 768 + 768
         assert numbers(R3Discriminator(R3DiscriminatorConfig(), **shape)) == 8 * block + 768 * 16 + 768 + 768
-
-
-def test_widths_and_cardinalities_halve_above_32_px_or_where_it_is_said():
-    """P7: the paper's network for ImageNet at 64 px has its full width there."""
     halved = [(64, 384, 48), (128, 192, 24), (256, 96, 12)]
     assert R3GeneratorConfig().sizes(256) == [*((size, 768, 96) for size in (4, 8, 16, 32)), *halved]
     assert R3DiscriminatorConfig(width=64, cardinality=16).sizes(8) == [(4, 64, 16), (8, 64, 16)]
@@ -159,8 +157,7 @@ def test_the_generator_takes_no_noise_and_cannot_be_truncated():
     noises: list[Any] = ["random", "const", []]
     for noise in noises:
         assert network(z, noise=noise, truncation_psi=1.0, truncation_cutoff=3).equal(network(z))
-    with pytest.raises(UserError, match=r"truncation_psi 0\.7: R3GAN has no w to truncate"):
-        network(z, truncation_psi=0.7)
+    assert_raises(UserError, r"truncation_psi 0\.7: R3GAN has no w to truncate", network, z, truncation_psi=0.7)
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 8, 8), (1, 8, 4)])
@@ -256,5 +253,4 @@ def test_state_dict_names_stay():
 )
 def test_sizes_that_do_not_work(settings, resolution, message):
     for build in (build_g, build_d):
-        with pytest.raises(UserError, match=message):
-            build(resolution, **settings)
+        assert_raises(UserError, message, build, resolution, **settings)

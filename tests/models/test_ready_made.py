@@ -18,6 +18,7 @@ from duetgan.models.ready_made import open_checkpoint
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 
 RESNET18 = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
 FAMILIES = (
@@ -113,8 +114,7 @@ def test_names_of_the_hubs_config(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["pretrained_cfg"]["mean"] = [0.1, 0.1, 0.1]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"config\.json: its images have mean \[0\.1, "):
-        open_checkpoint(tmp_path, "last")
+    assert_raises(UserError, r"config\.json: its images have mean \[0\.1, ", open_checkpoint, tmp_path, "last")
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,11 @@ def test_torch_hub_loads_weights_or_refuses(tmp_path, resnet18, capsys):
     assert torch.equal(model.network.fc.weight, resnet18.fc.weight)
     assert "122 of 122 tensors; head taken" in capsys.readouterr().err
     assert fingerprint(hubconf.resnet_classifier(file)) == fingerprint(model)
-    with pytest.raises(UserError, match="the file is a resnet18's"):
-        hubconf.resnet_classifier(weights=file, name="resnet34")
+    assert_raises(UserError, "the file is a resnet18's", hubconf.resnet_classifier, weights=file, name="resnet34")
 
 
 def test_our_own_checkpoint_is_read_as_before(tmp_path):
-    with pytest.raises(UserError, match="no such run folder or checkpoint"):
-        open_checkpoint(tmp_path / "none.safetensors", "last")
+    assert_raises(UserError, "no such run folder or checkpoint", open_checkpoint, tmp_path / "none.safetensors", "last")
     (tmp_path / "x.pt").write_bytes(b"no checkpoint")
     told = []
     for read in (lambda path: load(resolve(path)), lambda path: open_checkpoint(path, "last")):

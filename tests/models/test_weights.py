@@ -22,6 +22,7 @@ from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.models.helpers import draw, same
 
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"
@@ -62,11 +63,12 @@ def loaded(weights, **options):
 # --- reading
 
 
-def test_a_plain_file_gives_torchvisions_outputs(file, donor):
+def test_a_plain_file_gives_torchvisions_outputs_and_none_nothing(file, donor):
     model, told = loaded(file, normalise="symmetric")
     x = draw(2, 3, 32, 32).float()
     torch.testing.assert_close(model(x), donor(x), rtol=0, atol=0)
     assert told == f"weights from {file}: 122 of 122 tensors; head taken"
+    assert load_pretrained(Classifier(ModelConfig(), channels=3, classes=5, resolution=32)) == ""
 
 
 @pytest.mark.parametrize(
@@ -115,8 +117,7 @@ def test_python_2_files_with_latin_1_names(donor, tmp_path):
 @pytest.mark.parametrize("told", ["{", "3", '{"lineage": 3}', '{"lineage": {"trained_on": [], "synthetic": [{}]}}'])
 def test_an_export_that_is_damaged_in_what_it_has_seen_is_refused(donor, tmp_path, told):
     save_file(dict(donor.state_dict()), tmp_path / "a.safetensors", metadata={"duet": told})
-    with pytest.raises(UserError, match=r"its metadata are damaged .*export it again"):
-        loaded(tmp_path / "a.safetensors")
+    assert_raises(UserError, r"its metadata are damaged .*export it again", loaded, tmp_path / "a.safetensors")
 
 
 def test_safetensors_and_their_metadata(donor, tmp_path):
@@ -143,8 +144,7 @@ class Trap:
 def test_nothing_in_a_file_is_run(donor, tmp_path):
     torch.save({"state_dict": donor.state_dict(), "args": Trap(tmp_path / "sprung")}, tmp_path / "trap.pth")
     told = r"trap\.pth is damaged or not a plain state dict .*give another with --model\.weights"
-    with pytest.raises(UserError, match=told):
-        loaded(tmp_path / "trap.pth")
+    assert_raises(UserError, told, loaded, tmp_path / "trap.pth")
     assert not (tmp_path / "sprung").exists()
 
 
@@ -154,8 +154,7 @@ OTHER = [[1, 2], {}, {"epoch": 3}, {"state_dict": {"a": 1}}, torch.ones(2), {"a"
 @pytest.mark.parametrize("content", OTHER)
 def test_files_of_other_things(content, tmp_path):
     torch.save(content, tmp_path / "x.pth")
-    with pytest.raises(UserError, match=r"x\.pth is not a plain state dict"):
-        read_state_dict(tmp_path / "x.pth")
+    assert_raises(UserError, r"x\.pth is not a plain state dict", read_state_dict, tmp_path / "x.pth")
 
 
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
@@ -165,8 +164,7 @@ def test_damaged_and_missing_files(name, file, tmp_path):
         (name, r"x\.\w+ (is damaged|cannot be read) .*; fetch the file again, or give another with --m"),
         ("dono.pth", r"--model\.weights .*dono\.pth: no such file \(did you mean '.*donor\.pth'\?\)"),
     ):
-        with pytest.raises(UserError, match=told):
-            loaded(tmp_path / given)
+        assert_raises(UserError, told, loaded, tmp_path / given)
 
 
 # --- our own checkpoints
@@ -206,20 +204,17 @@ def test_our_own_runs_give_their_average(tmp_path):
 )
 def test_our_own_runs_images_and_strides_must_be_the_same(tmp_path, config, right, wrong, told):
     path, _ = own_checkpoint(tmp_path / "run", **config)
-    with pytest.raises(UserError, match=told):
-        loaded(path, **wrong)
+    assert_raises(UserError, told, loaded, path, **wrong)
     loaded(path, **right)
 
 
 def test_our_own_damaged_runs_and_those_of_a_gan(tmp_path):
     path, _ = own_checkpoint(tmp_path / "run")
     path.with_name(path.name + ".sha256").write_text("0" * 64)
-    with pytest.raises(UserError, match="damaged"):
-        loaded(path, normalise="symmetric")
+    assert_raises(UserError, "damaged", loaded, path, normalise="symmetric")
     gan = {"schema": 1, "task": "gan", "step": 1, "config": {}, "classes": [], "shape": {}, "state": {}}
     torch.save(gan, tmp_path / "gan.pt")
-    with pytest.raises(UserError, match=r"checkpoint of task 'gan'; give one of a classifier"):
-        loaded(tmp_path / "gan.pt")
+    assert_raises(UserError, r"checkpoint of task 'gan'; give one of a classifier", loaded, tmp_path / "gan.pt")
 
 
 # --- what is taken
@@ -235,13 +230,20 @@ def test_a_head_that_does_not_fit_stays_new(classes, head, file, donor):
     assert told == f"weights from {file}: 120 of {122 if head == 'linear' else 124} tensors; head new"
 
 
-def test_a_file_without_head_and_counters(donor, tmp_path):
+def test_a_file_without_head_and_counters_and_one_of_fewer_channels(donor, tmp_path):
     kept = {k: v for k, v in donor.state_dict().items() if not k.startswith("fc.") and "num_batches" not in k}
     torch.save(kept, tmp_path / "body.pth")
     model, told = loaded(tmp_path / "body.pth")
     assert "head new" in told
     assert torch.equal(model.network.layer4[1].bn2.running_var, donor.layer4[1].bn2.running_var)
     assert model.network.bn1.num_batches_tracked == 0
+    filters = draw(2, 3, 5, 5)
+    found, _ = fit_first(filters, torch.empty(2, 5, 5, 5, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.stack([filters[:, c % 3] * 3 / 5 for c in range(5)], dim=1))
+    back, _ = fit_first(filters[:, :1], filters)
+    torch.testing.assert_close(back.sum(1), filters[:, 0])
+    whole, none = fit_first(filters.half(), torch.empty(2, 3, 5, 5))
+    assert (whole.dtype, none) == (torch.float16, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -254,38 +256,20 @@ def test_other_precisions_are_cast(dtype, donor, tmp_path):
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight.to(dtype).float())
 
 
-def test_grey_images_give_what_they_would_give_in_colour(file, donor):
+def test_grey_images_and_a_small_stem_take_what_fits_of_the_filters(file, donor):
     model, told = loaded(file, channels=1, normalise="symmetric")
     grey = draw(2, 1, 32, 32).float()
     torch.testing.assert_close(model(grey), donor(grey.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
     assert "first filters from 3 to 1 channels" in told
-
-
-def test_more_channels_repeat_the_filters_and_those_that_fit_are_not_touched():
-    filters = draw(2, 3, 5, 5)
-    found, _ = fit_first(filters, torch.empty(2, 5, 5, 5, dtype=torch.float64))
-    torch.testing.assert_close(found, torch.stack([filters[:, c % 3] * 3 / 5 for c in range(5)], dim=1))
-    back, _ = fit_first(filters[:, :1], filters)
-    torch.testing.assert_close(back.sum(1), filters[:, 0])
-    kept, told = fit_first(filters.half(), torch.empty(2, 3, 5, 5))
-    assert (kept.dtype, told) == (torch.float16, [])
-
-
-def test_a_small_stem_takes_the_middle_of_the_filters(file, donor):
     model, told = loaded(file, stem="small")
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight[:, :, 2:5, 2:5])
     assert "middle 3x3 taken (model.stem imagenet with model.input_size keeps them whole)" in told
 
 
-def test_without_weights_nothing_happens():
-    assert load_pretrained(Classifier(ModelConfig(), channels=3, classes=5, resolution=32)) == ""
-
-
 @pytest.mark.skipif(not WEIGHTS.is_file(), reason="the ImageNet weights file is not on this machine")
 def test_hes_imagenet_file():
     strides = r"stride of 2 in conv1 of each stage's first block; set --model\.he-strides true"
-    with pytest.raises(UserError, match=strides):
-        loaded(WEIGHTS, name="resnet50")
+    assert_raises(UserError, strides, loaded, WEIGHTS, name="resnet50")
     model, told = loaded(WEIGHTS, name="resnet50", he_strides=True)
     assert "head new" in told
     assert model.config.imagenet_normalised
@@ -313,8 +297,7 @@ def test_what_does_not_fit_is_refused_by_name(key, value, message, donor, tmp_pa
     torch.save({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "changed.pth")
     model = build(tmp_path / "changed.pth")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(UserError, match=rf"changed\.pth: {re.escape(key)} {message}"):
-        load_pretrained(model)
+    assert_raises(UserError, rf"changed\.pth: {re.escape(key)} {message}", load_pretrained, model)
     same(dict(model.state_dict()), before)
 
 
@@ -340,8 +323,7 @@ def test_r1_only_networks_that_begin_alike_are_built_to_word_it(file, monkeypatc
         fitted(torch.load(file), {}, file, "regnet_y_400mf")
     assert built == ["resnet18"]
     stem = {"stem.0.weight": torch.zeros(32, 3, 3, 3)}
-    with pytest.raises(UserError, match=r"give a resnet50's weights file, by its own names"):
-        fitted(stem, {}, file, "resnet50")
+    assert_raises(UserError, r"give a resnet50's weights file, by its own names", fitted, stem, {}, file, "resnet50")
     assert built == ["resnet18", "regnet_y_400mf"]
 
 
@@ -368,8 +350,7 @@ def test_without_a_network_there_is_a_remedy(hub):
         r"^model\.weights IMAGENET1K_V2: is not at .*/hub/checkpoints/resnet50-11ad3fa6\.pth and cannot be downloaded "
         rf"\(.*Name or service not known.*\); fetch {url} on a machine with a network and put it there"
     )
-    with pytest.raises(UserError, match=told):
-        find_weights("IMAGENET1K_V2", "resnet50")
+    assert_raises(UserError, told, find_weights, "IMAGENET1K_V2", "resnet50")
     assert hub[1] == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
     assert module.socket.getdefaulttimeout() is None
 

@@ -22,30 +22,30 @@ def curves(chart) -> list[list[tuple[str, float, float]]]:
     return [[(pen, float(x), float(y)) for pen, x, y in re.findall(r"([ML]) (\S+) (\S+)", path)] for path in paths]
 
 
-def test_large_values_are_higher_later_steps_further_right_and_what_is_not_finite_breaks_the_line():
+def test_what_is_drawn_where_and_what_is_not_finite():
     (((_, x0, y0), (_, x1, y1)),) = curves(Chart({"a": [(0, 1.0), (10, 2.0)]}, title="a"))
     assert x1 > x0
     assert y1 < y0  # SVG counts downwards
     (path,) = curves(Chart({"a": [(0, 1.0), (1, 2.0), (2, float("nan")), (3, 1.0), (4, 2.0)]}, title="a"))
     assert [pen for pen, _, _ in path] == ["M", "L", "M", "L"]
+    assert "nan" not in Chart({"a": [(0, 0.0), (1, 0.0)], "b": [(1, 0.0)]}, title="a").svg
+    with pytest.raises(ValueError, match="no finite value"):
+        Chart({"a": [(0, float("inf"))]}, title="a")
 
 
-def test_points_without_a_line_are_dots_that_can_be_seen():
+def test_points_without_a_line_are_dots_and_a_chart_keeps_to_itself():
     nan = float("nan")
     chart = Chart({"a": [(1, 3.0)], "b": [(0, 1.0), (1, nan), (2, 2.0), (3, 1.5), (4, nan), (5, 2.5)]}, title="a")
     widths = re.findall(r"stroke: var\(--c(\d)\); stroke-width: ([\d.]+); stroke-linecap: round", chart.svg)
     assert widths == [("0", "5"), ("1", "5"), ("1", "5")]
     first, line, *others = curves(chart)
     assert [path[0][1:] == path[1][1:] for path in (first, line, *others)] == [True, False, True, True]  # to itself
-
-
-def test_chart_is_the_same_each_time_and_keeps_to_itself():
-    first, second = (Chart({EVIL: [(0, 1.0), (1, 2.0)], "b": [(1, 3.0)]}, title=EVIL) for _ in range(2))
-    assert vars(first) == vars(second)
-    assert len(curves(first)) == 2  # of a single point too
-    assert first.legend == [(EVIL, "2"), ("b", "3")]
+    evil, again = (Chart({EVIL: [(0, 1.0), (1, 2.0)], "b": [(1, 3.0)]}, title=EVIL) for _ in range(2))
+    assert vars(evil) == vars(again)
+    assert len(curves(evil)) == 2  # of a single point too
+    assert evil.legend == [(EVIL, "2"), ("b", "3")]
     for word in ("script", "<style", " id=", "href=", "url(", "#"):
-        assert word not in first.svg
+        assert word not in evil.svg
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,9 @@ def test_chart_takes_a_log_scale_only_for_positive_values_far_apart(values, log)
     assert ("log scale" in chart.title) is log
 
 
-def test_charts_without_spread_or_without_a_finite_value():
-    assert "nan" not in Chart({"a": [(0, 0.0), (1, 0.0)], "b": [(1, 0.0)]}, title="a").svg
-    with pytest.raises(ValueError, match="no finite value"):
-        Chart({"a": [(0, float("inf"))]}, title="a")
-
-
-def test_number():
+def test_numbers_are_short_and_thinned_series_keep_their_means():
     values = (0, 0.0123456, 4.567, 1234.5, 20000, 20001, 0.0000123, float("nan"))
     assert list(map(number, values)) == ["0", "0.0123", "4.57", "1,234", "20k", "20,001", "1.2e-05", "not finite"]
-
-
-def test_thin_keeps_means_and_leaves_short_series_alone():
     points = [(float(i), float(i % 2)) for i in range(10)]
     assert thin(points, 10) == points
     assert thin(points, 5) == [(0.5, 0.5), (2.5, 0.5), (4.5, 0.5), (6.5, 0.5), (8.5, 0.5)]

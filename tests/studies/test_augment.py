@@ -68,14 +68,11 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
     assert len({repr(config) for config in told.values()}) == len(told) == 14
 
 
-def test_even_classes_need_neither_weights_nor_filling(tmp_path):
+def test_even_classes_need_no_weights_and_mixing_is_of_samples_alone(tmp_path):
     data = {"source": "sample", "size": 16, "long_tail": 1.0}
     arms = Augment(config_of(data=data, selected=[False]), tmp_path).arms()
     families = [arm.family for arm in arms]
     assert [families.count(name) for name in (CLASSIC, SYNTHETIC, CONTROL)] == [2, 4, 2]
-
-
-def test_mixing_is_of_the_arms_with_samples_alone(tmp_path):
     arms = Augment(config_of(mixing={"data.sampling": "balanced"}), tmp_path).arms()
     mixed = [arm for arm in arms if arm.key["overrides"].get("data.sampling") == "balanced"]
     assert {arm.name for arm in mixed if arm.family != SYNTHETIC} == {"balanced sampling"}

@@ -169,9 +169,14 @@ def test_keys_are_of_what_recipes_say(images: Path, tmp_path: Path) -> None:
     assert keys("steps: 20") == (arms, jobs)
 
 
-def test_more_than_the_control_can_have_is_refused(images: Path, tmp_path: Path) -> None:
+def test_more_images_or_checkpoints_than_there_are_is_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
         study(images, tmp_path / "cas", n=401).run()
+    run = make_run(tmp_path / "gan", task="gan", config={}, shape=SHAPE, state={})
+    for name, words in ((run, "gan keeps 1 checkpoints, 2 are asked for"), (tmp_path / "no", "no such run folder")):
+        with pytest.raises(UserError, match=words):
+            Cas(settings(images, gan=Recipe(run=str(name)), drawing=Drawing(checkpoints=2)), tmp_path)
+        Cas(settings(images, gan=Recipe(run=str(name))), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +194,6 @@ def test_a_run_that_will_keep_too_few_checkpoints_is_refused(
     gan = Recipe(config="configs/quickstart_gan.yaml", overrides=saving)
     with pytest.raises(UserError, match=words) if words else nullcontext():
         Cas(settings(images, gan=gan, drawing=Drawing(checkpoints=count)), tmp_path)
-
-
-def test_a_named_run_that_has_too_few_checkpoints_is_refused(images: Path, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "gan", task="gan", config={}, shape=SHAPE, state={})
-    for name, words in ((run, "gan keeps 1 checkpoints, 2 are asked for"), (tmp_path / "no", "no such run folder")):
-        with pytest.raises(UserError, match=words):
-            Cas(settings(images, gan=Recipe(run=str(name)), drawing=Drawing(checkpoints=2)), tmp_path)
-        Cas(settings(images, gan=Recipe(run=str(name))), tmp_path)
 
 
 @pytest.mark.slow

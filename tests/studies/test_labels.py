@@ -91,15 +91,12 @@ def test_the_arms_train_on_what_their_names_say(subject):
     assert "data.synthetic.share" not in made_by(subject, WITH_SAMPLES)[1]
 
 
-def test_no_sample_is_sure_enough_and_an_earlier_start_left_some(subject):
+def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subject):
     made_by(subject, "")
     assert (subject.folder / "draws/4-s3/samples.lmdb").is_file()
     subject.config.threshold = 1.0
     assert made_by(subject, "")[0].figures["samples_kept"] == 0
     assert not (subject.folder / "draws/4-s3/samples.lmdb").exists()
-
-
-def test_the_generator_is_given_no_label(subject):
     place = subject.place(UNLABELLED)
     place.mkdir()
     subject._unlabelled(place)

@@ -234,7 +234,7 @@ def made_up(shares, *, seeds=4, each=300, wobble=0.01):
     return Results(range(seeds), by_arm, {"test": labels}, groups_of(COUNTS, CLASSES))
 
 
-def test_groups_are_thirds_by_the_number_of_training_images():
+def test_groups_are_thirds_with_the_mean_recall_of_their_classes():
     assert groups_of([5, 1000, 10, 400, 30, 90, 7], list("stuvwxy")) == {
         "all": [0, 1, 2, 3, 4, 5, 6],
         "many": [1, 3],
@@ -243,9 +243,6 @@ def test_groups_are_thirds_by_the_number_of_training_images():
         **{name: [label] for label, name in enumerate("stuvwxy")},
     }
     assert list(groups_of([9, 10, 11], list("abc"))) == ["all", "a", "b", "c"]  # even
-
-
-def test_a_groups_figure_is_the_mean_recall_of_its_classes():
     labels = np.array([0, 0, 0, 1, 2, 2])
     hits = np.array([1, 1, 0, 1, 0, 1], bool)
     groups = {"all": [0, 1, 2], "few": [2, 1]}

@@ -34,7 +34,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.seeding import generator as keyed_generator
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, assert_raises
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack
 
@@ -79,7 +79,6 @@ def test_samples_have_keys_of_their_own_and_checkpoints_take_turns(run: Path, tm
         assert (images[first].int() - alone[0].int()).abs().max() <= 1  # of another batch size
     with Dataset(tmp_path / "x.lmdb") as reader:
         passport = reader.meta.passport
-    assert passport is not None
     assert (passport["step"], passport["seed"], passport["selection"]) == (9, 5, "2 checkpoints in turn")
     again, _, _ = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5], 2, drawing=drawing)
     assert torch.equal(again, images)
@@ -185,10 +184,8 @@ def test_drawings_in_words_and_alone() -> None:
 
 def test_refusals(run: Path, tmp_path: Path) -> None:
     for band in ((0.5, 0.5), (-0.1, 1.0), (0.2, 1.1)):
-        with pytest.raises(UserError, match=r"^distance .* give two numbers from 0 to 1"):
-            Drawing(distance=band)
-    with pytest.raises(UserError, match="keeps 3 checkpoints, 4 are asked for"):
-        last_checkpoints(run, 4)
+        assert_raises(UserError, r"^distance .* give two numbers from 0 to 1", Drawing, distance=band)
+    assert_raises(UserError, "keeps 3 checkpoints, 4 are asked for", last_checkpoints, run, 4)
     with pytest.raises(UserError, match="its classes are not those of the study's images"):
         draw_samples({tmp_path / "x.lmdb": [1, 1]}, last_checkpoints(run, 1), CLASSES[:2], seed=5, drawing=Drawing())
     with pytest.raises(UserError, match=f"samples of class {CLASSES[1]}; ask for less"):
@@ -218,9 +215,15 @@ def test_a_long_tail_falls_exponentially_and_the_cut_images_are_held_back():
     assert np.bincount(labels[drawn[HELD_BACK]]).tolist() == [600 - 60 - n for n in training_counts([600] * 10, data)]
 
 
-def test_a_class_that_is_too_small_is_refused():
+def test_samples_fill_up_the_classes_and_too_small_ones_are_refused():
     with pytest.raises(UserError, match=r"class 1 has 1 images .* too few to divide"):
         divide(np.arange(11), np.repeat([0, 1], [10, 1]), 2, DATA)
+    assert sample_counts([100, 100, 100], 0.5, fill=False) == [50, 50, 50]
+    assert sample_counts([100, 40, 10], 0.5, fill=True) == [0, 30, 45]  # of 75: 60 and 90 are lacking
+    assert sum(sample_counts([100, 40, 10], 1, fill=True)) == 150
+    counts = expected_counts(StudyData(source="sample", long_tail=50.0))
+    assert counts[0] == 50 * counts[-1]
+    assert len(set(expected_counts(StudyData(source="fashion-mnist")))) == 1
 
 
 def test_the_files_hold_the_images_and_no_twins(tmp_path):
@@ -247,34 +250,18 @@ def test_the_files_hold_the_images_and_no_twins(tmp_path):
     assert len(set(together)) == 58
 
 
-def test_samples_fill_up_the_classes_in_proportion_to_what_they_lack():
-    assert sample_counts([100, 100, 100], 0.5, fill=False) == [50, 50, 50]
-    assert sample_counts([100, 40, 10], 0.5, fill=True) == [0, 30, 45]  # of 75: 60 and 90 are lacking
-    assert sum(sample_counts([100, 40, 10], 1, fill=True)) == 150
-
-
-def test_what_is_known_before_the_images_are_packed():
-    counts = expected_counts(StudyData(source="sample", long_tail=50.0))
-    assert counts[0] == 50 * counts[-1]
-    assert len(set(expected_counts(StudyData(source="fashion-mnist")))) == 1
-
-
 def test_quick_merges_mappings_and_replaces_the_rest():
     tree = {"seeds": 5, "gan": {"config": "x", "overrides": {"a": 1, "b": 2}}}
     tree["quick"] = {"seeds": 2, "gan.overrides": {"b": 3}, "data": {"size": 16}, "ratios": [1]}
     quick = quickened(tree)
     assert quick["gan"] == {"config": "x", "overrides": {"a": 1, "b": 3}}
     assert (quick["seeds"], quick["data"], quick["ratios"]) == (2, {"size": 16}, [1])
-    with pytest.raises(UserError, match="no section quick"):
-        quickened({"seeds": 5})
+    assert_raises(UserError, "no section quick", quickened, {"seeds": 5})
 
 
-def test_overrides_become_options():
+def test_overrides_become_options_and_off_stays_off():
     given = {"a.b": True, "c": [0.0, 0.99], "d": None, "e": "text", "f": {"g": 1}}
     assert " ".join(tokens(given)) == "--a.b=on --c=[0.0, 0.99] --d=null --e=text --f={g: 1}"
-
-
-def test_off_in_a_recipes_overrides_stays_off():
     recipe = "configs/quickstart_gan.yaml"
     given = yaml.safe_load("{ada.mode: off, deterministic: on}")  # false and true to YAML
     config: Any = build_run_config(read_yaml(REPOSITORY / recipe), tokens(given), recipe)

@@ -29,6 +29,7 @@ from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.text import printable
+from tests.conftest import assert_raises
 from tests.data.sources.source_files import item_refused, parquet, refused
 
 ROOT = Path(__file__).parents[2]
@@ -116,10 +117,8 @@ def test_h8_every_other_kind(tmp_path: Path) -> None:
         server.bind(str(tmp_path / "s"))
         for path, what in ((tmp_path / "s", "a socket"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
             for reader in (bounded.read_file, bounded.read_gzip, bounded.open_file, bounded.check):
-                with pytest.raises(bounded.Refused, match=f"^is {what}, not a regular file$"):
-                    reader(path, bounded.IMAGE)
-    with pytest.raises(bounded.Refused, match="holds a NUL character"):
-        bounded.check(tmp_path / "a\0b.png", bounded.ARCHIVE)
+                assert_raises(bounded.Refused, f"^is {what}, not a regular file$", reader, path, bounded.IMAGE)
+    assert_raises(bounded.Refused, "holds a NUL character", bounded.check, tmp_path / "a\0b.png", bounded.ARCHIVE)
     with pytest.raises(FileNotFoundError):
         bounded.read_file(tmp_path / "none", bounded.IMAGE)
 

@@ -1,8 +1,8 @@
-
 import pytest
 
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import check_writable, replace_file, write_atomic
+from tests.conftest import assert_raises
 
 
 @pytest.mark.parametrize("cut_short", ["fsync", "replace"])
@@ -17,8 +17,7 @@ def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch, cut_shor
 
     with monkeypatch.context() as patch:
         patch.setattr(f"os.{cut_short}", full)
-        with pytest.raises(OSError, match="No space left"):
-            replace_file(path, b"new")
+        assert_raises(OSError, "No space left", replace_file, path, b"new")
         with pytest.raises(
             UserError, match=r"cannot write .*status.json: No space left on device; choose another place"
         ):
@@ -28,20 +27,15 @@ def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch, cut_shor
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"new"]
 
 
-def test_missing_folders_are_an_error_or_made(tmp_path):
+def test_missing_folders_are_an_error_or_made_and_writing_is_tried_without_a_trace(tmp_path):
     with pytest.raises(FileNotFoundError):
         replace_file(tmp_path / "a" / "x", b"1")
     write_atomic(str(tmp_path / "a" / "b" / "x"), b"1")
     assert (tmp_path / "a" / "b" / "x").read_bytes() == b"1"
     for taken in (tmp_path / "a" / "b" / "x" / "y", tmp_path / "a"):  # below a file, and in a folder's place
-        with pytest.raises(UserError, match="cannot write"):
-            write_atomic(taken, b"2")
+        assert_raises(UserError, "cannot write", write_atomic, taken, b"2")
     assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"1"]
-
-
-def test_writable_is_checked_without_leaving_anything(tmp_path):
     check_writable(tmp_path / "new" / "deep")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"file/results: cannot be written"):
-        check_writable(tmp_path / "file" / "results")
+    assert_raises(UserError, r"file/results: cannot be written", check_writable, tmp_path / "file" / "results")

@@ -86,11 +86,16 @@ def test_captions_keep_to_their_cell(tmp_path, side):
     assert (np.diff(rows.astype(int)) == 1).sum() == 2 * 2  # two lines under each row of images, none touching
 
 
-def test_fewer_images_than_columns_take_no_empty_room_and_rows_beyond_the_most_are_left_out(tmp_path):
+def test_few_many_large_and_coloured_images_and_long_heads(tmp_path):
     save_captioned([shade(0)] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
     assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)
     save_rows([[shade(i)] for i in range(5)], tmp_path / "x.png", columns=1, most_rows=3)
     np.testing.assert_array_equal(pixels(tmp_path / "x.png")[::64, ::64], [[0], [1], [2]])
+    save_table([[shade(9, 3, 128)]], tmp_path / "x.png", row_heads=["x" * 200], column_heads=["y" * 200])
+    found = pixels(tmp_path / "x.png")
+    assert (found[-PADDING - 128 : -PADDING, -PADDING - 128 : -PADDING] == 9).all()
+    assert found.shape[1] < 150 + 128 + 4 * PADDING
+    assert (found[:, -PADDING:] == 255).all()
 
 
 def test_rows_have_their_names_beside_them(tmp_path):
@@ -134,14 +139,6 @@ def test_a_table_holds_the_images_pixel_by_pixel(tmp_path, margin):
     assert above[14:, x[2] : x[2] + 96].min() < 100
     assert beside[y[1] :].min() < 100
     assert beside[y[0] : y[1]].min() == 255
-
-
-def test_large_and_coloured_images_and_long_heads(tmp_path):
-    save_table([[shade(9, 3, 128)]], tmp_path / "x.png", row_heads=["x" * 200], column_heads=["y" * 200])
-    found = pixels(tmp_path / "x.png")
-    assert (found[-PADDING - 128 : -PADDING, -PADDING - 128 : -PADDING] == 9).all()
-    assert found.shape[1] < 150 + 128 + 4 * PADDING
-    assert (found[:, -PADDING:] == 255).all()
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2029", "\0"])
@@ -217,15 +214,12 @@ def test_columns_are_aligned_and_lines_end_without_spaces(align, expected):
     assert columns([("name", "n", "share"), ("a", "12", "0.5000"), ["longer", "3", "-"]], align) == expected
 
 
-def test_columns_of_no_row_of_empty_cells_and_of_different_length():
+def test_columns_of_odd_rows_and_long_captions():
     assert columns([]) == ""
     assert columns([("a", ""), ("", "b")]) == "a\n   b"
     with pytest.raises(ValueError, match="zip"):
         columns([("a", "b"), ("c",)])
     assert (decimal(0.12345), decimal(2.0, 1), decimal(None)) == ("0.1235", "2.0", "-")
-
-
-def test_long_captions_lose_their_middle():
     assert shorten("123456789", 9) == "123456789"
     assert shorten("1234567890", 9) == "1234…7890"
     assert len(shorten("x" * 50, 8)) == 8

@@ -178,7 +178,6 @@ def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
     whole = pack(source, tmp_path / "whole.lmdb").meta
     first = pack(source, tmp_path / "x.lmdb", workers=0, **QUARTER)
     split = Split(part="train", share=0.25, seed=0, whole=whole.fingerprint, images=36)
-    assert first.held_out is not None
     assert (first.meta.split, first.held_out.split) == (split, split.model_copy(update={"part": "val"}))
     assert whole.split is None
     names = halves(tmp_path / "x.lmdb")[1].names()
@@ -279,5 +278,4 @@ def test_between_the_two_names_there_is_no_training_file(pets, tmp_path, monkeyp
     assert [name for name in published if not name.startswith(".x.lmdb.whole")] == ["x-val.lmdb", "x.lmdb"]
     assert not dest.exists()
     monkeypatch.undo()
-    assert old.split is not None
     assert LMDBReader(val_path(dest)).meta.split != old.split.model_copy(update={"part": "val"})

@@ -165,7 +165,8 @@ def test_classes_that_give_no_weights_are_named(call: Callable[[], Any], message
     assert_raises(UserError, message, call)
 
 
-def test_class_rates() -> None:
+def test_class_rates_occurrences_and_few_labels() -> None:
+    """A repeat is counted; each class keeps as many by its key."""
     labels = np.array([0, 1, 2, 1])
     names = ["cat", "dog", "emu"]
     np.testing.assert_array_equal(class_weights(labels, names, {"dog": 3.0, "emu": 0}), [1, 3, 0, 3])
@@ -173,6 +174,14 @@ def test_class_rates() -> None:
     np.testing.assert_array_equal(class_weights(np.zeros(2, np.int64), [], {}), np.ones(2))
     copies = np.bincount(labels[weighted(class_weights(labels, names, {"cat": 6.0}), 0, labels).order(0)], minlength=3)
     assert copies[0] in (2, 3)  # 6/9 of four draws
+    assert weighted_sampling.occurrences(np.array([5, 7, 5, 5, 0, 7])).tolist() == [0, 0, 1, 2, 0, 1]
+    assert weighted_sampling.occurrences(np.array([3])).tolist() == [0]
+    labels = np.arange(90) % 3
+    found = few_labels(labels, 4, seed=5)
+    assert found.tolist() == sorted(set(found.tolist()))
+    assert np.bincount(labels[found]).tolist() == [4, 4, 4]
+    of_two = np.flatnonzero(labels == 2)[numpy_generator(5, "labels", 2).permutation(30)[:4]]
+    assert set(of_two.tolist()) == set(found[labels[found] == 2].tolist())
 
 
 def test_weights_from_files(tmp_path: Path) -> None:
@@ -229,15 +238,3 @@ def test_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
     for damaged in (*(whole[:size] for size in (0, 5, 100, len(whole) - 1)), whole.replace(b"}", b"(")):
         path.write_bytes(damaged)
         assert_raises(UserError, r"weights\.npy", load_sample_weights, path, 1000)
-
-
-def test_occurrences_and_few_labels():
-    """A repeat is counted; each class keeps as many by its key."""
-    assert weighted_sampling.occurrences(np.array([5, 7, 5, 5, 0, 7])).tolist() == [0, 0, 1, 2, 0, 1]
-    assert weighted_sampling.occurrences(np.array([3])).tolist() == [0]
-    labels = np.arange(90) % 3
-    found = few_labels(labels, 4, seed=5)
-    assert found.tolist() == sorted(set(found.tolist()))
-    assert np.bincount(labels[found]).tolist() == [4, 4, 4]
-    of_two = np.flatnonzero(labels == 2)[numpy_generator(5, "labels", 2).permutation(30)[:4]]
-    assert set(of_two.tolist()) == set(found[labels[found] == 2].tolist())

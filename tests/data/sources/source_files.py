@@ -13,6 +13,7 @@ from PIL import Image
 from duetgan.data.errors import ImageError
 from duetgan.data.sources import Source, open_source
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.data.conftest import save
 
 
@@ -29,13 +30,11 @@ def contents(source: Source) -> list[Any]:
 
 def refused(where: object, message: str, **options: Any) -> None:
     """That no source opens there, in these words."""
-    with pytest.raises(UserError, match=message):
-        open_source(str(where), **options)
+    assert_raises(UserError, message, open_source, str(where), **options)
 
 
 def item_refused(source: Source, index: int, message: str) -> None:
-    with pytest.raises(ImageError, match=message):
-        source.item(index)
+    assert_raises(ImageError, message, source.item, index)
 
 
 def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:

@@ -90,23 +90,19 @@ def test_calibration_error_is_torchmetrics_and_that_of_the_bins(sharpness):
     expected = multiclass_calibration_error(logits.double().softmax(1), labels, num_classes=7, n_bins=15, norm="l1")
     error = ece(given(logits, labels))
     assert error.value == pytest.approx(expected.item(), rel=1e-6)
-    assert error.influence is not None
     assert float(error.influence.sum()) == pytest.approx(0, abs=1e-9)
     rows: list[Any] = [row for row in reliability(given(logits, labels)) if row["n"]]
     gaps = sum(row["n"] * abs(row["accuracy"] - row["confidence"]) for row in rows)
     assert error.value == pytest.approx(gaps / 500, abs=1e-8)
 
 
-def test_calibration_error_by_hand():
+def test_calibration_error_by_hand_edges_and_ties():
     """Two images at confidence 0.85 of which one is right, |1.7 - 1| / 4; two at 0.62, both right, |1.24 - 2| / 4."""
     probabilities = torch.tensor([[0.85, 0.15], [0.85, 0.15], [0.62, 0.38], [0.38, 0.62]]).double()
     assert ece(given(probabilities.log(), torch.tensor([0, 1, 0, 1]))).value == pytest.approx(
         (0.7 + 0.76) / 4, abs=1e-7
     )
-
-
-def test_edges_and_ties():
-    """A confidence on an edge belongs to the bin below, certain and right is calibrated, ties go to the lower class."""
+    # an edge belongs to the bin below, certain and right is calibrated, ties go to the lower class
     assert [row["n"] for row in reliability(given(torch.zeros(1, 2), torch.tensor([0])), bins=2)] == [1, 0]
     figures = figures_of(torch.eye(6) * 1000, torch.arange(6))
     assert (figures["ece"], figures["accuracy"], figures["top5_accuracy"]) == (0, 1, 1)
@@ -164,8 +160,7 @@ def test_influence_on_balanced_accuracy_is_the_bootstraps_spread():
     for _ in range(200):
         chosen = draw.integers(0, 500, 500)
         values.append(balanced_accuracy(given(logits[chosen], labels[chosen])).value or 0.0)
-    influence = balanced_accuracy(given(logits, labels)).influence
-    assert influence is not None
+    influence: Any = balanced_accuracy(given(logits, labels)).influence
     assert np.sqrt(np.square(influence).sum()) / 500 == pytest.approx(np.std(values), rel=0.12)
     assert influence.sum() == pytest.approx(0, abs=1e-9)
 
@@ -204,10 +199,12 @@ def sharpened(factor, *, n=2000, seed=0):
     return logits * factor, labels
 
 
-def test_likelihood_is_torchs():
+def test_likelihood_is_torchs_and_temperature_stays_within_its_bounds():
     logits, labels = answers()
     expected = cross_entropy(logits.double(), labels, reduction="none")
     torch.testing.assert_close(calibration.negative_log_likelihood(logits, labels), expected, rtol=1e-12, atol=1e-12)
+    for sign, bound in ((1, calibration.COLDEST), (-1, calibration.HOTTEST)):  # every image is right, or wrong
+        assert calibration.fit_temperature(sign * torch.eye(4), torch.arange(4)) == pytest.approx(bound, rel=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
@@ -221,11 +218,6 @@ def test_temperature_is_scipys(factor):
     found = calibration.fit_temperature(logits, labels)
     assert found == pytest.approx(np.exp(expected.x), rel=1e-6)
     assert found == pytest.approx(factor, rel=0.1)
-
-
-def test_temperature_stays_within_its_bounds():
-    for sign, bound in ((1, calibration.COLDEST), (-1, calibration.HOTTEST)):  # every image is right, or wrong
-        assert calibration.fit_temperature(sign * torch.eye(4), torch.arange(4)) == pytest.approx(bound, rel=1e-6)
 
 
 def test_halves_are_disjoint_stratified_and_by_the_key():
@@ -244,7 +236,6 @@ def test_halves_are_disjoint_stratified_and_by_the_key():
 def test_an_overconfident_classifier_is_mended_on_images_the_fit_has_not_seen():
     logits, labels = sharpened(3.0)
     found = calibration.judged_temperature(logits, labels, seed=0)
-    assert found is not None
     assert found["fitted_on"] == found["judged_on"] == 1000
     assert found["value"] == pytest.approx(3, rel=0.1)
     assert found["ece_after"] < 0.05 < 0.1 < found["ece_before"]

@@ -59,13 +59,19 @@ def test_noise_is_of_the_deviation_that_it_says_and_one_field_an_image():
     assert np.corrcoef(weak.ravel(), field.ravel())[0, 1] > 0.999
 
 
-def test_blur_is_opencvs_and_grows_with_the_side():
+def test_blur_is_opencvs_brightness_and_contrast_by_hand():
     corruption = CORRUPTIONS["blur"]
     assert (corruption.amount(5, 32), corruption.amount(5, 64)) == (1.0, 2.0)
     image = picture()
     expected = cv2.GaussianBlur(image.transpose(1, 2, 0).astype(float), (9, 9), 1.0, borderType=cv2.BORDER_REFLECT)
     found = corruption(image, 5, seed=0, index=0)
     assert np.abs(found.transpose(1, 2, 0) - expected).max() < 1
+    image = np.array([[[0, 100], [200, 250]]], np.uint8)
+    found = CORRUPTIONS["brightness"](image, 2, seed=0, index=0)
+    assert found.ravel().tolist() == [51, 151, 251, 255]
+    mean = 137.5
+    found = CORRUPTIONS["contrast"](image, 2, seed=0, index=0)
+    assert found.ravel().tolist() == [round(mean + (value - mean) / 2) for value in (0, 100, 200, 250)]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -79,15 +85,6 @@ def test_jpeg_is_pillows(channels):
     found = CORRUPTIONS["jpeg"](image, 5, seed=0, index=0).transpose(1, 2, 0)
     assert distance(found, expected) < 2
     assert [round(CORRUPTIONS["jpeg"].amount(strength, 224)) for strength in (1, 5)] == [25, 12]
-
-
-def test_brightness_and_contrast_by_hand():
-    image = np.array([[[0, 100], [200, 250]]], np.uint8)
-    found = CORRUPTIONS["brightness"](image, 2, seed=0, index=0)
-    assert found.ravel().tolist() == [51, 151, 251, 255]
-    mean = 137.5
-    found = CORRUPTIONS["contrast"](image, 2, seed=0, index=0)
-    assert found.ravel().tolist() == [round(mean + (value - mean) / 2) for value in (0, 100, 200, 250)]
 
 
 def test_robustness_is_a_table_of_shares():

@@ -10,6 +10,7 @@ from duetgan.metrics.comparison.compare import compare, comparison_table
 from duetgan.metrics.comparison.predictions import save_predictions
 from duetgan.metrics.evaluate_classifier import document_of
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.metrics.classification.test_answers import answers, given
 from tests.metrics.conftest import classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import call, refused
@@ -194,8 +195,7 @@ def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):
         ("classes", {"classes": NAMES[::-1]}, "another classes"),
     ):
         other = written(tmp_path / name, {}, {"label": np.zeros(500)}, "classifier", 500, **about)
-        with pytest.raises(UserError, match=f"{told}.*evaluate both with the same --data, --n and --seed"):
-            compare([first, other])
+        assert_raises(UserError, f"{told}.*evaluate both with the same --data, --n and --seed", compare, [first, other])
     second = classified(tmp_path / "second", seed=1)
     for runs, told in (
         ([first, classified(tmp_path / "n", n=400)], r"another number of images \(500 and 400\)"),
@@ -204,8 +204,7 @@ def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):
         ([f"{first},{first}"] * 2, "must be trained with different seeds"),
         ([first, f"{first},{second}"], r"training seeds \[0\] and \[0, 1\]"),
     ):
-        with pytest.raises(UserError, match=told):
-            compare(runs)
+        assert_raises(UserError, told, compare, runs)
 
 
 def test_damaged_evaluations_are_refused_in_one_line(tmp_path):
@@ -223,11 +222,9 @@ def test_damaged_evaluations_are_refused_in_one_line(tmp_path):
             compare([first, str(other)])
         assert "\n" not in str(caught.value)
     (other / "metrics.json").write_text("[" * 10_000)
-    with pytest.raises(UserError, match=r"metrics\.json"):
-        compare([first, str(other)])
+    assert_raises(UserError, r"metrics\.json", compare, [first, str(other)])
     (other / "metrics.json").unlink()
-    with pytest.raises(UserError, match=r"evaluate it with evaluate\.py --checkpoint"):
-        compare([first, str(other)])
+    assert_raises(UserError, r"evaluate it with evaluate\.py --checkpoint", compare, [first, str(other)])
 
 
 def test_by_the_command_line(files, tmp_path, capsys):

@@ -95,7 +95,8 @@ def test_independent_figures_cover_the_difference_of_two_shares():
     assert 0.93 <= hits / 400 <= 0.98
 
 
-def test_by_seeds_is_students_paired_test():
+def test_over_seeds_it_is_students_paired_test():
+    """Where all images of a run are right or all wrong in the same measure, the seeds are all that varies."""
     first, second = [0.81, 0.83, 0.79], [0.84, 0.85, 0.83]
     found, expected = paired.by_seeds(first, second), ttest_rel(second, first)
     assert found.p == pytest.approx(expected.pvalue)
@@ -104,6 +105,13 @@ def test_by_seeds_is_students_paired_test():
     assert paired.by_seeds(first, first).p is None
     equal = paired.by_seeds([0.525, 0.555], [0.535, 0.565])  # by 0.01, but for rounding: no spread to judge by
     assert (equal.p, equal.interval) == (None, None)
+    levels = np.array([[0.5, 0.6, 0.4, 0.5, 0.7], [0.7, 0.7, 0.6, 0.8, 0.7]])
+    hits = np.arange(1000) < np.round(1000 * levels)[..., None]
+    draw = np.random.default_rng(0)
+    one, other = (np.stack([draw.permutation(row) for row in rows]) for rows in hits)
+    both, by_seed = paired.by_seeds_and_images(one, other, np.full(1000, 1e-3)), paired.by_seeds(*levels)
+    assert both.difference == pytest.approx(by_seed.difference)
+    assert both.p == pytest.approx(by_seed.p, rel=0.1)
 
 
 def test_holm_by_a_slow_loop():
@@ -137,17 +145,6 @@ def test_seeds_and_images_are_hillis_formula():
     assert found.difference == pytest.approx(mean)
     assert found.p == pytest.approx(2 * t.sf(abs(mean) / (both / 120) ** 0.5, degrees))
     assert found.interval == pytest.approx(t.interval(0.95, degrees, mean, (both / 120) ** 0.5))
-
-
-def test_seeds_alone_are_students_paired_test():
-    """Where all images of a run are right or all wrong in the same measure, the seeds are all that varies."""
-    levels = np.array([[0.5, 0.6, 0.4, 0.5, 0.7], [0.7, 0.7, 0.6, 0.8, 0.7]])
-    hits = np.arange(1000) < np.round(1000 * levels)[..., None]
-    draw = np.random.default_rng(0)
-    first, second = (np.stack([draw.permutation(row) for row in rows]) for rows in hits)
-    found, by_seed = paired.by_seeds_and_images(first, second, np.full(1000, 1e-3)), paired.by_seeds(*levels)
-    assert found.difference == pytest.approx(by_seed.difference)
-    assert found.p == pytest.approx(by_seed.p, rel=0.1)
 
 
 def test_one_pair_is_over_images_alone_and_equal_runs_do_not_differ():

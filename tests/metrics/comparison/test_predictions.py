@@ -7,6 +7,7 @@ from safetensors.numpy import save
 
 from duetgan.metrics.comparison.predictions import FILE, Predictions, save_predictions
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 
 ABOUT = {"task": "classifier", "data": "ab12", "n": 4, "seed": 0, "training_seed": 3, "classes": ["a", "b"]}
 ABOUT |= {"judge": None}
@@ -24,7 +25,6 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert told == {"file": FILE, "sha256": sha256(first)}
     found = Predictions(tmp_path, told["sha256"])
     assert found.about == {"schema": 1, **ABOUT}
-    assert found.hits is not None
     assert found.hits.tolist() == [True, True, False, False]
     for name, column in COLUMNS.items():
         np.testing.assert_array_equal(found.columns[name], column)
@@ -68,8 +68,6 @@ def test_a_file_that_is_none_of_ours_is_refused_in_one_line(tmp_path, content, t
 
 
 def test_a_missing_file_and_a_pipe_are_told(tmp_path):
-    with pytest.raises(UserError, match=f"{FILE} cannot be read .*; evaluate that run once more"):
-        Predictions(tmp_path, "")
+    assert_raises(UserError, f"{FILE} cannot be read .*; evaluate that run once more", Predictions, tmp_path, "")
     (tmp_path / FILE).symlink_to("/dev/zero")
-    with pytest.raises(UserError, match="is a device"):
-        Predictions(tmp_path, "")
+    assert_raises(UserError, "is a device", Predictions, tmp_path, "")

@@ -28,6 +28,7 @@ from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.metrics.conftest import classifier_run
 
 CPU = torch.device("cpu")
@@ -102,13 +103,11 @@ def test_bad_names_are_told(specs, changes, told):
 
 
 def test_what_is_missing_or_not_finite_is_told(no_weights, monkeypatch):
-    with pytest.raises(UserError, match="resnet50 needs a weights file"):
-        build(["resnet50"], **SETTINGS)
+    assert_raises(UserError, "resnet50 needs a weights file", build, ["resnet50"], **SETTINGS)
     with pytest.raises(UserError, match="extractor two gives features that are not finite"):
         extract(Extractor("two", 2, lambda images: torch.full((len(images), 2), torch.nan), CPU), sample_images())
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
-    with pytest.raises(UserError, match="pip install torch-fidelity"):
-        inception_features()
+    assert_raises(UserError, "pip install torch-fidelity", inception_features)
 
 
 class FakeLibrary:
@@ -141,8 +140,7 @@ def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
         ((file,), "no such file"),
         ((file,), "not a plain state dict"),
     ):
-        with pytest.raises(UserError, match=told):
-            inception_features(*given)
+        assert_raises(UserError, told, inception_features, *given)
         if given:
             file.write_text("not weights")
     torch.save({"a": torch.zeros(1)}, file)
@@ -200,8 +198,7 @@ def test_work_is_done_as_the_results_are_taken_and_its_errors_are_raised():
     results = shared_pass(1000, work, side=32, batch_size=64)
     next(results)
     assert done == [range(64)]
-    with pytest.raises(UserError, match="broken"):
-        next(results)
+    assert_raises(UserError, "broken", next, results)
 
 
 @pytest.fixture(scope="module")
@@ -284,18 +281,15 @@ def test_keys_and_shapes_are_checked(state, tmp_path, change, told):
     changed = dict(state)
     change(changed)
     save_file(changed, tmp_path / "changed.safetensors")
-    with pytest.raises(UserError, match=told):
-        load_resnet50(tmp_path / "changed.safetensors")
+    assert_raises(UserError, told, load_resnet50, tmp_path / "changed.safetensors")
 
 
 def test_a_damaged_file_and_one_of_other_things_are_told(he_file, tmp_path):
     for name in ("broken.safetensors", "broken.pth"):
         (tmp_path / name).write_bytes(he_file.read_bytes()[:1000])
-        with pytest.raises(UserError, match=r"broken.*--weights"):
-            load_resnet50(tmp_path / name)
+        assert_raises(UserError, r"broken.*--weights", load_resnet50, tmp_path / name)
     torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(UserError, match="is not a plain state dict"):
-        load_resnet50(tmp_path / "list.pth")
+    assert_raises(UserError, "is not a plain state dict", load_resnet50, tmp_path / "list.pth")
 
 
 def test_search_order(tmp_path, monkeypatch, no_weights):
@@ -303,15 +297,12 @@ def test_search_order(tmp_path, monkeypatch, no_weights):
     for path in (given, named, lying):
         path.touch()
     assert find_weights() is None
-    with pytest.raises(UserError, match=r"--weights|weights/"):
-        resnet50_features()
+    assert_raises(UserError, r"--weights|weights/", resnet50_features)
     monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", (tmp_path / "absent", lying))
     assert find_weights() == lying
     monkeypatch.setenv("DUET_WEIGHTS", str(named))
     assert find_weights() == named
     assert find_weights(given) == given
-    with pytest.raises(UserError, match="no such file"):
-        find_weights(tmp_path / "absent")
+    assert_raises(UserError, "no such file", find_weights, tmp_path / "absent")
     monkeypatch.setenv("DUET_WEIGHTS", str(tmp_path / "absent"))
-    with pytest.raises(UserError, match=r"\$DUET_WEIGHTS"):
-        find_weights()
+    assert_raises(UserError, r"\$DUET_WEIGHTS", find_weights)

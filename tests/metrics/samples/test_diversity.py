@@ -15,13 +15,10 @@ def by_class(samples, sample_labels, real, real_labels, classes, **options):
     )
 
 
-def test_mean_pairwise_distance_is_scipys():
+def test_mean_distance_is_scipys_and_the_ratio_of_equal_distributions_about_one():
     features = normal(30, 0)
     assert mean_distances(features).mean().item() == pytest.approx(pdist(features.double().numpy()).mean(), rel=1e-9)
     assert mean_distances(torch.tensor([[0.0, 0.0], [3.0, 4.0]])).tolist() == [5, 5]
-
-
-def test_ratio_of_equal_distributions_is_about_one_and_scales():
     assert diversity_ratio(normal(200, 1), normal(200, 2)).value == pytest.approx(1, abs=0.05)
     assert diversity_ratio(normal(200, 1, scale=0.25), normal(200, 2)).value == pytest.approx(0.25, abs=0.02)
 

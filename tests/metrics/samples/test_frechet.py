@@ -25,14 +25,19 @@ def of_gaussians(mean1, covariance1, mean2, covariance2):
     return ((mean1 - mean2) ** 2).sum() + np.trace(covariance1 + covariance2 - 2 * root)
 
 
-def test_agrees_with_scipys_matrix_square_root():
+def test_agrees_with_scipys_matrix_square_root_and_for_one_image_only():
     first, second = normal(300, 12, 0), normal(200, 12, 1, scale=1.7, shift=0.4)
     means, covariances = zip(*((x.mean(0).numpy(), x.T.cov().numpy()) for x in (first, second)), strict=True)
     expected = of_gaussians(means[0], covariances[0], means[1], covariances[1])
     assert distance(first, second) == pytest.approx(expected, rel=1e-9)
+    one, real = torch.ones(50, 6, dtype=torch.float64), normal(50, 6, 8)
+    expected = float((real.mean(0) - 1).square().sum() + torch.cov(real.T).trace())
+    assert distance(one, real) == pytest.approx(expected, rel=1e-9)
+    assert distance(real, one) == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(one, one) == (0.0, 0.0)
 
 
-def test_closed_form_of_diagonal_gaussians():
+def test_closed_form_of_diagonal_gaussians_half_precision_and_far_means():
     """Columns that are exactly uncorrelated: |m1 - m2|^2 + |s1 - s2|^2, one of them without any spread."""
     mean1, mean2 = torch.tensor([1.0, -2.0, 0.0]).double(), torch.tensor([1.5, 0.0, 0.0]).double()
     sigma1, sigma2 = torch.tensor([1.0, 2.0, 0.5]).double(), torch.tensor([3.0, 2.0, 0.0]).double()
@@ -40,6 +45,10 @@ def test_closed_form_of_diagonal_gaussians():
     sets = mean1 + columns * sigma1, mean2 + columns * sigma2
     expected = float((mean1 - mean2).square().sum() + (sigma1 - sigma2).square().sum())
     assert distance(*sets) == pytest.approx(expected, rel=1e-12)
+    half = torch.full((4096, 1), 1.0009765625, dtype=torch.bfloat16)  # a bfloat16 sum would stop at 256
+    assert distance(half, torch.zeros(9, 1)) == pytest.approx(half[0].double().item() ** 2, rel=1e-12)
+    first, second = normal(80, 5, 1), normal(80, 5, 2)
+    assert distance(first + 1000, second + 1000) == pytest.approx(distance(first, second), rel=1e-6)
 
 
 @pytest.mark.parametrize("n", [64, 15])
@@ -60,21 +69,6 @@ def test_fewer_vectors_than_dimensions(n, m, dim):
     expected = float((first.mean(0) - second.mean(0)).square().sum() + spread - 2 * trace)
     assert distance(first, second) == pytest.approx(expected, rel=1e-9)
     assert distance(first, first) == pytest.approx(0, abs=1e-9 * float(spread))
-
-
-def test_a_generator_that_draws_one_image_only():
-    one, real = torch.ones(50, 6, dtype=torch.float64), normal(50, 6, 8)
-    expected = float((real.mean(0) - 1).square().sum() + torch.cov(real.T).trace())
-    assert distance(one, real) == pytest.approx(expected, rel=1e-9)
-    assert distance(real, one) == pytest.approx(expected, rel=1e-6)
-    assert frechet_distance(one, one) == (0.0, 0.0)
-
-
-def test_half_precision_is_summed_in_float64_and_far_means_cost_nothing():
-    half = torch.full((4096, 1), 1.0009765625, dtype=torch.bfloat16)  # a bfloat16 sum would stop at 256
-    assert distance(half, torch.zeros(9, 1)) == pytest.approx(half[0].double().item() ** 2, rel=1e-12)
-    first, second = normal(80, 5, 1), normal(80, 5, 2)
-    assert distance(first + 1000, second + 1000) == pytest.approx(distance(first, second), rel=1e-6)
 
 
 @pytest.mark.parametrize("second", [torch.randn(9, 4), torch.randn(1, 3)])

@@ -27,6 +27,7 @@ from duetgan.metrics.samples.memorisation import (
     training_bound,
 )
 from duetgan.utils.seeding import generator
+from tests.conftest import assert_raises
 
 
 def normal(*shape, key=0):
@@ -57,19 +58,15 @@ def test_a_copy_is_at_distance_zero_even_in_float32_and_the_first_of_equals_is_n
     assert found.distances.tolist() == [0.0, 0.0, 0.0]
     assert found.indices.tolist() == [17, 17, 5000]
     for nothing in (torch.zeros(0, 3), torch.zeros(4, 2), torch.zeros(3)):
-        with pytest.raises(ValueError, match="no nearest neighbours"):
-            nearest(torch.zeros(2, 3), nothing)
+        assert_raises(ValueError, "no nearest neighbours", nearest, torch.zeros(2, 3), nothing)
 
 
-def test_share_below_by_hand():
+def test_share_below_by_hand_and_mann_whitney_against_counted_pairs():
     held_out = torch.arange(1.0, 201.0).double()[torch.randperm(200, generator=generator(0, "test"))]
     share, expected, bound = share_below(torch.tensor([0.5, 1.5, 2.0, 300.0]).double(), held_out)
     assert (share, bound) == (0.5, 2.0)  # the 2nd of 200; as near as the bound is not nearer
     assert expected == pytest.approx(2 / 201)
     assert share_below(torch.ones(2).double(), held_out[:5], tail=0.4)[1] == pytest.approx(2 / 6)
-
-
-def test_mann_whitney_against_counted_pairs():
     samples, held_out = (normal(17, key=3) * 4).round(), (normal(23, key=4) * 4 + 1).round()  # with ties
     u = sum(1.0 if s > h else 0.5 if s == h else 0.0 for s in samples for h in held_out)
     expected = (u - 17 * 23 / 2) / math.sqrt(17 * 23 * (17 + 23 + 1) / 12)
@@ -253,18 +250,19 @@ def test_equal_scores_are_no_evidence_and_the_interval_where_all_are_told_apart_
     assert audit.crowding(torch.ones(50), torch.ones(50), 1) == 1.0
     found = audit.attack(torch.zeros(50), torch.zeros(40))
     assert (found["auc"], found["p_value"]) == (0.5, 1.0)
-    with pytest.raises(ValueError, match="members and held-out"):
-        audit.attack(torch.zeros(0), torch.zeros(4))
+    assert_raises(ValueError, "members and held-out", audit.attack, torch.zeros(0), torch.zeros(4))
     _, (low, high) = audit.auc(torch.ones(50), torch.zeros(40))
     assert 0.85 < low < 0.95 < high == 1.0
     _, (low, high) = audit.auc(torch.ones(9), torch.ones(5))
     assert low < 0.5 < high
 
 
-def test_p_values_are_no_smaller_than_chance():
+def test_p_values_are_no_smaller_than_chance_and_too_few_copies_are_not_found():
+    """Four of 400 samples beside 600 members and 500 held-out images are no evidence: (600 / 1100)^4 is 9 %."""
     found = [audit.attack(audited(90, key=f"c{i}"), audited(60, key=f"d{i}"))["p_value"] for i in range(600)]
     for level in (0.01, 0.05, 0.2):
         assert np.mean(np.array(found) < level) <= level + 2 * (level / 600) ** 0.5
+    assert sum(found_in(*perfect(split, copies=4))["p_value"] < audit.LEVEL / 2 for split in range(SPLITS)) <= 1
 
 
 def test_the_top_shows_what_the_whole_hides():
@@ -289,11 +287,6 @@ def test_copies_are_added_exactly():
         expected = nearest(real, torch.cat([samples, members[draw]])).distances
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
         assert (row[draw] == 0).all()
-
-
-def test_too_few_copies_are_not_found():
-    """Four of 400 samples beside 600 members and 500 held-out images are no evidence: (600 / 1100)^4 is 9 %."""
-    assert sum(found_in(*perfect(split, copies=4))["p_value"] < audit.LEVEL / 2 for split in range(SPLITS)) <= 1
 
 
 def test_halves_are_disjoint_and_all():

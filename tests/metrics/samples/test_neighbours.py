@@ -144,16 +144,12 @@ def test_dropped_classes_lower_clipped_coverage_by_their_share(dropped):
     assert density == pytest.approx(1.0, abs=0.05)
 
 
-def test_one_far_real_image_hides_no_noise():
+def test_one_far_real_image_hides_no_noise_nor_do_twins():
     """An odd real image has a ball as wide as the space; unclipped density and precision count what lies in it."""
     real, samples = clusters(1, n=500), clusters(2, n=500)
     real[:6] = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)) * 60
     samples[:250] = torch.randn(250, 16, generator=torch.Generator().manual_seed(4)) * 30
     assert figures(samples, real)[0] == pytest.approx(0.5, abs=0.05)
-
-
-def test_twins_everywhere():
-    """Real images that are all one: samples elsewhere have neither."""
     real, samples = torch.zeros(20, 4), torch.ones(20, 4)
     assert figures(samples, real) == (0.0, 0.0)
     assert figures(real, real)[0] == 1.0

@@ -15,6 +15,7 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.models import reference
 from tests.models.official import layouts, r3gan_program
 
@@ -59,7 +60,7 @@ def nvidia(tmp_path_factory):
     return path, *layouts.write_nvidia(path)
 
 
-def test_nvidias_generator_draws_its_images(nvidia, tmp_path):
+def test_nvidias_networks_draw_and_judge_as_they_did(nvidia, tmp_path):
     path, average, _ = nvidia
     assert main([str(path), str(tmp_path / "run"), "--classes", "a,b,c"]) == 0
     checkpoint = load(resolve(tmp_path / "run"))
@@ -69,9 +70,6 @@ def test_nvidias_generator_draws_its_images(nvidia, tmp_path):
     found = generator(z, torch.from_numpy(LABELS), noise="const").numpy()
     np.testing.assert_allclose(found, expected_images(average, z.numpy(), LABELS), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(generator.w_avg.float(), average["mapping.w_avg"], rtol=0, atol=0)
-
-
-def test_nvidias_discriminator_judges_as_it_did(nvidia):
     path, _, state = nvidia
     images = layouts.drawn(4, 3, 16, 16, key="images").double()
     found = discriminator_of(read(path))(images, torch.from_numpy(LABELS)).detach().numpy()
@@ -155,8 +153,7 @@ def test_what_is_another_network_is_refused_by_name(tmp_path, change, told):
     ((part, values),) = change.items()
     given[part] = {name: value for name, value in {**given[part], **values}.items() if value is not None}
     layouts.write_nvidia(tmp_path / "network.pkl", **given)
-    with pytest.raises(UserError, match=told):
-        main([str(tmp_path / "network.pkl"), str(tmp_path / "run")])
+    assert_raises(UserError, told, main, [str(tmp_path / "network.pkl"), str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 
@@ -168,8 +165,7 @@ def test_a_run_is_not_written_over_and_classes_are_counted(nvidia, tmp_path):
         (nvidia[0], "other", ["--classes", "a,b"], "2 different names, the networks have 3"),
         (tmp_path / "absent.pkl", "other", [], r"[Nn]o such file"),
     ):
-        with pytest.raises(UserError, match=told):
-            main([str(source), str(tmp_path / out), *more])
+        assert_raises(UserError, told, main, [str(source), str(tmp_path / out), *more])
 
 
 @pytest.mark.parametrize("classes", [0, 3])
@@ -198,7 +194,6 @@ def test_nvidias_seed_is_ours(nvidia, tmp_path):
     z, labels, _ = sampler.latents(range(4))
     expected = np.stack([np.random.RandomState(seed).randn(5) for seed in (85, 85, 86, 86)])
     np.testing.assert_allclose(z.numpy(), expected, rtol=1e-6)
-    assert labels is not None
     assert labels.tolist() == [0, 2, 0, 2]
     images = (generator(z, labels, noise="const") * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
     assert sampler.images(range(4)).equal(images)

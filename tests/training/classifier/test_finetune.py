@@ -228,7 +228,7 @@ def scaled(model, factors):
     ]
 
 
-def test_a_state_of_other_groups_is_refused():
+def test_a_state_of_other_groups_is_refused_and_a_changed_factor_taken():
     model, usual = build(name="adamw")
     _, other = build(scaled(model, [0.5, 2.0]), model, name="adamw")
     _, swapped = build(scaled(model, [0.5, 2.0])[::-1], model, name="adamw")
@@ -237,9 +237,6 @@ def test_a_state_of_other_groups_is_refused():
             one.load_state_dict(two.state_dict())
     other.load_state_dict(other.state_dict())
     usual.load_state_dict(usual.state_dict())
-
-
-def test_a_changed_factor_is_taken_at_a_resume():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     _, before = build(scaled(model, [0.5, 2.0]), model, name="sgd", lr=1.0)
     _, after = build(scaled(model, [0.25, 2.0]), model, name="sgd", lr=1.0)

@@ -11,6 +11,7 @@ from duetgan.training.classifier.task import ClassifierTask, MicroBatch
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.memory import ran_out
+from tests.conftest import assert_raises
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -27,13 +28,10 @@ def test_parts_are_few_whole_and_alike(share):
         assert max(lengths) - min(lengths) <= 1
 
 
-def test_a_size_that_divides_gives_its_own_parts():
+def test_a_size_that_divides_gives_its_own_parts_and_halves_down_to_one():
     assert MicroBatch(4, 12).parts() == [slice(0, 4), slice(4, 8), slice(8, 12)]
     for setting in (None, 99, "auto"):
         assert MicroBatch(setting, 12).parts() == [slice(0, 12)]
-
-
-def test_halves_down_to_one():
     micro = MicroBatch("auto", 12)
     sizes = []
     for _ in range(4):
@@ -42,8 +40,7 @@ def test_halves_down_to_one():
     assert sizes == [6, 3, 2, 1]
     assert "memory ran out with 2 samples" in told
     assert "BatchNorm" in told
-    with pytest.raises(TrainingHalted, match="single sample"):
-        micro.halve()
+    assert_raises(TrainingHalted, "single sample", micro.halve)
     other = MicroBatch("auto", 12)
     other.load_state_dict(MicroBatch("auto", 12).state_dict() | {"size": 3})
     assert other.size == 3
@@ -137,20 +134,15 @@ def test_memory_that_runs_out_between_micro_batches(packed):
 def test_other_errors_are_not_memory(packed):
     task, loader = build(packed, micro_batch="auto")
     tried = full_above(task, 0, RuntimeError("shapes differ"))
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        task.step(loader, 0)
+    assert_raises(RuntimeError, "shapes differ", task.step, loader, 0)
     assert tried == [12]
 
 
-def test_processes_that_synchronise_batchnorm_cannot_halve():
+def test_batches_that_processes_cannot_share():
     config = config_of(micro_batch="auto")
     check_batches(config, 1)
-    with pytest.raises(UserError, match="set sync_bn off"):
-        check_batches(config, 2)
+    assert_raises(UserError, "set sync_bn off", check_batches, config, 2)
     check_batches(config_of(micro_batch="auto", sync_bn="off"), 2)
-
-
-def test_pairs_need_an_even_share():
     with pytest.raises(UserError, match="each process holds 3; make batch_size a multiple of 8"):
         check_batches(config_of(), 4)
     check_batches(config_of(augment={"flip": True}), 4)

@@ -115,10 +115,13 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
     assert not torch.equal(ours[name], theirs[name])  # these are averaged as ever
 
 
-def test_balanced_sampling_and_balanced_weights_do_not_add_up(packed):
+def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
     task = task_of(packed, data={"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}})
     place = list(task.reader.classes).index("Sandal")
     assert (task.class_weights[place] * 4 / task.class_weights[place - 1]).item() == pytest.approx(1.0)
+    mixed, plain = (task_of(packed, augment=augment).sample_grid(0) for augment in ({"mixup": 8.0}, {}))
+    assert mixed.shape == plain.shape
+    assert (mixed != plain).mean() > 0.2
 
 
 def test_compile_is_asked_for_the_network(packed, monkeypatch):
@@ -160,12 +163,6 @@ def test_batchnorm_is_synchronised_where_there_are_several_processes(packed, mon
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
     task_of(packed, sync_bn=setting)
     assert seen == [CPU] * converted
-
-
-def test_the_first_images_are_shown_mixed(packed):
-    mixed, plain = (task_of(packed, augment=augment).sample_grid(0) for augment in ({"mixup": 8.0}, {}))
-    assert mixed.shape == plain.shape
-    assert (mixed != plain).mean() > 0.2
 
 
 FROZEN = ["--finetune.freeze", "[backbone]"]

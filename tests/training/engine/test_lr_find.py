@@ -21,6 +21,7 @@ from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
+from tests.conftest import assert_raises
 from tests.end_to_end.helpers import check_same, differing, state_of, train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim")
@@ -175,8 +176,7 @@ def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss()
 def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses, tmp_path):
     found = curve(losses)
     assert found.suggestion() is None
-    with pytest.raises(UserError, match=r"falls at no rate from .* give a lower --lr-find-from"):
-        write(found, tmp_path)
+    assert_raises(UserError, r"falls at no rate from .* give a lower --lr-find-from", write, found, tmp_path)
     assert json.loads((tmp_path / "lr_find.json").read_text())["steepest"] is None
 
 
@@ -184,10 +184,8 @@ def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses,
     "rates", [{"first": 0.0}, {"first": 1.0, "last": 1.0}, {"last": math.inf}, {"first": math.nan}]
 )
 def test_sweeps_that_cannot_be(rates):
-    with pytest.raises(UserError, match="must be positive and below the last"):
-        Sweep(**rates)
-    with pytest.raises(UserError, match="--lr-find-steps 9"):
-        Sweep(steps=9)
+    assert_raises(UserError, "must be positive and below the last", Sweep, **rates)
+    assert_raises(UserError, "--lr-find-steps 9", Sweep, steps=9)
 
 
 # --- on real training

@@ -85,14 +85,12 @@ def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed):
     assert not any(module._forward_hooks for module in task.ema.model.modules())
 
 
-def test_frozen_statistics_and_one_rate_for_all(packed):
+def test_the_plan_says_what_trains_at_which_rate_with_which_statistics(packed):
     text = model_summary(task_of(packed, finetune=FineTuneConfig(freeze_bn=True)), "classifier", 8)
     assert rows_of(text)["bn1"][-3:] == ["0.5", "0", "yes, statistics kept"]
     assert rows_of(text)["conv1"][-3:] == ["0.5", "0.01", "yes"]
     assert "Non-trainable params: 0" in text
 
-
-def test_the_plan_says_what_trains(packed):
     def told(**train: Any) -> str | None:
         return plan_of(task_of(packed, finetune=FineTuneConfig(**train))).get("what trains")
 

@@ -40,13 +40,19 @@ class Outer(Config):
     inner: Inner = Inner(rate=0.25)
 
 
-def test_keys_of_a_model():
+def test_keys_of_a_model_are_explained_each_in_one_group():
     assert list(keys(Outer)) == [
         Key("steps", "null", "int>0|null", "how many"),
         Key("inner.rate", "0.25", "float>0,<=1", "of change"),
         Key("inner.kind", "a", "a|b", ""),
         Key("inner.names", "[]", "[text,...]", "what they are called null: all"),
     ]
+    found = groups()
+    assert [key.name for listed in found.values() for key in listed if not key.meaning] == []
+    common = {key.name for key in found["Every run"]}
+    assert all(common.isdisjoint(key.name for key in listed) for title, listed in found.items() if title != "Every run")
+    everything = {key.name for listed in found.values() for key in listed}
+    assert everything == {key.name for config in MODELS for key in keys(config)}
 
 
 @pytest.mark.parametrize(
@@ -76,15 +82,6 @@ def test_every_key_is_there_with_its_default(config):
     assert "log.every" in listed
 
 
-def test_every_key_is_explained_and_in_one_group_of_its_own():
-    found = groups()
-    assert [key.name for listed in found.values() for key in listed if not key.meaning] == []
-    common = {key.name for key in found["Every run"]}
-    assert all(common.isdisjoint(key.name for key in listed) for title, listed in found.items() if title != "Every run")
-    everything = {key.name for listed in found.values() for key in listed}
-    assert everything == {key.name for config in MODELS for key in keys(config)}
-
-
 def test_a_word_selects(capsys):
     found = matching("r1-gamma")
     assert "loss.r1_gamma" in {key.name for key in found["GAN"]}
@@ -95,17 +92,13 @@ def test_a_word_selects(capsys):
     assert capsys.readouterr().out.startswith("GAN\n===\n--ada.target 0.6\n")
 
 
-def test_as_text_and_as_markdown_have_every_key():
-    """U8."""
+def test_text_markdown_and_repository_have_every_key():
+    """U8. J17: after a change of keys or recipes: `python docs/hooks.py`."""
     found = groups()
     text, page = as_text(found), " ".join(as_markdown(found).split())
     for key in (key for listed in found.values() for key in listed):
         assert f"--{key.name} {key.default}\n" in text
         assert f"{key.name.rpartition('.')[2]}: {key.default}`" in page or f"{key.name}: {key.default}`" in page
-
-
-def test_what_the_repository_holds_is_what_the_code_says():
-    """J17: after a change of keys or recipes: `python docs/hooks.py`."""
     for file, text in runpy.run_path(str(REPOSITORY / "docs" / "hooks.py"))["contents"]().items():
         assert file.read_text() == text, f"{file.name} is old: python docs/hooks.py"
 

@@ -13,8 +13,10 @@ def imported(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_help_imports_nothing_heavy():
+def test_help_and_training_import_only_what_they_use():
     assert not {"torch", "numpy", "cv2"} & imported("import train\ntrain.parser()")
+    heavy = {"torchvision", "scipy", "matplotlib", "tensorboard", "torchmetrics", "pandas", "pyarrow"}
+    assert not heavy & imported("import duetgan.training.engine.run")
 
 
 def test_gpus_are_chosen_before_torch_is_imported():
@@ -26,8 +28,3 @@ def test_gpus_are_chosen_before_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "3"]
-
-
-def test_training_imports_only_what_it_uses():
-    heavy = {"torchvision", "scipy", "matplotlib", "tensorboard", "torchmetrics", "pandas", "pyarrow"}
-    assert not heavy & imported("import duetgan.training.engine.run")

@@ -38,12 +38,16 @@ def planned(donor: nn.Module, own: nn.Module, name: str, resolutions=(16, 16)):
     return plan(donor.state_dict(), own.state_dict(), name, resolutions)
 
 
-def test_the_same_network_is_taken_whole():
+def test_a_network_or_layer_is_taken_whole_or_not_at_all():
     for name, network in (("generator", generator()), ("discriminator", discriminator())):
         fit = planned(network, network, name)
         assert (fit.misfits, fit.new, fit.unused, fit.lines()) == ({}, [], [], [])
         assert list(fit.taken) == list(network.state_dict())
         assert all(torch.equal(fit.taken[key], value) for key, value in network.state_dict().items())
+    there = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "free": torch.ones(4), "mean": torch.ones(1)}
+    here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
+    misfits = {"a.weight": ([2, 3], [2, 5]), "mean": ([1], [2])}
+    assert plan(there, here, "model", (8, 8)) == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
 
 
 def test_a_generator_of_another_resolution_and_other_classes():
@@ -101,13 +105,6 @@ def test_r3gan_is_matched_by_resolution_too():
     assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.3", "to_rgb.weight"}
     block = small.state_dict()["stages.0.blocks.0.expand.weight"]
     assert torch.equal(fit.taken["stages.0.blocks.0.expand.weight"], block)
-
-
-def test_a_layer_is_taken_whole_or_not_at_all():
-    there = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "free": torch.ones(4), "mean": torch.ones(1)}
-    here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
-    misfits = {"a.weight": ([2, 3], [2, 5]), "mean": ([1], [2])}
-    assert plan(there, here, "model", (8, 8)) == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
 
 
 def test_a_classifiers_head_starts_anew_with_other_classes():

@@ -131,12 +131,14 @@ def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
     assert torch.equal(found, images)
 
 
-def test_switched_off_it_does_nothing():
+def test_switched_off_it_does_nothing_and_other_channels_are_refused():
     ada = build("off", channels=5)
     assert not ada.active
     ada.update(13, 3, torch.tensor(1.0), 13)
     assert ada.p == 0.5
     assert all(build(mode, p_final=0.1).active for mode in ("adaptive", "fixed", "scheduled"))
+    with pytest.raises(UserError, match="1 or 3 channels, not 4"):
+        build(channels=4)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -328,8 +330,3 @@ def test_what_a_resumed_run_takes_over():
         ada = build(mode, 0.5)
         ada.load_state_dict(state)
         assert ada.p == torch.tensor(expected)
-
-
-def test_other_channels_are_refused():
-    with pytest.raises(UserError, match="1 or 3 channels, not 4"):
-        build(channels=4)

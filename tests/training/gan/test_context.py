@@ -97,15 +97,12 @@ def test_share_of_mixed_samples_and_range_of_the_crossover(model, probability):
     torch.testing.assert_close(counts[1:], torch.full((5,), 0.2, dtype=torch.float64), rtol=0, atol=0.07)
 
 
-def test_labels_are_as_frequent_as_in_the_data(model):
+def test_labels_are_as_frequent_as_in_the_data_and_wrong_ones_never_true(model):
     labels = Draws(model, batch_size=4000, histogram=(10, 0, 30)).drawn(0, "generator", 0).labels
     shares = torch.bincount(labels, minlength=3).double() / 4000
     torch.testing.assert_close(shares, torch.tensor([0.25, 0, 0.75], dtype=torch.float64), rtol=0, atol=0.03)
     assert shares[1] == 0
     assert Draws(model, histogram=()).drawn(0, "generator", 0).labels.eq(0).all()
-
-
-def test_offsets_of_wrong_labels(model):
     offsets = Draws(model).label_offsets(3, 2000)
     assert torch.bincount(offsets, minlength=3)[0] == 0  # never the true label
     assert torch.bincount(offsets).tolist()[1:] == pytest.approx([1000, 1000], abs=120)
@@ -133,27 +130,23 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_head_learns_what_the_images_show(folder):
-    """Real images' classes from them alone: after 40 steps nearly all are named right, and it is told."""
+def test_the_head_learns_and_leaves_the_networks_beginnings_alone(folder):
+    """Real images' classes from them alone: after 40 steps nearly all are named right, and it is told.
+
+    A comparison with and without it is paired: nothing but the head is drawn anew.
+    """
     fast = {"name": "adam", "lr": 0.01, "betas": [0.0, 0.99]}
     tree = GAN | {"discriminator_optimizer": fast, "augment": {}}
     run = Run(folder, tree, loss={"auxiliary_weight": 1.0, "r1_gamma": 0.0})
     rows = [run.step() for _ in range(40)]
     assert sum(row["accuracy/auxiliary"] for row in rows[-5:]) / 5 > 0.9
     assert rows[-1]["loss/auxiliary_real"] < 0.5 * rows[0]["loss/auxiliary_real"]
-
-
-def test_the_networks_begin_as_without_the_head(folder):
-    """A comparison with and without it is paired: nothing but the head is drawn anew."""
     run, without = Run(folder, GAN, loss={"auxiliary_weight": 1.0}), Run(folder, GAN)
     assert same(state(run.task.generator), state(without.task.generator))
     with_head = state(run.task.discriminator)
     head = {name: with_head.pop(name) for name in ("auxiliary.weight", "auxiliary.bias")}
     assert same(with_head, state(without.task.discriminator))
     assert head["auxiliary.weight"].shape == (3, 8)
-
-
-def test_a_checkpoints_discriminator_has_its_head(folder):
     run = Run(folder, GAN, loss={"auxiliary_weight": 1.0})
     config = {"discriminator": GAN["discriminator"]}
     content: dict[str, Any] = {"task": "gan", "config": config, "shape": run.task.shape}

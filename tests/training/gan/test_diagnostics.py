@@ -235,7 +235,7 @@ def test_a_resumed_watch_says_what_an_unbroken_one_says(tmp_path):
         assert second.said is not first.said
 
 
-def test_values_that_are_not_numbers_are_passed_over():
+def test_values_that_are_not_numbers_are_passed_over_and_switched_off_it_is_silent():
     watch = Watch(WatchConfig())
     run(watch, 0, 1000, None, improving)
     before = watch.state_dict()
@@ -246,7 +246,4 @@ def test_values_that_are_not_numbers_are_passed_over():
     assert watch.state_dict() == before | {"images": 32_001.0}
     assert watch.observe(1002, {"images": 32_100, "gradient_norm/generator": 0.0}) == []
     assert watch.observe(1003, {}) == []
-
-
-def test_switched_off_it_is_silent():
     assert run(Watch(WatchConfig(on=False)), 0, 3000, failing, worsening) == []

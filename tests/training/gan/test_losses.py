@@ -37,14 +37,11 @@ def test_an_objective_that_gives_a_mean_is_refused(name):
         replace(OBJECTIVES["hinge"], **mean)
 
 
-def test_the_hinges_margin_is_one():
+def test_the_hinges_margin_is_one_and_unknown_objectives_are_refused():
+    """A1: it trained the non-saturating one without a word."""
     d = torch.tensor([-1.5, -0.5, 0.5, 1.5])
     assert OBJECTIVES["hinge"].real(d).tolist() == [2.5, 1.5, 0.5, 0.0]
     assert OBJECTIVES["hinge"].fake(d).tolist() == [0.0, 0.5, 1.5, 2.5]
-
-
-def test_an_unknown_objective_is_refused_with_the_near_one():
-    """A1: it trained the non-saturating one without a word."""
     with pytest.raises(
         UserError, match=r"loss.objective 'non-saturating' is unknown \(did you mean 'nonsaturating'\?\); there"
     ):
@@ -93,7 +90,7 @@ def test_the_scale_leaves_value_and_gradient_alone(penalty, scale):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_scale_keeps_tiny_gradients_of_fp16():
+def test_tiny_gradients_of_fp16_and_no_slope_at_all():
     images = torch.full((2, 1, 1, 1), 0.5, dtype=torch.float16, requires_grad=True)
 
     def logits():
@@ -102,9 +99,6 @@ def test_the_scale_keeps_tiny_gradients_of_fp16():
     assert losses.squared_gradient_norm(logits(), images).eq(0).all()
     scaled = losses.squared_gradient_norm(logits(), images, 2.0**14)
     torch.testing.assert_close(scaled, torch.full((2,), 1e-16), rtol=0.02, atol=0)
-
-
-def test_the_gradient_penalty_where_there_is_no_slope():
     images = draw(4, 2, 3, 3).requires_grad_()
     factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     flat = losses.gradient_penalty((factor * 0 * images).sum(dim=(1, 2, 3)), images)
@@ -225,16 +219,13 @@ def test_norms_and_cosines_are_of_each_loss_alone(network, precision):
     assert all(abs(float(v)) <= 1 for name, v in figures.items() if "cosine" in name)
 
 
-def test_a_loss_without_gradient_has_no_direction(network):
+def test_a_loss_without_gradient_has_no_direction_and_given_parameters_alone_get_some(network):
     gradients = PerLossGradients(list(network.parameters()), Precision("fp32", CPU), apart=True)
     out = network(torch.ones(1, 4, dtype=torch.float64)).sum()
     gradients.backward({"one": out, "nothing": out * 0})
     figures = gradients.finish("g")
     assert float(figures["gradient_norm/g/nothing"]) == 0
     assert float(figures["gradient_cosine/g/one~nothing"]) == 0
-
-
-def test_only_the_given_parameters_get_gradients(network):
     for apart in (False, True):
         inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
         gradients = PerLossGradients([network[0].weight], Precision("fp32", CPU), apart=apart)

@@ -88,16 +88,13 @@ def test_whether_the_run_is_long_enough(lengths, steps):
     assert steps > full or f"at alpha 1 begin at step {full:,}:" in rows[-1]
 
 
-def test_spans_are_the_stages():
+def test_spans_are_the_stages_by_one_number_or_many():
     lengths = Lengths((8, 16, 32), {16: 30, 32: 8}, {8: 21, 16: 12}, {8: 10, 16: 5, 32: 2})
     stages = stages_of(lengths)
     assert spans(stages) == [(0, 8, 10), (3, 16, 5), (12, 32, 2)]
     assert [stages.images_at(first) for first in (0, 3, 12)] == [0, 30, 75]
     assert [stages.at(step).alpha for step in range(2, 11)] == [1, 0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 1]
     assert stages.at(15) == Stage(resolution=32, alpha=0.75, batch_size=2, first_step=12, first_image=75, fade_images=8)
-
-
-def test_one_number_for_all_stages_and_batches_of_the_run():
     progressive = ProgressiveConfig(start=8, fade_kimg=0.6, stable_kimg=1, batch_sizes={16: 50})
     config = GanConfig(progressive=progressive, steps=100, batch_size=10)
     assert config.spans(32) == spans(config.stages(32)) == [(0, 8, 10), (100, 16, 50), (132, 32, 10)]

@@ -17,6 +17,7 @@ from duetgan.training.gan.generator_step import GeneratorStep, PathLength
 from duetgan.training.gan.losses import OBJECTIVES, Objective
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
 from tests.distributed.worker import ADA, GAN, LOSSES, PAIRS, R3
 from tests.end_to_end.helpers import differing
@@ -78,8 +79,7 @@ def test_a_classifier_of_other_classes_is_refused(folder, tmp_path):
     sample_images = np.zeros((16, 1, 16, 16), np.uint8)
     pack_arrays(tmp_path / "data.lmdb", sample_images, labels=np.arange(16) % 3, classes=["a", "b", "other"])
     untrained_classifier(tmp_path / "classifier")
-    with pytest.raises(UserError, match=r"loss\.classifier .* classes differ"):
-        Run(tmp_path, GAN, loss=LOSSES)
+    assert_raises(UserError, r"loss\.classifier .* classes differ", Run, tmp_path, GAN, loss=LOSSES)
 
 
 def test_the_path_length_mean_ignores_nonsense():
@@ -173,8 +173,7 @@ def test_what_does_not_go_together_is_refused():
         (GAN | {"loss": {"feature_matching_group": 1}}, "feature_matching_group"),
         (GAN | {"loss": {"path_length_interval": 0}}, "path_length_interval"),
     ):
-        with pytest.raises(UserError, match=message):
-            build_run_config(tree, [], "test")
+        assert_raises(UserError, message, build_run_config, tree, [], "test")
 
 
 def test_another_loss_is_one_entry_in_the_table(folder, monkeypatch):

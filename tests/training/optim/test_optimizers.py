@@ -149,7 +149,6 @@ def test_what_is_frozen_is_its_own_average():
         set_gradients(model[1], step)
         updater.step(step)
     found, frozen = updater.average(model.parameters()), next(model.parameters())
-    assert found is not None
     assert torch.equal(found[0], frozen)
     assert not torch.equal(found[2], list(model.parameters())[2])
     other, plain = build_free(name="sgd", lr=0.1)
@@ -200,10 +199,14 @@ def test_half_a_cosine_whose_ends_are_met_exactly(start, end):
         assert cosine(start, end, images, 12_000_000) == pytest.approx(left * start + (1 - left) * end, rel=1e-12)
 
 
-def test_a_constant_stays_and_no_length_is_the_end_at_once():
+def test_a_constant_stays_no_length_is_the_end_and_a_long_warm_up_is_told():
+    """J11."""
     assert {cosine(0.3, 0.3, images, 50) for images in range(60)} == {0.3}
     for over in (0, -1):
         assert cosine(1.0, 2.0, 0, over) == 2.0
+    config = OptimizerConfig(warmup_steps=100)
+    assert "; warning: the run of 50 steps ends within the warm-up: make" in schedule_text(config, 50, 8)
+    assert "warning" not in schedule_text(config, 101, 8)
 
 
 # --- a whole training's rates against torch's schedulers
@@ -235,13 +238,21 @@ def test_one_cycle_is_torchs(steps, rise):
         assert config.lr_at(step, steps + 1) == pytest.approx(0.4 / 1000)
 
 
-def test_one_cycle_of_a_training_of_one_step_and_under_warm_up():
+def test_one_cycle_at_its_borders_and_the_rate_is_scaled_with_the_global_batch():
     config = OptimizerConfig(lr=1.0, schedule="one-cycle", cycle_start=0.1)
     assert config.lr_at(0, 1) == pytest.approx(0.0)  # the end: there is no room for more
     assert config.momentum_at(0, 10) is None
     warmed = OptimizerConfig(lr=1.0, schedule="one-cycle", cycle_start=0.1, warmup_steps=4)
     for step in range(20):
         assert warmed.lr_at(step, 20) == pytest.approx(config.lr_at(step, 20) * min(1, (step + 1) / 4))
+    config = OptimizerConfig(lr=0.1, lr_batch_size=256, warmup_steps=2)
+    scaled = config.for_batch(1024)
+    assert [scaled.lr_at(step, 10) for step in range(3)] == pytest.approx([0.2, 0.4, 0.4])
+    assert scaled.for_batch(64) == scaled  # once
+    assert config.lr == 0.1
+    assert OptimizerConfig(lr=0.1).for_batch(1024).lr == 0.1
+    assert schedule_text(config, 10, 1024).startswith("adam, lr 0.4 (= 0.1 x batch 1024 / 256) after 2 warm-up steps")
+    assert "x batch" not in schedule_text(OptimizerConfig(), 10, 1024)
 
 
 SCHEDULERS: list[tuple[dict[str, Any], Any]] = [
@@ -267,21 +278,3 @@ def test_others_are_torchs_behind_a_linear_warm_up(options, scheduler):
     else:  # what is left after the warm-up is the decay's
         assert warmed.lr_at(12, 20) == pytest.approx(config.lr_at(10, 20))
         assert warmed.lr_at(30, 20) == pytest.approx(0.04)  # never up again
-
-
-def test_the_rate_is_scaled_with_the_global_batch():
-    config = OptimizerConfig(lr=0.1, lr_batch_size=256, warmup_steps=2)
-    scaled = config.for_batch(1024)
-    assert [scaled.lr_at(step, 10) for step in range(3)] == pytest.approx([0.2, 0.4, 0.4])
-    assert scaled.for_batch(64) == scaled  # once
-    assert config.lr == 0.1
-    assert OptimizerConfig(lr=0.1).for_batch(1024).lr == 0.1
-    assert schedule_text(config, 10, 1024).startswith("adam, lr 0.4 (= 0.1 x batch 1024 / 256) after 2 warm-up steps")
-    assert "x batch" not in schedule_text(OptimizerConfig(), 10, 1024)
-
-
-def test_a_warm_up_longer_than_the_run_is_told():
-    """J11."""
-    config = OptimizerConfig(warmup_steps=100)
-    assert "; warning: the run of 50 steps ends within the warm-up: make" in schedule_text(config, 50, 8)
-    assert "warning" not in schedule_text(config, 101, 8)

@@ -121,7 +121,6 @@ def test_any_memory_order_of_gradients_and_moments_will_do(name, other):
                 updaters[1].load_state_dict(state)
             set_gradients(model, step)
             if change == "gradients":
-                assert model.weight.grad is not None
                 model.weight.grad = model.weight.grad.contiguous(memory_format=torch.channels_last)
             updaters[step // 2].step(step)
         return model.weight.detach()

@@ -23,6 +23,7 @@ from duetgan.utils.checkpoint import (
     save,
 )
 from duetgan.utils.errors import StoppedBySignal, UserError
+from tests.conftest import assert_raises
 from tests.utils.checkpoint.files import content, names, value_of
 
 
@@ -33,7 +34,7 @@ def latest(folder):
     return found
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_what_is_saved_is_loaded_whatever_its_step(tmp_path):
     path = save(tmp_path / "new" / "checkpoints", content(1234))
     assert path.name == "step-00001234.pt"
     assert names(path.parent) == ["step-00001234.pt", "step-00001234.pt.sha256"]
@@ -44,15 +45,11 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert found["state"]["list"] == content()["state"]["list"]
     assert found["state"]["model"]["w"].equal(torch.ones(300))
     assert found["state"]["model"]["w"].device.type == "cpu"
-
-
-def test_steps_beyond_eight_digits(tmp_path):
     path = save(tmp_path, content(123456789))
     save(tmp_path, content(99999999))
     assert [checkpoints.step_of(p) for p in newest_first(tmp_path)] == [123456789, 99999999]
     assert newest_first(tmp_path)[0] == path
-    with pytest.raises(ValueError, match="not a checkpoint's name"):
-        checkpoints.step_of(tmp_path / "best.pt")
+    assert_raises(ValueError, "not a checkpoint's name", checkpoints.step_of, tmp_path / "best.pt")
 
 
 class Killed(BaseException):
@@ -119,8 +116,7 @@ def test_a_full_disk_is_an_os_error_and_the_old_one_stays(tmp_path):
     big = content(6, state={"w": torch.zeros(1_000_000)})
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            save(tmp_path, big)
+        assert_raises(OSError, "File too large", save, tmp_path, big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == [first.name, f"{first.name}.sha256"]
@@ -212,8 +208,7 @@ def test_a_checkpoint_of_a_machine_with_more_devices_is_loaded(tmp_path):
             file.writestr(name, part.replace(cpu, gpu))
     checksum = path.with_name(path.name + ".sha256")
     checksum.write_text(f"{checkpoints.file_sha256(path)}  {path.name}\n")
-    with pytest.raises(RuntimeError, match="CUDA"):
-        torch.load(path, weights_only=True)
+    assert_raises(RuntimeError, "CUDA", torch.load, path, weights_only=True)
     weights = load(path)["state"]["model"]["w"]
     assert (weights.device.type, weights[0].item()) == ("cpu", 1.0)
 
@@ -252,22 +247,18 @@ def test_resolve(run):
         last.write_text(damaged)
         assert resolve(run).name == "step-00000003.pt"
     best.write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"best.json: damaged, .*use --which last or name a file"):
-        resolve(run, "best")
+    assert_raises(UserError, r"best.json: damaged, .*use --which last or name a file", resolve, run, "best")
     best.unlink()
-    with pytest.raises(UserError, match=r"has no best.json .*use --which last"):
-        resolve(run, "best")
+    assert_raises(UserError, r"has no best.json .*use --which last", resolve, run, "best")
 
 
 def test_resolve_names_what_is_missing_and_what_is_near(run, tmp_path):
     with pytest.raises(UserError, match="no such run folder or checkpoint") as error:
         resolve(tmp_path / "quickstrat")
     assert f"did you mean {str(run)!r}" in str(error.value)
-    with pytest.raises(UserError, match="no such run folder"):
-        resolve(tmp_path / "nowhere" / "x")
+    assert_raises(UserError, "no such run folder", resolve, tmp_path / "nowhere" / "x")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty"):
-        resolve(tmp_path / "empty")
+    assert_raises(UserError, "empty", resolve, tmp_path / "empty")
 
 
 def test_the_other_checkpoint_that_may_be_meant_is_named(run, capsys):
@@ -303,5 +294,4 @@ def test_a_signal_that_comes_while_a_checkpoint_is_read_is_no_damage(tmp_path, m
 
     path = save(tmp_path, content(1))
     monkeypatch.setattr(torch, "load", stop)
-    with pytest.raises(StoppedBySignal, match="SIGTERM"):
-        load(path)
+    assert_raises(StoppedBySignal, "SIGTERM", load, path)

@@ -14,6 +14,7 @@ from duetgan.utils.checkpoint import CorruptCheckpoint, load, load_latest, save
 from duetgan.utils.checkpoint import writer as checkpoint_writer
 from duetgan.utils.checkpoint.writer import Background, Snapshot
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.utils.checkpoint.files import content, damage, names, without_checksum
 
 
@@ -76,13 +77,10 @@ def test_what_belongs_together_stays_together():
     assert taken["module"]._metadata["1"] == {"version": 2}
 
 
-def test_without_copying_the_tensors_are_those_of_the_training():
+def test_without_copying_tensors_are_the_trainings_and_every_storage_counts_once():
     state = everything()
     taken = Snapshot(content(state=state), own=False).content["state"]
     assert taken["module"]["0.weight"] is state["module"]["0.weight"]
-
-
-def test_the_size_counts_every_storage_once():
     flat = torch.zeros(1000)
     state = {"views": [flat, flat[:10], flat.view(10, 100)], "other": torch.zeros(50, dtype=torch.float64)}
     for own in (True, False):
@@ -100,8 +98,7 @@ def test_what_would_not_fit_is_not_begun(tmp_path, monkeypatch):
     taken = Snapshot(content(state={"w": torch.zeros(10_000)}), own=False)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(40_000 + checkpoint_writer.SPARE - 1))
-    with pytest.raises(OSError, match="No space left on device"):
-        checkpoint_writer.write(taken, tmp_path / "x.pt")
+    assert_raises(OSError, "No space left on device", checkpoint_writer.write, taken, tmp_path / "x.pt")
     assert names(tmp_path) == []
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(40_000 + checkpoint_writer.SPARE))
     checkpoint_writer.write(taken, tmp_path / "x.pt")
@@ -136,12 +133,10 @@ def test_one_job_at_a_time_in_order():
 def test_what_a_job_raises_is_raised_once_where_it_is_waited_for():
     background = Background()
     background.start(lambda: fail("missing"))
-    with pytest.raises(KeyError, match="missing"):
-        background.wait()
+    assert_raises(KeyError, "missing", background.wait)
     background.wait()
     background.start(lambda: fail("again"))
-    with pytest.raises(KeyError, match="again"):
-        background.start(lambda: None)
+    assert_raises(KeyError, "again", background.start, lambda: None)
 
 
 CUT = [{"keep": share} for share in (0, 0.001, 0.5, 0.999)]
@@ -166,8 +161,7 @@ def test_whatever_a_checksum_file_holds(tmp_path, text):
     """Found by a fault: a flipped high bit makes it no text, which was a traceback. Verification can be left out."""
     path = save(tmp_path, content())
     path.with_name(path.name + ".sha256").write_bytes(text)
-    with pytest.raises(CorruptCheckpoint, match="damaged"):
-        load(path)
+    assert_raises(CorruptCheckpoint, "damaged", load, path)
     assert load(path, verify=False)["step"] == 5
 
 
@@ -185,15 +179,13 @@ def test_damage_is_named_without_a_checksum_too(tmp_path):
             data = bytearray(whole)
             data[place] ^= 2
             path.write_bytes(bytes(data))
-            with pytest.raises(CorruptCheckpoint, match=f"{path.name}: damaged .the checksum of its part .*/data"):
-                load(path)
+            assert_raises(CorruptCheckpoint, f"{path.name}: damaged .the checksum of its part .*/data", load, path)
 
 
 def fallback(folder, first):
     """The one warning where not the latest checkpoint but `first` is loaded."""
     warnings: list[str] = []
     latest = load_latest(folder, warn=warnings.append)
-    assert latest is not None
     assert (latest[0], latest[1]["step"]) == (first, 5)
     (warning,) = warnings
     return warning
@@ -228,16 +220,6 @@ def test_the_latest_falls_back_loudly(tmp_path, kind):
     assert "falling back to the previous one" in warning
     with pytest.raises(CorruptCheckpoint):
         load(second)  # named explicitly it is an error
-
-
-def test_only_damaged_checkpoints_are_an_error_and_no_checkpoint_is_none(tmp_path):
-    assert load_latest(tmp_path) is load_latest(tmp_path / "nowhere") is None
-    for step in (5, 6):
-        damage(save(tmp_path, content(step)), keep=0.5)
-    warnings: list[str] = []
-    with pytest.raises(CorruptCheckpoint, match=f"{tmp_path}: none of its 2 checkpoints can be read"):
-        load_latest(tmp_path, warn=warnings.append)
-    assert len(warnings) == 2
 
 
 class Bomb:
@@ -275,8 +257,7 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_executed(tmp_path, plain,
     with pytest.raises(CorruptCheckpoint, match="nothing in it was executed") as error:
         load(path)
     assert str(path) in str(error.value)
-    with pytest.raises(CorruptCheckpoint, match="none of its 1 checkpoints"):
-        load_latest(tmp_path, warn=lambda _: None)
+    assert_raises(CorruptCheckpoint, "none of its 1 checkpoints", load_latest, tmp_path, warn=lambda _: None)
     assert not marker.exists()
     pickle.loads(pickle.dumps(Bomb(marker)))
     assert marker.exists()  # the test itself works: unpickled freely, the bomb goes off
@@ -289,8 +270,7 @@ def test_files_of_others_are_refused(tmp_path, other):
         path.write_text("this is not a checkpoint\n" * 10)
     else:
         torch.save(other, path)
-    with pytest.raises(CorruptCheckpoint, match=r"model.pt: .*a checkpoint"):
-        load(path)
+    assert_raises(CorruptCheckpoint, r"model.pt: .*a checkpoint", load, path)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +286,14 @@ def test_what_a_checkpoint_says_is_checked(tmp_path, changed, message):
         load(save(tmp_path, content() | changed))
 
 
-def test_a_missing_file_is_no_corrupt_one(tmp_path):
+def test_a_missing_file_is_no_corrupt_one_and_only_damaged_ones_are_an_error(tmp_path):
     with pytest.raises(UserError, match="no such checkpoint") as error:
         load(tmp_path / "step-00000001.pt")
     assert not isinstance(error.value, CorruptCheckpoint)
+    assert load_latest(tmp_path) is load_latest(tmp_path / "nowhere") is None
+    for step in (5, 6):
+        damage(save(tmp_path, content(step)), keep=0.5)
+    warnings: list[str] = []
+    with pytest.raises(CorruptCheckpoint, match=f"{tmp_path}: none of its 2 checkpoints can be read"):
+        load_latest(tmp_path, warn=warnings.append)
+    assert len(warnings) == 2

@@ -93,16 +93,13 @@ def test_missing_files_and_folders_are_named_with_what_is_near(tmp_path):
 # --- building
 
 
-def test_a_section_in_yaml_keeps_the_defaults_of_its_owner():
+def test_command_line_beats_yaml_beats_the_owners_defaults():
     # the section's own default, not the class's defaults: GAN's betas are not Adam's usual ones
     config = build(Outer, {"other_inner": {"names": ["z"]}})
     assert config.other_inner == Inner(rate=0.7, names=["z"])
     assert build(GanConfig, {"generator_optimizer": {"lr": 0.01}}).generator_optimizer.betas == [0.0, 0.99]
     assert build(ClassifierConfig, {"optimizer": {"lr": 0.01}}).optimizer.name == "sgd"
     assert build(ClassifierConfig, {}, ["--optimizer.lr", "0.01"]).optimizer.name == "sgd"
-
-
-def test_command_line_beats_yaml_beats_defaults():
     tree = {"steps": 20, "inner": {"rate": 0.5}}
     config = build(Outer, tree, ["--inner.rate", "0.25", "--path=x y"])
     assert config == Outer(steps=20, path="x y", inner=Inner(rate=0.25))

@@ -6,6 +6,7 @@ import pytest
 
 from duetgan.utils.config.cli import Parser, add_model_options, normalise, number, positive
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 
 
 def parser():
@@ -67,8 +68,7 @@ def test_a_bad_option_is_one_line(argv, told):
 def test_numbers_of_options_have_a_range_and_are_finite(kind, good, bad, words):
     assert [kind(text) for text in good] == [float(text) for text in good]
     for text in bad:
-        with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text[:40]}' is not {words}$"):
-            kind(text)
+        assert_raises(argparse.ArgumentTypeError, f"^'{text[:40]}' is not {words}$", kind, text)
 
 
 SCRIPTS = ["evaluate", "explore", "export", "generate", "predict", "quickstart", "study", "train"]
@@ -121,7 +121,5 @@ def test_model_options():
     add_model_options(parse)
     found = parse.parse_args(["--checkpoint", "runs/x", "--which", "best", "--batch-size", "7"])
     assert (found.checkpoint, found.which, found.device, found.batch_size) == ("runs/x", "best", None, 7)
-    with pytest.raises(UserError, match="at least 1"):
-        parse.parse_args(["--checkpoint", "x", "--batch-size", "0"])
-    with pytest.raises(UserError, match="--checkpoint"):
-        parse.parse_args([])
+    assert_raises(UserError, "at least 1", parse.parse_args, ["--checkpoint", "x", "--batch-size", "0"])
+    assert_raises(UserError, "--checkpoint", parse.parse_args, [])

@@ -4,6 +4,7 @@ import pytest
 from annotated_types import Interval
 
 from duetgan.utils.config.model import Count, Stored, Unfit, Whole
+from tests.conftest import assert_raises
 
 
 class Shard(Stored):
@@ -59,7 +60,5 @@ def test_a_document_may_hold_more_than_is_read() -> None:
     assert document.shards == [Shard(path="a", size=3)]
     nothing: object
     for nothing in (None, [], 3, "text"):
-        with pytest.raises(Unfit, match=r"^header is .*, but must be a mapping of names$"):
-            Document.read(nothing, "header")
-    with pytest.raises(ValueError, match=r"^count is missing$"):
-        Document.read({})
+        assert_raises(Unfit, r"^header is .*, but must be a mapping of names$", Document.read, nothing, "header")
+    assert_raises(ValueError, r"^count is missing$", Document.read, {})

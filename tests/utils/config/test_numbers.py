@@ -15,6 +15,7 @@ from duetgan.utils.config.build import build, to_tree
 from duetgan.utils.config.model import Config, Decay, PositiveFloat, PositiveInt, Probability
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 
 
 class Part(Config):
@@ -64,15 +65,12 @@ def test_a_number_out_of_its_range_is_refused_wherever_it_comes_from(wrong: dict
     assert str(error.value) == f"configuration: part.{told}"
 
 
-def test_numbers_in_their_ranges_are_taken_and_stay_plain() -> None:
+def test_numbers_in_their_ranges_stay_plain_and_the_message_has_the_key() -> None:
     right = Part(rate=1e-30, count=2, pair=(0.0, 0.99), steps=[1], shares={"a": 0.0, "b": 1.0}, lengths={8: 0.1})
     assert build(Part, to_tree(right)) == right
     assert Part(count="auto").count == "auto"
     assert build(Whole, {}, ["--size", "3", "--part.rate=1e-3"]) == Whole(size=3, part=Part(rate=1e-3))
     assert type(build(Whole, {}, ["--part.rate", "2"]).part.rate) is float
-
-
-def test_the_message_has_the_key_that_was_given() -> None:
     with pytest.raises(UserError, match=r"^command line: generator_optimizer\.lr 0: must be a number above 0$"):
         build(GanConfig, {}, ["--generator_optimizer.lr", "0"])
     with pytest.raises(
@@ -148,14 +146,12 @@ def test_the_command_line_takes_no_such_number_either(key: str, text: str) -> No
 )
 def test_counts_that_no_machine_has_are_refused(tree: dict[str, Any], told: str) -> None:
     """H12: a billion mapping layers took minutes, which Ctrl-C did not end, and then all memory."""
-    with pytest.raises(UserError, match=f"^configuration: {re.escape(told)}"):
-        build(GanConfig, tree)
+    assert_raises(UserError, f"^configuration: {re.escape(told)}", build, GanConfig, tree)
 
 
 @pytest.mark.parametrize("given", [[], {}, None, ["stylegan2"]])
 def test_an_architecture_is_a_name(given: Any) -> None:
-    with pytest.raises(UserError, match="architecture"):
-        build_run_config({"task": "gan", "architecture": given}, [], "x.yaml")
+    assert_raises(UserError, "architecture", build_run_config, {"task": "gan", "architecture": given}, [], "x.yaml")
 
 
 def test_numbers_that_are_too_long(tmp_path: Any) -> None:

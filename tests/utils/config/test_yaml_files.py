@@ -13,7 +13,7 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.recipes import CONFIGS, LENGTH, STUDIES, Recipe, listing, recipe_of, recipes
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, assert_raises
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
 REFUSED = {
@@ -46,10 +46,8 @@ def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(tex
     """Deep lists there ended the process: PyYAML.s parser is recursive."""
     bounds = r"data.class_rates: .*(given twice|levels|alias|characters)"
     for tokens in (["--data.class_rates", text], [f"--data.class_rates={text}"]):
-        with pytest.raises(UserError, match=f"^command line: {bounds}"):
-            build(ClassifierConfig, {}, tokens)
-    with pytest.raises(UserError, match=f"^configuration: {bounds}"):
-        build(ClassifierConfig, {"data": {"class_rates": text}})
+        assert_raises(UserError, f"^command line: {bounds}", build, ClassifierConfig, {}, tokens)
+    assert_raises(UserError, f"^configuration: {bounds}", build, ClassifierConfig, {"data": {"class_rates": text}})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ def test_every_head_says_what_for_what_it_needs_and_what_to_change(recipe):
     assert build_run_config(read_yaml(path), [], str(path)).task == recipe.task
 
 
-def test_all_are_listed_by_task_and_size():
+def test_all_are_listed_by_task_and_size_without_torch():
     assert {recipe.name for recipe in ALL} == {
         path.stem for path in CONFIGS.glob("*.yaml") if not path.name.startswith(STUDIES)
     }
@@ -92,6 +90,10 @@ def test_all_are_listed_by_task_and_size():
     lines = listing(ALL).splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [recipe.name for recipe in ALL]
     assert max(map(len, lines)) <= 120
+    code = "import sys, train; assert train.main(['--list']) == 0; assert 'torch' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "gan_64_cpu" in ended.stdout
 
 
 def test_a_head(tmp_path):
@@ -100,12 +102,4 @@ def test_a_head(tmp_path):
     assert recipe_of(path) == Recipe("x", "gan", 64, "Draws at 64 px")
     for text in ("task: gan\n", "# Draws\ntask: gan\n", "# Draws at 64 px\nsteps: 1\n"):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"x\.yaml"):
-            recipe_of(path)
-
-
-def test_the_list_needs_no_torch():
-    code = "import sys, train; assert train.main(['--list']) == 0; assert 'torch' not in sys.modules"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "gan_64_cpu" in ended.stdout
+        assert_raises(ValueError, r"x\.yaml", recipe_of, path)
