@@ -214,9 +214,6 @@ def test_a_real_training_saves_at_the_warning_and_goes_on(cluster: Cluster, pack
     assert f"resumed at step {stopped['step']}" in errors
 
 
-# --- Kubernetes
-
-
 def manifests() -> dict[str, dict[str, Any]]:
     found = {each["kind"]: each for each in yaml.safe_load_all(MANIFEST.read_text())}
     assert found.keys() == {"TrainingRuntime", "TrainJob"}

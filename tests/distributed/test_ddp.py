@@ -60,9 +60,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     return result
 
 
-# --- DDP itself
-
-
 def gathered(tensor: Tensor) -> list[Tensor]:
     """Every rank's tensor."""
     everyone = [torch.empty_like(tensor) for _ in range(collectives.world_size())]
@@ -101,9 +98,6 @@ def test_two_synchronised_backwards_leave_different_gradients_without_an_error(
     assert torch.equal(first, second)
 
 
-# --- what layers are logged to receive, and what receives nothing
-
-
 def small_task(data: str) -> ClassifierTask:
     config: Any = build_run_config(worker.TREES["classifier-plain"] | {"data": {"path": data}}, [], "test")
     return ClassifierTask(config, Dataset(data), None, torch.device("cpu"))
@@ -134,9 +128,6 @@ def unused(data: str) -> str:
     with pytest.raises(UserError) as refused:
         task.step(make_loader(task.config, task.reader, task.device), 0)
     return str(refused.value)
-
-
-# --- compression
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
@@ -175,9 +166,6 @@ def test_the_exchange_adds_what_bfloat16_keeps_at_an_agreed_size(found: dict[int
     assert given["tried"].tolist() == [2, 2] * STEPS
     assert torch.equal(auto["weights"][0], auto["weights"][1])
     assert torch.equal(auto["weights"], given["weights"])
-
-
-# --- what trains changes, memory runs out
 
 
 @pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])

@@ -23,8 +23,6 @@ from duetgan.utils.checkpoint import resolve
 from tests.explorer.conftest import CLASSIFIER, GAN, PLAIN, STEPS, grey, one_line, pixels, png, sample, two
 from tests.metrics.conftest import CLASSES
 
-# --- the page
-
 
 def test_page_loads_nothing_from_elsewhere_and_its_headers_forbid_it(client):
     found = client.get("/")
@@ -52,9 +50,6 @@ def test_runs(client):
     assert gan["layers"] > 1
     assert (classifier["task"], classifier["layers"]) == ("classifier", 0)
     assert (plain["classes"], plain["layers"], plain["steps"]) == ([], 0, [])
-
-
-# --- the generator
 
 
 def test_a_sample_is_that_of_generate(client, shown):
@@ -146,9 +141,6 @@ def test_an_edit_begins_at_the_sample_and_moves_as_the_editor_does(client, shown
     assert client.get("/api/edit", query_string=query).json == found
 
 
-# --- the classifier
-
-
 def test_names_as_predict_does(client, shown):
     found = client.post("/api/name", query_string={"run": CLASSIFIER}, data=grey(90)).json
     row = judge_images(shown[CLASSIFIER].model, torch.full((1, 1, 8, 8), 90, dtype=torch.uint8))[0]
@@ -229,9 +221,6 @@ def test_an_image_above_the_limit_and_large_ones_sent_as_jpeg(client, monkeypatc
     assert client.get("/api/runs").json["upload"] == 1 << 20
     assert address(torch.zeros(3, 128, 128, dtype=torch.uint8)).startswith("data:image/png;")
     assert address(torch.zeros(3, 256, 256, dtype=torch.uint8)).startswith("data:image/jpeg;")
-
-
-# --- runs over time, and side by side
 
 
 def test_history_is_in_order_and_follows_a_training(client, shown, folder):

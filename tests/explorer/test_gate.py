@@ -62,9 +62,6 @@ def test_no_path_is_opened_and_each_has_its_method(client, method, path, status,
     one_line(client.open(path, method=method), status)
 
 
-# --- one thread and its queue
-
-
 def test_a_full_queue_refuses_and_the_page_is_served(shown):
     app = App(shown, Worker(waiting=1))
     client, going, begun = Client(app), threading.Event(), threading.Event()

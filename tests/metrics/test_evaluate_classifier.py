@@ -88,9 +88,6 @@ def test_data_without_its_labels_no_image_and_outputs_that_are_not_finite_are_to
         evaluate_classifier(model, test_reader)
 
 
-# --- evaluate.py --robustness and --ood
-
-
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
     """Images of other classes, size and channels."""

@@ -191,9 +191,6 @@ def test_a_transformer_is_not_folded_and_has_no_maps():
         grad_cam(model, images(), torch.zeros(4, dtype=torch.int64), model.backbone.maps)
 
 
-# --- weights
-
-
 @pytest.mark.parametrize("name", [*OURS, "timm:test_resnet"])
 def test_weights_of_another_head_and_of_colour_are_fitted(name, tmp_path):
     donor = build(name, channels=3)
@@ -238,9 +235,6 @@ def test_patches_have_no_middle_and_there_may_be_no_timm(tmp_path, monkeypatch):
     assert_raises(UserError, r"timm:resnet10t needs timm .*; `pip install timm`", build, "timm:resnet10t")
 
 
-# --- one's own
-
-
 class Own(nn.Module):
     """A network that no library has, with as many channels as it is built for."""
 
@@ -282,9 +276,6 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
     torch.save(model.network.state_dict(), tmp_path / "own.pth")
     again = build("own", weights=str(tmp_path / "own.pth"), **{k: v for k, v in config.items() if k != "split"})
     assert "head taken" in load_pretrained(again)
-
-
-# --- what is refused
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ def test_new_first_convolutions_and_what_no_network_can_be_built_from():
         build(classes=1)
 
 
-# --- every network, heads, what happens to images
-
-
 BOTTLENECKS = [name for name in RESNET.names if name not in ("resnet18", "resnet34")]
 
 
@@ -120,9 +117,6 @@ def test_other_numbers_of_channels_are_normalised_too(channels):
     white = scale.flatten() + shift.flatten()
     torch.testing.assert_close(white, ((1 - mean) / std).repeat(2)[:channels])
     torch.testing.assert_close(shift.flatten() - scale.flatten(), (-mean / std).repeat(2)[:channels])
-
-
-# --- activation checkpointing
 
 
 def trained_once(checkpointing, *, frozen=()):

@@ -46,9 +46,6 @@ def dtypes(network, layers, run):
     return seen
 
 
-# --- whole networks
-
-
 @pytest.mark.parametrize("resolutions", [1, 4])
 @pytest.mark.parametrize("architecture", ["residual", "plain"])
 def test_networks_in_fp16_are_close_to_those_in_fp32(architecture, resolutions):
@@ -131,9 +128,6 @@ def test_r1_through_fp16_is_nearer_to_that_of_fp32_than_bf16s():
     assert lost[0] < 0.5 * lost[1]
 
 
-# --- normalisation
-
-
 @pytest.mark.parametrize("demodulate", [False, True])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
 def test_normalising_is_neutral(demodulate, size):
@@ -208,9 +202,6 @@ def test_a_large_style_that_meets_only_zeros_gives_no_nan():
         layer.conv.weight.zero_()
     with fp16():
         assert layer(x, torch.zeros(1, 2), None).eq(0).all()  # no division by a norm of zero
-
-
-# --- the clamp
 
 
 @pytest.mark.parametrize("limit", [256.0, 3.0, None])

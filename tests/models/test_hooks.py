@@ -64,9 +64,6 @@ def objective(logits):
     return (logits[:, 1] ** 2).sum()
 
 
-# --- names
-
-
 def test_patterns_fit_names_in_order_and_a_layer_is_found_by_a_clear_end():
     model = nn.ModuleDict({"model": net()})
     assert list(matching_layers(model, ["layer*.0"])) == ["model.layer1.0", "model.layer2.0"]
@@ -102,9 +99,6 @@ def outputs(model, names):
         handle.remove()
 
 
-# --- hooks
-
-
 def test_hooks_go_also_after_an_error_and_unknown_names_are_refused_before_any_hook():
     """As are layers that give no tensor or have no part in the output."""
     model, bad = net(), torch.zeros(1, 2, 9, 9, dtype=torch.float64)
@@ -120,9 +114,6 @@ def test_hooks_go_also_after_an_error_and_unknown_names_are_refused_before_any_h
     ):
         assert_raises(UserError, told, output_gradient, network, name, (x,), objective)
         assert hooks_of(network) == 0
-
-
-# --- gradients of one layer
 
 
 @pytest.mark.parametrize("name", ["layer1", "layer1.0", "layer2", "fc"])
@@ -151,9 +142,6 @@ def test_earlier_layers_are_not_differentiated():
     model.zero_grad()
     output_gradient(model, "layer1", (x,), objective)
     assert all(p.grad is None for p in model.parameters())
-
-
-# --- statistics
 
 
 def figures(values):

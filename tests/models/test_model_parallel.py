@@ -62,9 +62,6 @@ def part_of(module: str) -> str:
     return "head" if module.startswith("fc") else "layer4.1" if module == "avgpool" else "stem"
 
 
-# --- moves
-
-
 @pytest.mark.parametrize(
     ("devices", "config"),
     [
@@ -131,9 +128,6 @@ def test_moved_to_one_device_as_a_whole_it_works_there() -> None:
     assert not model(draw(4, 3, 32, 32).float()).is_meta
 
 
-# --- the same numbers
-
-
 @pytest.mark.parametrize(("checkpointing", "setting"), [(False, "auto"), (True, {"layer1.1": 1})])
 def test_split_over_one_device_twice_gives_the_same_bits(checkpointing: bool, setting: Any) -> None:
     found: list[dict[str, Any]] = []
@@ -149,9 +143,6 @@ def test_split_over_one_device_twice_gives_the_same_bits(checkpointing: bool, se
         assert gradients.keys() == dict(model.named_parameters()).keys()
         found.append({"logits": logits, "state": dict(model.state_dict()), "gradients": gradients})
     assert differing(found[0], found[1]) == []
-
-
-# --- balance
 
 
 @pytest.mark.parametrize(
@@ -223,9 +214,6 @@ def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
     assert plain(2, 4) == 5 * 2 + 50 + 4  # what comes from the other device is a copy
     assert again(2, 4) == 5 * 2 + 30 + (4 + 8)
     assert again(0, 3) == 5 * 3 + 100 + (1 + 2 + 8)  # the next stage's input stays where it was made
-
-
-# --- what is asked for
 
 
 def test_where_each_device_begins() -> None:

@@ -27,9 +27,6 @@ def tensor(alpha):
     return torch.tensor(alpha, dtype=torch.float64)
 
 
-# --- the generator
-
-
 @pytest.mark.parametrize("resolution", STAGES)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("kind", [float, tensor])
@@ -74,9 +71,6 @@ def test_a_stage_can_be_sampled_from_like_a_generator_of_its_size():
     assert {id(p) for p in stage.parameters()} == {id(p) for p in generator.parameters()}
 
 
-# --- the discriminator
-
-
 @pytest.mark.parametrize("architecture", ["residual", "plain"])
 @pytest.mark.parametrize("resolution", STAGES)
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -99,9 +93,6 @@ def test_the_last_stage_at_alpha_1_is_the_ordinary_discriminator_to_the_bit(arch
     images, labels = draw(4, 3, 32, 32), torch.tensor([0, 1, 1, 0])
     assert network(images, labels, alpha).equal(ordinary(images, labels))
     assert network.hidden(images, alpha=alpha).equal(ordinary.hidden(images))
-
-
-# --- reduced precision
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

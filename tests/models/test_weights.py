@@ -60,9 +60,6 @@ def loaded(weights, **options):
     return model, told
 
 
-# --- reading
-
-
 def test_a_plain_file_gives_torchvisions_outputs_and_none_nothing(file, donor):
     model, told = loaded(file, normalise="symmetric")
     x = draw(2, 3, 32, 32).float()
@@ -167,9 +164,6 @@ def test_damaged_and_missing_files(name, file, tmp_path):
         assert_raises(UserError, told, loaded, tmp_path / given)
 
 
-# --- our own checkpoints
-
-
 def own_checkpoint(folder, **config):
     shape = {"channels": 3, "classes": 5, "resolution": 32}
     with forked(2, "init", "own"):
@@ -215,9 +209,6 @@ def test_our_own_damaged_runs_and_those_of_a_gan(tmp_path):
     gan = {"schema": 1, "task": "gan", "step": 1, "config": {}, "classes": [], "shape": {}, "state": {}}
     torch.save(gan, tmp_path / "gan.pt")
     assert_raises(UserError, r"checkpoint of task 'gan'; give one of a classifier", loaded, tmp_path / "gan.pt")
-
-
-# --- what is taken
 
 
 @pytest.mark.parametrize(("classes", "head"), [(5, "hidden"), (7, "linear"), (7, "hidden")])
@@ -276,9 +267,6 @@ def test_hes_imagenet_file():
     assert torch.equal(model.network.layer4[2].conv3.weight, load_file(WEIGHTS)["layer4.2.conv3.weight"].float())
 
 
-# --- what is refused
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -325,9 +313,6 @@ def test_r1_only_networks_that_begin_alike_are_built_to_word_it(file, monkeypatc
     stem = {"stem.0.weight": torch.zeros(32, 3, 3, 3)}
     assert_raises(UserError, r"give a resnet50's weights file, by its own names", fitted, stem, {}, file, "resnet50")
     assert built == ["resnet18", "regnet_y_400mf"]
-
-
-# --- torchvision's enum
 
 
 @pytest.fixture

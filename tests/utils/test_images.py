@@ -44,9 +44,6 @@ def test_saved_file_holds_the_grid_and_nothing_else_is_left(tmp_path, channels):
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 
-# --- images with words: every pixel where it belongs, words within their places
-
-
 def shade(value, channels=1, side=8):
     return torch.full((channels, side, side), value, dtype=torch.uint8)
 

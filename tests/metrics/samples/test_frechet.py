@@ -1,4 +1,4 @@
-"""The Frechet distance against scipy and closed forms; its variance against numeric derivatives."""
+"""Frechet and kernel distances and diversity against scipy, scikit-learn, closed forms and numeric derivatives."""
 
 import math
 
@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from scipy.spatial.distance import pdist
+from sklearn.metrics.pairwise import polynomial_kernel as sklearn_kernel
 
+from duetgan.metrics.samples.diversity import diversity_by_class, diversity_ratio, mean_distances
 from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
+from duetgan.metrics.samples.kernel import kernel_distance, polynomial_kernel, squared_mmd
 
 
 def normal(n, dim, seed, *, scale=1.0, shift=0.0, dtype=torch.float64):
@@ -77,9 +81,6 @@ def test_sets_without_a_distance_are_refused(second):
         frechet_distance(torch.randn(9, 3), second)
 
 
-# --- its variance
-
-
 @pytest.mark.parametrize(("n", "dim"), [(60, 5), (30, 20)])
 def test_variance_is_that_of_the_numeric_derivatives(n, dim):
     """The distance between weighted Gaussians, moved by the weight of each image of both sets."""
@@ -107,9 +108,6 @@ def test_variance_is_that_of_the_numeric_derivatives(n, dim):
     assert frechet_distance(*sets)[1] == pytest.approx(expected, rel=1e-4)
 
 
-# --- within classes
-
-
 def test_mean_of_each_class_on_its_own():
     draw = torch.Generator().manual_seed(0)
     labels = torch.arange(120) % 4
@@ -125,3 +123,101 @@ def test_mean_of_each_class_on_its_own():
     assert "a class has 30 images a side" in result.note
     none = intra_class_frechet(samples[:1], real[:1], labels[:1], 2)  # no class with two images
     assert (none.value, none.interval, none.by_class, none.images) == (None, None, [None, None], 0)
+
+
+def standard(n, dim, seed, shift=0.0):
+    return torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)).double() + shift
+
+
+def test_the_kernel_is_scikit_learns_unbiased_and_subsets_average_near_the_whole():
+    """Over many draws from one distribution the mean is 0 within its error, and some estimates lie below it."""
+    first, second = standard(7, 5, 0), standard(9, 5, 1)
+    expected = sklearn_kernel(first.numpy(), second.numpy(), degree=3, gamma=1 / 5, coef0=1)
+    np.testing.assert_allclose(polynomial_kernel(first, second).numpy(), expected, rtol=1e-12)
+    values = [squared_mmd(standard(20, 4, 10 + 2 * i), standard(20, 4, 11 + 2 * i))[0] for i in range(300)]
+    assert abs(np.mean(values)) < 3 * np.std(values) / 300**0.5
+    assert min(values) < 0
+    first, second = standard(400, 6, 6), standard(300, 6, 7, shift=0.3)
+    found = [kernel_distance(first, second, seed=seed, subset_size=100)[0] for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+    assert found[0] == pytest.approx(squared_mmd(first, second)[0], rel=0.2)
+
+
+def test_estimate_is_the_sum_over_pairs():
+    first, second = standard(6, 3, 2), standard(5, 3, 3, shift=1.0)
+
+    def k(x, y):
+        return float((x @ y / 3 + 1) ** 3)
+
+    within1 = sum(k(a, b) for i, a in enumerate(first) for j, b in enumerate(first) if i != j) / (6 * 5)
+    within2 = sum(k(a, b) for i, a in enumerate(second) for j, b in enumerate(second) if i != j) / (5 * 4)
+    across = sum(k(a, b) for a in first for b in second) / (6 * 5)
+    assert squared_mmd(first, second)[0] == pytest.approx(within1 + within2 - 2 * across, rel=1e-10)
+
+
+@pytest.mark.parametrize(("n", "size", "shift"), [(150, 1000, 0.3), (150, 50, 0.3), (150, 1000, 0.0)])
+def test_told_spread_is_that_of_other_draws(n, size, shift):
+    results = [
+        kernel_distance(standard(n, 8, 2 * i), standard(n, 8, 2 * i + 1, shift), seed=0, subset_size=size)
+        for i in range(80)
+    ]
+    values, variances = torch.tensor(results, dtype=torch.float64).T
+    assert 0.75 < float(variances.mean().sqrt() / values.std()) < 1.7
+
+
+@pytest.mark.parametrize("sets", [(standard(1, 3, 0), standard(9, 3, 1)), (standard(9, 3, 0), standard(9, 4, 1))])
+def test_sets_without_a_kernel_distance_are_refused(sets):
+    with pytest.raises(ValueError, match="no kernel distance"):
+        kernel_distance(*sets, seed=0)
+
+
+def of_16(n, seed, scale=1.0):
+    return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def by_class(samples, sample_labels, real, real_labels, classes, **options):
+    return diversity_by_class(
+        samples, torch.tensor(sample_labels), real, torch.tensor(real_labels), classes=classes, **options
+    )
+
+
+def test_mean_distance_is_scipys_and_the_ratio_of_equal_distributions_about_one():
+    features = of_16(30, 0)
+    assert mean_distances(features).mean().item() == pytest.approx(pdist(features.double().numpy()).mean(), rel=1e-9)
+    assert mean_distances(torch.tensor([[0.0, 0.0], [3.0, 4.0]])).tolist() == [5, 5]
+    assert diversity_ratio(of_16(200, 1), of_16(200, 2)).value == pytest.approx(1, abs=0.05)
+    assert diversity_ratio(of_16(200, 1, scale=0.25), of_16(200, 2)).value == pytest.approx(0.25, abs=0.02)
+
+
+def test_a_collapsed_generator_fails():
+    """One image of a class over and over, with a little noise: its ratio is the figure of the whole generator."""
+    real = of_16(400, 3)
+    labels = [0] * 200 + [1] * 200
+    samples = of_16(400, 4)
+    samples[200:] = samples[200] + 0.01 * samples[200:]
+    found = by_class(samples, labels, real, labels, 2)
+    assert found.by_class[0] > 0.9
+    assert found.value == found.by_class[1] < 0.05
+    assert found.images == 200
+
+
+def test_only_the_first_images_count_and_as_many_on_both_sides():
+    samples, real = of_16(50, 5), of_16(30, 6)
+    found = by_class(samples, [0] * 50, real, [0] * 30, 1, images=40)
+    assert found.images == 30
+    assert found.value == diversity_ratio(samples[:30], real).value
+    assert by_class(real, [0] * 30, samples, [0] * 50, 1).value == diversity_ratio(real, samples[:30]).value
+    fewer = by_class(samples, [0] * 50, real, [0] * 30, 1, images=10)
+    assert fewer.value == diversity_ratio(samples[:10], real[:10]).value
+
+
+def test_undefined_classes_are_none_and_do_not_count():
+    """Class 1 has one real image, class 2 only equal ones, class 3 no sample."""
+    real = torch.cat([of_16(4, 7), torch.ones(3, 16), of_16(3, 8)])
+    samples = of_16(8, 9)
+    found = by_class(samples, [0, 0, 0, 1, 1, 2, 2, 2], real, [0, 0, 0, 1, 2, 2, 2, 3, 3, 3], 4)
+    assert found.by_class[1:] == [None, None, None]
+    assert found.value == found.by_class[0] is not None
+    assert found.images == 3
+    nothing = by_class(samples[:1], [0], real, [0] * 10, 1)
+    assert (nothing.value, nothing.images) == (None, 0)

@@ -65,9 +65,6 @@ def stage_of(name):
     return {"conv1": "stem", "bn1": "stem", "fc": "head"}.get(part, part)
 
 
-# --- parts
-
-
 @pytest.mark.parametrize(
     ("part", "name", "fits"),
     [
@@ -132,9 +129,6 @@ def test_epochs_begin_with_their_first_whole_step(network):
     ]
 
 
-# --- groups
-
-
 def names_of(group):
     return [name for name, _ in group["params"]]
 
@@ -165,9 +159,6 @@ def test_groups_hold_what_ever_trains_once_with_decay_first(network):
         assert {stage_of(name) == "head" for name in names_of(group)} == {group["lr_scale"] == 10}
     (decayed, free) = trained_of(network, freeze=["stem"]).groups(0.3)
     assert (decayed["lr_scale"], free["weight_decay"]) == (1.0, 0.0)
-
-
-# --- steps
 
 
 def test_no_gradient_is_computed_below_what_trains(packed, slim):
@@ -211,9 +202,6 @@ def test_synchronised_norms_freeze_too(network):
     assert [norm.training for norm in norms] == [False, False]
     trained.at(1)
     assert [norm.training for norm in norms] == [False, True]
-
-
-# --- the optimizer
 
 
 def build(groups=None, model=None, **config):

@@ -75,9 +75,6 @@ def test_what_counts_as_right():
     assert Targets(labels, others, own).correct(logits) == 0.75 + 0.25 + 1 + 0
 
 
-# --- class weights
-
-
 def test_balanced_weights_are_equal_shares_and_named_ones_have_mean_one():
     shares = [10.0, 30.0, 60.0]
     weights: Any = class_weight_list(ClassifierLossConfig(class_weights="balanced"), "abc", shares)

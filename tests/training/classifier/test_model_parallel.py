@@ -67,9 +67,6 @@ def build(**config: Any) -> Classifier:
         return Classifier(ModelConfig(**config), channels=3, classes=4, resolution=16).train()
 
 
-# --- the update
-
-
 @pytest.mark.parametrize(
     ("options", "frozen"),  # frozen: the first gradient is not on the first device
     [
@@ -159,9 +156,6 @@ def test_layers_on_both_devices_are_watched():
         assert (statistics.packed().device, statistics.packed().shape) == (cpus[0], (2, 2, 6))
 
 
-# --- devices
-
-
 @pytest.mark.parametrize(
     ("visible", "processes", "rank", "expected"),
     [(4, 2, 0, [0, 1]), (4, 2, 1, [2, 3]), (5, 2, 1, [2, 3]), (4, 1, 0, [0, 1, 2, 3]), (2, 2, 1, [1])],
@@ -179,9 +173,6 @@ def test_each_process_has_as_many_devices(monkeypatch, visible, processes, rank,
     if processes == 1:
         assert [d.index for d in collectives.own_devices(torch.device("cuda", 3))] == [3]
     assert collectives.own_devices(CPU) == [CPU]
-
-
-# --- runs
 
 
 @pytest.fixture
@@ -250,9 +241,6 @@ def test_two_processes_with_two_devices_each(packed, tmp_path):
         arguments = ["--config", recipe, "--run-dir", str(tmp_path / module), "--device", "cpu", "--max-steps", "2"]
         assert launch(["-m", module, *arguments, "--model.split", setting], 2) == 0
     assert differing(state_of(tmp_path / "train", 2), state_of(tmp_path / __name__, 2)) == []
-
-
-# --- where there are two
 
 
 @pytest.mark.gpu

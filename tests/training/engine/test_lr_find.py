@@ -29,9 +29,6 @@ CPU = torch.device("cpu")
 SHORT = ["--lr-find-steps", "12", "--lr-find-from", "1e-4"]
 
 
-# --- the curve, on a task whose course is known
-
-
 class Quadratic(nn.Module):
     """Loss 1/2 sum of curvature * w^2; two groups, the second at a tenth of the rate."""
 
@@ -126,9 +123,6 @@ def test_everything_is_put_back_after_an_error_too(broken_at):
     assert torch.rand(1).item() == expected
     assert (task.model.a.item(), task.model.b.item(), task.model.a.grad) == (1.0, 1.0, None)
     assert (task.updater.rate, loop.loader.wait_seconds) == (None, 3.0)
-
-
-# --- the suggestions
 
 
 def fastai_valley(lrs, losses):

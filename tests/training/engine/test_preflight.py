@@ -57,9 +57,6 @@ def test_a_batch_larger_than_the_data_set_is_mentioned(packed, batch_size, warne
     assert rows["length"] == f"3 steps = {3 * batch_size} images = {3 * batch_size / 200:.1f} epochs"
 
 
-# --- the table of layers
-
-
 def rows_of(text: str) -> dict[str, list[str]]:
     """Layer -> its other cells; cells are two spaces apart."""
     return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line) for line in text.splitlines()) if len(cells) > 1}
@@ -215,9 +212,6 @@ def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path, packed):
     assert textwrap.dedent(markdown.decode()).splitlines() == config.splitlines()
     assert text.step == 0
     assert "learning_rate" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-# --- refused before the first step
 
 
 @pytest.fixture

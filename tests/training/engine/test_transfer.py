@@ -263,9 +263,6 @@ def test_nothing_that_fits_is_refused_and_changes_nothing(tmp_path):
         taken_from(saved(tmp_path / "other", {"generator": Counter()}), {"generator": generator()})
 
 
-# --- which file it is
-
-
 def test_a_run_becomes_its_checkpoint(tmp_path):
     path, folder = saved(tmp_path / "donor", registry(), lineage=LINEAGE), RunFolder(tmp_path / "run")
     plain, config = GanConfig(), GanConfig(init_from=str(tmp_path / "donor"))

@@ -47,9 +47,6 @@ def equal(one, other):
     return differing(numbers(one), numbers(other)) == []
 
 
-# ---- draws
-
-
 def test_draws_are_a_function_of_their_key_alone():
     ada = build()
     once = ada.draw(3, "generator", 8, 13)
@@ -85,9 +82,6 @@ def test_draws_depend_neither_on_p_nor_on_other_groups():
     for name in DRAWS:
         alone = build(operations={name: 0.5}).draw(0, "real", 8, 13)
         assert equal(alone, Draws({name: once[name]}))
-
-
-# ---- application
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -153,9 +147,6 @@ def test_autocast_changes_nothing(half):
     assert rounded.dtype == half
     exact = ada.apply(images.to(half).float(), draws, slice(0, 13))
     assert torch.equal(rounded, exact.to(half))
-
-
-# ---- gradients
 
 
 def test_r1_through_it_reaches_the_parameters_and_is_right(double):
@@ -237,9 +228,6 @@ def test_nothing_waits_for_the_device(channels, monkeypatch):
     )
     assert not seen.names & {"lift_fresh", "_local_scalar_dense", "nonzero"}
     assert not {(name, ndim) for name, ndim in seen.from_host if ndim > 0 or "copy" in name}  # 0-d: an argument
-
-
-# ---- strength
 
 
 def by_hand(signs, sizes, *, p=0.0, target=0.6, kimg=500.0, interval=4):

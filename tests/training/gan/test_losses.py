@@ -58,9 +58,6 @@ def test_wasserstein_without_a_bound_is_refused(more):
     assert config.loss.functions is OBJECTIVES["wasserstein"]
 
 
-# --- penalties
-
-
 def draw(*shape):
     return torch.randn(shape, generator=generator(0, "test"), dtype=torch.float64)
 

@@ -140,9 +140,6 @@ def test_plan():
     assert "Adam's moments go on" in Stages(config, 32, 200, 20).announcement(0)
 
 
-# --- what is refused
-
-
 @pytest.mark.parametrize(
     ("options", "resolution", "message"),
     [

@@ -86,9 +86,6 @@ def test_scales_are_no_matrices():
         torch.testing.assert_close(mine.detach(), theirs)
 
 
-# --- schedule-free
-
-
 def build_free(**options):
     with forked(0, "init", "schedule free"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
@@ -207,9 +204,6 @@ def test_a_constant_stays_no_length_is_the_end_and_a_long_warm_up_is_told():
     config = OptimizerConfig(warmup_steps=100)
     assert "; warning: the run of 50 steps ends within the warm-up: make" in schedule_text(config, 50, 8)
     assert "warning" not in schedule_text(config, 101, 8)
-
-
-# --- a whole training's rates against torch's schedulers
 
 
 def torch_rates(make, steps, *, lr=0.4, momentum=0.9):

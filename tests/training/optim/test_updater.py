@@ -29,17 +29,11 @@ OURS = [
 ]
 
 
-# --- groups
-
-
 def test_frozen_parameters_are_left_out_and_empty_groups_too():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[0].requires_grad_(False)
     (group,) = parameter_groups(model, 0.1)
     assert [id(p) for p in group["params"]] == [id(model[1].weight)]
-
-
-# --- updates
 
 
 def build(precision="fp32", **config):
@@ -160,9 +154,6 @@ def test_the_share_of_a_schedule_free_average_is_refused_if_it_changed():
         other.load_state_dict(updater.state_dict())
 
 
-# --- precision
-
-
 def run_scaled(bad_step=None, precision="fp16", name="sgd", **config):
     """Three updates; at `bad_step` the loss is infinite. Returns the model, its Precision, the norms and the flags."""
     model, updater = build(precision, name=name, **config)
@@ -232,9 +223,6 @@ def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
         flags.append(update.nonfinite.item())
         mixed.update_scale()
     assert flags == [0.0] * 16 + [1.0] * 4
-
-
-# --- clipping
 
 
 def build_convolution():

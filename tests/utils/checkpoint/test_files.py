@@ -166,9 +166,6 @@ def test_keys_are_checked_and_torchs_own_containers_pass(tmp_path):
     assert found["state"]["adam"]["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-# --- pointers, rotation, names
-
-
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     paths = [save(tmp_path, content(step)) for step in range(1, 7)]
     point(tmp_path, "best", paths[1], metric="frechet", value=1.5)

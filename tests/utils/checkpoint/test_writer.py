@@ -105,9 +105,6 @@ def test_what_would_not_fit_is_not_begun(tmp_path, monkeypatch):
     assert names(tmp_path) == ["x.pt"]
 
 
-# --- the thread
-
-
 def fail(what):
     raise KeyError(what)
 

@@ -41,9 +41,6 @@ def one_line(error):
     return "\n" not in str(error.value)
 
 
-# --- reading
-
-
 def written(tmp_path, text, name="recipe.yaml"):
     path = tmp_path / name
     path.write_text(text)
@@ -88,9 +85,6 @@ def test_missing_files_and_folders_are_named_with_what_is_near(tmp_path):
             read_yaml(path)
         if path == run:
             written(run, "task: gan", "config.yaml")
-
-
-# --- building
 
 
 def test_command_line_beats_yaml_beats_the_owners_defaults():
@@ -187,9 +181,6 @@ def test_options_of_the_script_are_candidates_too(name, near):
     assert str(told) == f"command line: unknown key {name!r} (did you mean {near!r}?)"
 
 
-# --- saving
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -217,9 +208,6 @@ def test_differences():
         "more": (None, 4),
     }
     assert differences(before, before) == {}
-
-
-# --- names that are near, and names that only look it
 
 
 def test_a_recipe_of_another_size_is_not_near(tmp_path):
