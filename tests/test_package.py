@@ -190,12 +190,16 @@ def test_the_examples_of_own_code_run(file, text, command, site, things, mine):
         assert json.loads((mine / "eval" / "metrics.json").read_text())["brightness"]
 
 
-def test_every_command_is_a_script_with_its_arguments():
+def test_every_command_is_a_script_and_no_name_but_ours_is_declared():
     for name, (script, _) in COMMANDS.items():
         own = script.removeprefix("duetgan.")
         assert (ROOT / (own if own.endswith(".py") else own.replace(".", "/") + ".py")).is_file()
         assert line([name, "--x", "a b"])[-2:] == ["--x", "a b"]
     assert line(["pack"]) == ["-P", "-m", "duetgan.data.pack"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(declared["tool"]["setuptools"]) == {"package-data"}  # setup.py lists the packages
+    assert declared["project"]["name"] == "duetgan"
+    assert declared["project"]["version"] == duetgan.__version__
 
 
 @pytest.mark.parametrize("name", ["gan_64", "gan_64.yaml", "configs/gan_64.yaml"])
@@ -209,13 +213,6 @@ def test_a_recipe_is_found_from_any_folder_unless_there_is_one_of_that_name(name
     for own in (tmp_path / "gan_64", tmp_path / "gan_64.yaml", tmp_path / "configs/gan_64.yaml"):
         own.touch()
     assert recipe_file(name) == name
-
-
-def test_no_name_but_ours_is_declared():
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert set(declared["tool"]["setuptools"]) == {"package-data"}  # setup.py lists the packages
-    assert declared["project"]["name"] == "duetgan"
-    assert declared["project"]["version"] == duetgan.__version__
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ ELSEWHERE_PAGES = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with what the pages say is there: recipes, class folders of photos, two images to predict."""
+    """A folder with what the pages say is there: recipes, class folders of photos, images to predict."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     rng = np.random.default_rng(0)
     for part, count in (("photos", 12), ("parts/train", 12), ("parts/val", 12)):
@@ -62,8 +62,8 @@ def folder(tmp_path, monkeypatch):
             (tmp_path / part / name).mkdir(parents=True)
             for index in range(count):
                 write_photo(tmp_path / part / name / f"{index}.png", rng)
-    write_photo(tmp_path / "image1.jpg", rng)
-    write_photo(tmp_path / "image2.png", rng)
+    for name in ("image1.jpg", "image2.png", "a.jpg", "b.jpg"):
+        write_photo(tmp_path / name, rng)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -193,7 +193,7 @@ def test_few_images_are_shared_other_classes_refused_and_unlabelled_ones_not_sco
         assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == sizes
     checkpoint = load(resolve(runs["classifier"]))
     with (
-        Dataset(pack(tmp_path / "other.lmdb", classes=["a", "b"])) as reader,
+        Dataset(pack(tmp_path / "two.lmdb", classes=["a", "b"])) as reader,
         pytest.raises(UserError, match=r"its classes are not those of the classifier: .* missing here; .*with --data"),
     ):
         classifier_subject(checkpoint, reader, count=10, batch_size=4)

@@ -72,7 +72,7 @@ def test_what_is_folded_and_which_norms_stay():
         assert folded(x).equal(model(x))
 
 
-def test_the_memory_layout_of_the_weights_is_kept_and_a_training_model_is_left_in_its_mode():
+def test_memory_layout_and_mode_are_kept_and_bfloat16_stays_near():
     model = classifier().to(memory_format=torch.channels_last).train()
     folded: Any = fold_batchnorm(model)
     weight = folded.get_parameter("network.layer1.0.conv1.weight")
@@ -80,9 +80,6 @@ def test_the_memory_layout_of_the_weights_is_kept_and_a_training_model_is_left_i
     assert not weight.is_contiguous()
     assert model.training
     assert not any(module.training for module in folded.modules())
-
-
-def test_bfloat16_takes_and_gives_float32_and_stays_near():
     model = classifier()
     with forked(0, "test"):
         x = torch.randn(4, 1, 16, 16)

@@ -95,13 +95,23 @@ def test_sample_gradients_are_those_of_single_backward_passes(chunk):
     torch.testing.assert_close(part, expected)
 
 
-def test_sample_gradients_of_a_resnet():
+def test_sample_gradients_of_a_resnet_and_of_logits_that_no_linear_layer_gives():
+    """Its per-sample gradients; without a linear layer it is refused."""
     with forked(0, "init", "influence"):
         model = Classifier(ModelConfig(stem="small-stride2"), channels=1, classes=3, resolution=8).double().eval()
     images, labels = batch(2)
     names = ["network.conv1.weight", "network.layer3.0.bn2.weight", "network.fc.bias"]
     expected = loop_of_backwards(model, images, labels, names)
     torch.testing.assert_close(full(sample_gradients(model, images, labels, names)), expected, rtol=1e-10, atol=1e-12)
+    images, labels = batch()
+    other = nn.Sequential(net(), nn.Tanh()).double().eval()
+    found, _ = head_gradients(other, images, labels)
+    expected = sample_gradients(other, images, labels, ["0.fc.weight", "0.fc.bias"])
+    torch.testing.assert_close(full(found), full(expected), rtol=0, atol=0)
+    with pytest.raises(UserError, match="no linear layer"):
+        head_gradients(nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten()).double().eval(), images, labels)
+    with pytest.raises(ValueError, match="evaluation mode"):
+        sample_gradients(net().train(), images, labels, ["fc.bias"])
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -115,19 +125,6 @@ def test_the_heads_closed_form_is_what_autograd_finds(bias):
         torch.testing.assert_close(one.dot(one), expected @ expected.T, rtol=1e-10, atol=1e-14)
         torch.testing.assert_close(one.squared_norms(), expected.square().sum(1), rtol=1e-10, atol=1e-14)
     torch.testing.assert_close(logits, model(images).detach(), rtol=0, atol=0)
-
-
-def test_a_network_whose_logits_are_no_linear_layers_output():
-    """Its per-sample gradients; without a linear layer it is refused."""
-    images, labels = batch()
-    model = nn.Sequential(net(), nn.Tanh()).double().eval()
-    found, _ = head_gradients(model, images, labels)
-    expected = sample_gradients(model, images, labels, ["0.fc.weight", "0.fc.bias"])
-    torch.testing.assert_close(full(found), full(expected), rtol=0, atol=0)
-    with pytest.raises(UserError, match="no linear layer"):
-        head_gradients(nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten()).double().eval(), images, labels)
-    with pytest.raises(ValueError, match="evaluation mode"):
-        sample_gradients(net().train(), images, labels, ["fc.bias"])
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_a_sample_does_not_depend_on_what_else_is_drawn(generator):
     assert sampler_of(generator, noise_mode="none").latents([0])[2] == "none"
 
 
-def test_a_cutoff_is_one_of_the_layers_and_without_w_there_is_no_truncation(generator):
+def test_layers_are_read_and_a_cutoff_is_one_of_them(generator):
     assert generator.num_ws == 4
     sampler_of(generator, truncation_cutoff=4)
     for cutoff in (-1, 5):
@@ -58,6 +58,10 @@ def test_a_cutoff_is_one_of_the_layers_and_without_w_there_is_no_truncation(gene
     assert sampler_of(without_w()).images(range(4)).shape == (4, 1, 8, 8)
     for options in ({"truncation_psi": 0.5}, {"truncation_cutoff": 1}):
         assert_raises(UserError, "works on w, which this generator does not have", sampler_of, without_w(), **options)
+    told = {"0-3": [0, 1, 2, 3], " 6, 0 - 1,1": [0, 1, 6], "7": [7]}
+    assert {text: parse_layers(text, 8) for text in told} == told
+    for text in ("8", "3-8", "3-1", "", "a", "1-", "-1", "1--2", "1,,2"):
+        assert_raises(UserError, "--layers", parse_layers, text, 8)
 
 
 def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
@@ -180,13 +184,6 @@ def test_all_layers_give_b_and_none_a_and_how_many_are_shown(generator, table):
     with pytest.raises(UserError, match=r"truncation works on w.*grid, interpolate --space z"):
         draw_truncation(sampler_of(without_w()), CLASSES, NOWHERE, psis=[1.0])
     assert_raises(UserError, "mix works on w", draw_mix, sampler_of(without_w()), CLASSES, NOWHERE, layers=[0])
-
-
-def test_layers_are_read_and_others_refused():
-    told = {"0-3": [0, 1, 2, 3], " 6, 0 - 1,1": [0, 1, 6], "7": [7]}
-    assert {text: parse_layers(text, 8) for text in told} == told
-    for text in ("8", "3-8", "3-1", "", "a", "1-", "-1", "1--2", "1,,2"):
-        assert_raises(UserError, "--layers", parse_layers, text, 8)
 
 
 def test_grid_has_a_row_for_each_class(generator, tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def mp4_frames(path):
     return np.stack(planes)
 
 
-def test_a_gif_is_lossless_in_grey_and_in_few_colours_and_keeps_equal_frames(tmp_path):
+def test_a_gif_is_lossless_in_few_colours_and_films_have_even_sides(tmp_path):
     for name, frames in (("grey.gif", [ramp(i) for i in (0, 1, 100)]), ("rgb.gif", [quarters(i) for i in range(3)])):
         found, _ = gif_frames(write(tmp_path / name, frames, scale=3))
         expected = np.stack([np.broadcast_to(frame, (16, 16, 3)) for frame in frames])
@@ -56,6 +56,10 @@ def test_a_gif_is_lossless_in_grey_and_in_few_colours_and_keeps_equal_frames(tmp
     found, _ = gif_frames(write(tmp_path / "x.gif", [frame, frame[::-1]]))
     assert np.abs(found[0].astype(int) - frame).mean() < 8
     assert np.abs(found[1].astype(int) - frame[::-1]).mean() < 8
+    sides = {8: 32, 32: 8, 100: 3, 256: 1, 1024: 1, 25: 12, 257: 2}  # of 25 px: 11 times would do, but 275 is odd
+    assert {side: enlargement(side) for side in sides} == sides
+    assert (enlargement(25, 2), enlargement(32, 1)) == (2, 1)
+    assert_raises(UserError, r"--scale 3: 75 px is an odd size.*take 4", enlargement, 25, 3)
 
 
 @pytest.mark.parametrize("fps", [1, 24, 30, 50])
@@ -168,10 +172,3 @@ def test_names_and_speeds_are_checked(tmp_path):
     (tmp_path / "x.gif").mkdir()
     assert_raises(UserError, r"cannot write .*x.gif", write, tmp_path / "x.gif", [quarters(0)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "x.gif"]
-
-
-def test_small_images_are_enlarged_and_films_have_even_sides():
-    sides = {8: 32, 32: 8, 100: 3, 256: 1, 1024: 1, 25: 12, 257: 2}  # of 25 px: 11 times would do, but 275 is odd
-    assert {side: enlargement(side) for side in sides} == sides
-    assert (enlargement(25, 2), enlargement(32, 1)) == (2, 1)
-    assert_raises(UserError, r"--scale 3: 75 px is an odd size.*take 4", enlargement, 25, 3)

@@ -227,7 +227,7 @@ def test_verdicts(change, told):
     assert re.search(told, verdict({"controls": controls, "attacks": p, "planted": planted}))
 
 
-def test_the_share_of_planted_copies_is_told_as_it_is():
+def test_the_share_of_planted_copies_is_told_and_halves_are_the_control():
     """Of 127 members no more than 127 copies can be made, however many samples there are."""
     row = {"auc": 0.5, "interval": [0.4, 0.6], "p_value": 0.5, "members": 127, "held_out": 33}
     planted = [{"share": share, "copies": n, "found": 0, "repeats": 20} for share, n in ((0.01, 51), (0.05, 127))]
@@ -236,9 +236,6 @@ def test_the_share_of_planted_copies_is_told_as_it_is():
     printed = audit_table(document)
     assert "copies planted at 1% (51): found in 0 of 20 tries" in printed
     assert "copies planted at 2.5%, all members there are (127)" in printed
-
-
-def test_scores_of_halves_are_the_control():
     found = audit_scores({"generator": torch.arange(100.0)}, members=60, seed=0)
     control = found["controls"]["generator"]
     assert found["attacks"]["generator"]["auc"] == 0.0

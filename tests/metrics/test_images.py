@@ -89,17 +89,14 @@ def test_confused_pairs_have_a_row_each_surest_first(test_reader, tmp_path):
             )
 
 
-def test_corruptions_have_a_row_each_that_begins_with_the_image(tmp_path):
+def test_corruptions_have_a_row_each_and_reliability_bars_below_the_diagonal(tmp_path):
     image = np.tile(np.arange(32, dtype=np.uint8) * 8, (3, 32, 1))
     save_corruptions(image, tmp_path / "x.png", seed=0)
     found = pixels(tmp_path / "x.png")
-    rows = len(CORRUPTIONS)
-    assert found.shape[0] >= rows * 96
-    shades = {tuple(found[-(row + 1) * (96 + PADDING) + 10, -6 * (96 + PADDING) :].tolist()) for row in range(rows)}
-    assert len(shades) == rows
-
-
-def test_reliability_shows_bars_below_the_diagonal_of_an_overconfident_classifier(tmp_path):
+    count = len(CORRUPTIONS)
+    assert found.shape[0] >= count * 96
+    shades = {tuple(found[-(row + 1) * (96 + PADDING) + 10, -6 * (96 + PADDING) :].tolist()) for row in range(count)}
+    assert len(shades) == count
     empty = {"n": 0, "confidence": None, "accuracy": None}
     rows = [empty] * 9 + [{"n": 50, "confidence": 0.95, "accuracy": 0.3}]
     save_reliability(rows, 0.65, tmp_path / "x.png")

@@ -70,12 +70,21 @@ def test_every_layer_starts_at_norm_one_and_follows_updates_not_passes():
         assert estimate(layer) == pytest.approx(largest(layer), rel=0.15)
 
 
-def test_the_slope_of_the_logits_is_bounded():
+def test_the_slope_of_the_logits_is_bounded_and_widths_double_towards_4_px():
     discriminator = networks(classes=0)[1]
     images = torch.randn(8, 1, 16, 16, dtype=torch.float64, requires_grad=True)
     slopes = squared_gradient_norm(discriminator(images), images).sqrt().detach()
     # a kernel of norm 1 is a convolution of norm at most its side (1802.05957, section 2.1): 3 and, strided, 4 / 2
     assert 0 < float(slopes.max()) <= 3.0**3 * 2.0**2 * dcgan.GAIN**5
+    assert dcgan.DcganConfig(width=64).widths(32) == [512, 256, 128, 64]
+    assert dcgan.DcganConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
+    for sizes in ({"width": 0}, {"width_max": 0}):
+        with pytest.raises(UserError, match="must be"):
+            dcgan.DcganConfig(**sizes)
+    with pytest.raises(UserError, match="not a power of two"):
+        dcgan.DcganConfig().widths(12)
+    with pytest.raises(UserError, match=r"truncation_psi 0\.5: DCGAN has no w"):
+        networks()[0](torch.zeros(1, 6), None, truncation_psi=0.5)
 
 
 @pytest.mark.parametrize("classes", [0, 3])
@@ -97,15 +106,3 @@ def test_no_sample_depends_on_another(classes):
         assert not generator(z, labels.flip(0)).allclose(images)
         mixed = torch.nn.functional.one_hot(labels, 3).double()
         torch.testing.assert_close(generator(z, mixed), images)
-
-
-def test_widths_double_towards_4_px():
-    assert dcgan.DcganConfig(width=64).widths(32) == [512, 256, 128, 64]
-    assert dcgan.DcganConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
-    for sizes in ({"width": 0}, {"width_max": 0}):
-        with pytest.raises(UserError, match="must be"):
-            dcgan.DcganConfig(**sizes)
-    with pytest.raises(UserError, match="not a power of two"):
-        dcgan.DcganConfig().widths(12)
-    with pytest.raises(UserError, match=r"truncation_psi 0\.5: DCGAN has no w"):
-        networks()[0](torch.zeros(1, 6), None, truncation_psi=0.5)

@@ -27,13 +27,21 @@ def test_minibatch_std_over_consecutive_samples(group):
     close(found, reference.minibatch_std(x.numpy(), group))
 
 
-def test_minibatch_std_over_samples_apart_as_nvidias():
+def test_minibatch_std_over_samples_apart_and_what_does_not_fit():
     """Group j has the samples j, j + N / group, ...: consecutive groups of the batch in another order."""
     x, order = draw(6, 3, 8, 8), [0, 3, 1, 4, 2, 5]
     close(minibatch_std(x, 2, strided=True)[order], reference.minibatch_std(x.numpy()[order], 2))
     one, other = (build(8, 3, minibatch_std_order=name) for name in ("consecutive", "strided"))
     torch.testing.assert_close(other(x)[order], one(x[order]), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(other(x), one(x))
+    for height, width in ((4, 4), (16, 16), (8, 4), (4, 8)):
+        with pytest.raises(ValueError, match=f"images of {width}x{height} for a discriminator of 8 px"):
+            build()(draw(2, 1, height, width))
+    for count, group in ((3, 2), (2, 4), (6, 4)):
+        with pytest.raises(ValueError, match=f"a batch of {count} does not hold whole groups of {group}"):
+            minibatch_std(draw(count, 1, 2, 2), group)
+    with pytest.raises(ValueError, match="needs labels"):
+        build(classes=2)(draw(2, 1, 8, 8))
 
 
 @pytest.mark.parametrize("architecture", ["residual", "plain"])
@@ -53,17 +61,6 @@ def test_logits_equal_the_reference(architecture, resolution, channels, classes,
     residual = architecture == "residual"
     expected = reference.discriminator(network, images.numpy(), labels, residual=residual, group=group)
     close(found, expected, 1e-10)
-
-
-def test_what_does_not_fit_is_refused():
-    for height, width in ((4, 4), (16, 16), (8, 4), (4, 8)):
-        with pytest.raises(ValueError, match=f"images of {width}x{height} for a discriminator of 8 px"):
-            build()(draw(2, 1, height, width))
-    for count, group in ((3, 2), (2, 4), (6, 4)):
-        with pytest.raises(ValueError, match=f"a batch of {count} does not hold whole groups of {group}"):
-            minibatch_std(draw(count, 1, 2, 2), group)
-    with pytest.raises(ValueError, match="needs labels"):
-        build(classes=2)(draw(2, 1, 8, 8))
 
 
 def test_one_pass_can_be_projected_onto_several_labels():

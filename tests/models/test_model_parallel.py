@@ -119,13 +119,22 @@ def test_reduced_precision_crosses_the_cut_as_it_is(dtype: torch.dtype) -> None:
     assert {str(p.grad.device) for p in model.parameters() if p.grad is not None} == {"cpu:1", "cpu:2"}
 
 
-def test_moved_to_one_device_as_a_whole_it_works_there() -> None:
+def test_where_each_device_begins_and_moved_as_a_whole_it_works_there() -> None:
     model = build(split="auto")
     split.place(model, [CPU, CPU], samples=4)
     copied = copy.deepcopy(model)
     with faked():
         assert copied.to(FAKE[2])(torch.empty(4, 3, 32, 32, device=FAKE[2])).device == FAKE[2]
     assert not model(draw(4, 3, 32, 32).float()).is_meta
+    model = build(split={"layer1.1": 1, "layer4": 2})
+    shares = split.place(model, [CPU, CPU, CPU, CPU], samples=2)
+    ends = [(share.blocks[0], share.blocks[-1]) for share in shares]
+    assert ends == [("stem", "layer1.0"), ("layer1.1", "layer3.1"), ("layer4.0", "head")]
+    told = "; ".join(map(str, shares))
+    assert "cpu: stem to layer1.0, about 0.00 GiB; cpu: layer1.1 to layer3.1, about 0.05 GiB" in told
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2
+    assert str(split.Share(FAKE[1], ("head",), 3 * 2**30)) == "meta:1: head, about 3.00 GiB"
+    assert len(split.place(build(split="auto"), [CPU] * 12, samples=2)) == 10  # more devices than parts
 
 
 @pytest.mark.parametrize(("checkpointing", "setting"), [(False, "auto"), (True, {"layer1.1": 1})])
@@ -214,18 +223,6 @@ def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
     assert plain(2, 4) == 5 * 2 + 50 + 4  # what comes from the other device is a copy
     assert again(2, 4) == 5 * 2 + 30 + (4 + 8)
     assert again(0, 3) == 5 * 3 + 100 + (1 + 2 + 8)  # the next stage's input stays where it was made
-
-
-def test_where_each_device_begins() -> None:
-    model = build(split={"layer1.1": 1, "layer4": 2})
-    shares = split.place(model, [CPU, CPU, CPU, CPU], samples=2)
-    ends = [(share.blocks[0], share.blocks[-1]) for share in shares]
-    assert ends == [("stem", "layer1.0"), ("layer1.1", "layer3.1"), ("layer4.0", "head")]
-    told = "; ".join(map(str, shares))
-    assert "cpu: stem to layer1.0, about 0.00 GiB; cpu: layer1.1 to layer3.1, about 0.05 GiB" in told
-    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2
-    assert str(split.Share(FAKE[1], ("head",), 3 * 2**30)) == "meta:1: head, about 3.00 GiB"
-    assert len(split.place(build(split="auto"), [CPU] * 12, samples=2)) == 10  # more devices than parts
 
 
 @pytest.mark.parametrize(

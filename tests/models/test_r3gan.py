@@ -151,13 +151,23 @@ def test_checkpointing_keeps_less(build, shape):
     assert kept[1] < 0.4 * kept[0]
 
 
-def test_the_generator_takes_no_noise_and_cannot_be_truncated():
+def test_the_generator_takes_no_noise_and_state_dict_names_stay():
     network, z = build_g(), draw(2, 5)
     assert network.noise_shapes() == []
     noises: list[Any] = ["random", "const", []]
     for noise in noises:
         assert network(z, noise=noise, truncation_psi=1.0, truncation_cutoff=3).equal(network(z))
     assert_raises(UserError, r"truncation_psi 0\.7: R3GAN has no w to truncate", network, z, truncation_psi=0.7)
+    for build in (build_g, build_d):
+        assert build(expansion=3).stages[0].blocks[0].group.weight.shape == (12, 6, 3, 3)
+    block = [
+        f"blocks.0.{name}" for name in ("expand.weight", "expand.bias", "group.weight", "group.bias", "reduce.weight")
+    ]
+    for network, own in (
+        (build_g(64, 1, 2), ["embed.weight", "linear.weight", "basis", "to_rgb.weight", "stages.4.change.weight"]),
+        (build_d(64, 1, 2), ["from_rgb.weight", "basis", "output.weight", "embed.weight", "stages.1.change.weight"]),
+    ):
+        assert set(network.state_dict()) == {*own, *(f"stages.{stage}.{name}" for stage in range(5) for name in block)}
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 8, 8), (1, 8, 4)])
@@ -221,19 +231,6 @@ def test_the_networks_can_be_compiled_in_one_piece():
         torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
         found = [torch.autograd.grad(y.sin().sum(), list(network.parameters())) for y in outputs]
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-
-
-def test_state_dict_names_stay():
-    for build in (build_g, build_d):
-        assert build(expansion=3).stages[0].blocks[0].group.weight.shape == (12, 6, 3, 3)
-    block = [
-        f"blocks.0.{name}" for name in ("expand.weight", "expand.bias", "group.weight", "group.bias", "reduce.weight")
-    ]
-    for network, own in (
-        (build_g(64, 1, 2), ["embed.weight", "linear.weight", "basis", "to_rgb.weight", "stages.4.change.weight"]),
-        (build_d(64, 1, 2), ["from_rgb.weight", "basis", "output.weight", "embed.weight", "stages.1.change.weight"]),
-    ):
-        assert set(network.state_dict()) == {*own, *(f"stages.{stage}.{name}" for stage in range(5) for name in block)}
 
 
 @pytest.mark.parametrize(

@@ -197,16 +197,13 @@ DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_ba
 LABELS = np.repeat([0, 1, 2], [200, 100, 50])
 
 
-def test_parts_are_disjoint_and_drawn_by_class():
+def test_parts_are_disjoint_by_class_and_a_long_tail_falls_exponentially():
     drawn = divide(np.arange(350), LABELS, 3, DATA)
     assert sorted(np.concatenate(list(drawn.values()))) == list(range(350))
     counts = {name: np.bincount(LABELS[rows]).tolist() for name, rows in drawn.items()}
     assert counts == {HELD_OUT: [20, 10, 5], TRAIN: [120, 60, 30], HELD_BACK: [60, 30, 15]}
     other = divide(np.arange(350), LABELS, 3, DATA.changed(seed=1))
     assert not np.array_equal(drawn[TRAIN], other[TRAIN])
-
-
-def test_a_long_tail_falls_exponentially_and_the_cut_images_are_held_back():
     data = DATA.changed(largest=100, long_tail=100.0)
     assert training_counts([600] * 10, data) == [100, 59, 35, 21, 12, 7, 4, 2, 1, 1]
     labels = np.repeat(np.arange(10), 600)

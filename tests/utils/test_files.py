@@ -28,6 +28,8 @@ def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch, cut_shor
 
 
 def test_missing_folders_are_an_error_or_made_and_writing_is_tried_without_a_trace(tmp_path):
+    check_writable(tmp_path / "new" / "deep")
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         replace_file(tmp_path / "a" / "x", b"1")
     write_atomic(str(tmp_path / "a" / "b" / "x"), b"1")
@@ -35,7 +37,5 @@ def test_missing_folders_are_an_error_or_made_and_writing_is_tried_without_a_tra
     for taken in (tmp_path / "a" / "b" / "x" / "y", tmp_path / "a"):  # below a file, and in a folder's place
         assert_raises(UserError, "cannot write", write_atomic, taken, b"2")
     assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"1"]
-    check_writable(tmp_path / "new" / "deep")
-    assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("in the way")
     assert_raises(UserError, r"file/results: cannot be written", check_writable, tmp_path / "file" / "results")

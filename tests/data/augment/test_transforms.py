@@ -138,7 +138,7 @@ def test_ranks_draw_what_one_process_draws_by_the_key(options: dict[str, Any], m
     for share in (12, 6, 4, 3):
         assert torch.equal(torch.cat([run(start=start, count=share) for start in range(0, 12, share)]), whole)
     for key in ({"seed": 2}, {"step": 6}, {"phase": "x"}):
-        assert not torch.equal(run(**key), whole)  # type: ignore[arg-type]
+        assert not torch.equal(run(**key), whole)
 
 
 def test_each_setting_does_its_part() -> None:

@@ -264,9 +264,14 @@ def test_stride_placement_is_the_files(state, he_file, images, tmp_path):
     assert not torch.allclose(found, extract(resnet50_features(he_file), images), rtol=1e-2)
 
 
-def test_a_file_without_batch_counters_loads(state, tmp_path):
+def test_a_file_without_batch_counters_loads_and_damaged_ones_are_told(state, tmp_path, he_file):
     torch.save({key: value for key, value in state.items() if "num_batches" not in key}, tmp_path / "old.pth")
     assert not load_resnet50(tmp_path / "old.pth").training
+    for name in ("broken.safetensors", "broken.pth"):
+        (tmp_path / name).write_bytes(he_file.read_bytes()[:1000])
+        assert_raises(UserError, r"broken.*--weights", load_resnet50, tmp_path / name)
+    torch.save([1, 2], tmp_path / "list.pth")
+    assert_raises(UserError, "is not a plain state dict", load_resnet50, tmp_path / "list.pth")
 
 
 @pytest.mark.parametrize(
@@ -282,14 +287,6 @@ def test_keys_and_shapes_are_checked(state, tmp_path, change, told):
     change(changed)
     save_file(changed, tmp_path / "changed.safetensors")
     assert_raises(UserError, told, load_resnet50, tmp_path / "changed.safetensors")
-
-
-def test_a_damaged_file_and_one_of_other_things_are_told(he_file, tmp_path):
-    for name in ("broken.safetensors", "broken.pth"):
-        (tmp_path / name).write_bytes(he_file.read_bytes()[:1000])
-        assert_raises(UserError, r"broken.*--weights", load_resnet50, tmp_path / name)
-    torch.save([1, 2], tmp_path / "list.pth")
-    assert_raises(UserError, "is not a plain state dict", load_resnet50, tmp_path / "list.pth")
 
 
 def test_search_order(tmp_path, monkeypatch, no_weights):

@@ -126,7 +126,7 @@ def test_class_score_is_scipys_divergence_within_its_bounds():
             call()
 
 
-def test_interval_of_the_class_score_is_the_bootstraps_and_as_wide_as_chance():
+def test_interval_of_the_class_score_is_the_bootstraps_and_recognised_is_by_class():
     p, draw = drawn(0), np.random.default_rng(0)
     resampled = [class_score(p[draw.integers(0, 300, 300)]).value for _ in range(400)]
     low, high = class_score(p).interval
@@ -134,9 +134,6 @@ def test_interval_of_the_class_score_is_the_bootstraps_and_as_wide_as_chance():
     scores = [class_score(drawn(seed)) for seed in range(40)]
     widths = np.diff([score.interval for score in scores], axis=1).mean() / (2 * 1.96)
     assert 0.75 < widths / np.std([score.value for score in scores]) < 1.35
-
-
-def test_recognised_over_all_and_by_class():
     answers = torch.eye(3)[[0, 0, 1, 2]]
     share: Any = recognised(answers, torch.tensor([0, 1, 1, 1]))
     assert share.value == 0.5

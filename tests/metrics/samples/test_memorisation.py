@@ -74,7 +74,7 @@ def test_share_below_by_hand_and_mann_whitney_against_counted_pairs():
     assert mann_whitney(samples - 100, held_out) < -4
 
 
-def test_data_copying_weighs_cells_by_held_out_images_and_leaves_out_small_ones():
+def test_data_copying_weighs_cells_which_are_the_classes_of_the_nearest_images():
     samples, held_out = normal(100, key=5), normal(100, key=6)
     sample_cells = torch.tensor([0] * 30 + [1] * 40 + [2] * 5 + [4] * 25)
     held_out_cells = torch.tensor([0] * 20 + [1] * 50 + [2] * 27 + [4] * 3)
@@ -82,6 +82,13 @@ def test_data_copying_weighs_cells_by_held_out_images_and_leaves_out_small_ones(
     scores = [mann_whitney(samples[:30], held_out[:20]), mann_whitney(samples[30:70], held_out[20:70])]
     assert found == pytest.approx((20 * scores[0] + 50 * scores[1]) / 70, abs=1e-12)
     assert data_copying(samples[:5], held_out[:5], sample_cells[:5], held_out_cells[:5]) is None
+    real = normal(900, 3, key=15)
+    train = RealSet(real[:500], torch.randint(0, 4, (500,), generator=generator(0, "test", "cells")))
+    held_out, samples = unlabelled(real[500:700]), real[700:] * 0.8
+    document, neighbours = memorisation(samples, train, held_out)
+    reference = nearest(held_out.features, train.features)
+    cells = train.labels[neighbours.indices], train.labels[reference.indices]
+    assert document["c_t"] == data_copying(neighbours.distances, reference.distances, *cells)
 
 
 def test_chance_bound_against_every_outcome():
@@ -132,16 +139,6 @@ def test_fresh_real_images_are_no_copies():
     reference = nearest(held_out.features, train.features).distances
     assert found["usual_distance"] == pytest.approx(float(reference.median()))
     torch.testing.assert_close(neighbours.distances, nearest(fresh, train.features).distances)
-
-
-def test_cells_are_the_classes_of_the_nearest_training_images():
-    real = normal(900, 3, key=15)
-    train = RealSet(real[:500], torch.randint(0, 4, (500,), generator=generator(0, "test", "cells")))
-    held_out, samples = unlabelled(real[500:700]), real[700:] * 0.8
-    found, neighbours = memorisation(samples, train, held_out)
-    reference = nearest(held_out.features, train.features)
-    cells = train.labels[neighbours.indices], train.labels[reference.indices]
-    assert found["c_t"] == data_copying(neighbours.distances, reference.distances, *cells)
 
 
 def test_a_generator_that_copies_is_flagged():
@@ -224,7 +221,7 @@ def test_auc_is_scikit_learns(m, n, digits):
     assert audit.attack(members.float(), held_out.float())["auc"] == audit.auc(members.float(), held_out.float())[0]
 
 
-def test_interval_is_delongs():
+def test_interval_is_delongs_also_of_equal_scores_and_where_all_are_told_apart():
     """Against loops over pairs, with ties."""
     members, held_out = (audited(23) + 0.5).round(decimals=1), audited(31, key=1).round(decimals=1)
     won = np.array([[1.0 if a > b else 0.5 if a == b else 0.0 for b in held_out] for a in members])
@@ -232,6 +229,14 @@ def test_interval_is_delongs():
     _, (low, high) = audit.auc(members, held_out)
     assert (low + high) / 2 == pytest.approx(won.mean(), abs=1e-12)
     assert (high - low) / 2 == pytest.approx(1.959964 * variance**0.5, abs=1e-12)
+    assert audit.crowding(torch.ones(50), torch.ones(50), 1) == 1.0
+    found = audit.attack(torch.zeros(50), torch.zeros(40))
+    assert (found["auc"], found["p_value"]) == (0.5, 1.0)
+    assert_raises(ValueError, "members and held-out", audit.attack, torch.zeros(0), torch.zeros(4))
+    _, (low, high) = audit.auc(torch.ones(50), torch.zeros(40))
+    assert 0.85 < low < 0.95 < high == 1.0
+    _, (low, high) = audit.auc(torch.ones(9), torch.ones(5))
+    assert low < 0.5 < high
 
 
 @pytest.mark.parametrize(("m", "n", "rank"), [(3, 4, 1), (4, 3, 2), (5, 2, 2), (2, 5, 5)])
@@ -244,17 +249,6 @@ def test_crowding_against_all_orders(m, n, rank):
         other = [place for place in range(m + n) if place not in order]
         expected = np.mean([each >= count for each in above])
         assert audit.crowding(scores[list(order)], scores[other], rank) == pytest.approx(expected, abs=1e-12)
-
-
-def test_equal_scores_are_no_evidence_and_the_interval_where_all_are_told_apart_is_no_point():
-    assert audit.crowding(torch.ones(50), torch.ones(50), 1) == 1.0
-    found = audit.attack(torch.zeros(50), torch.zeros(40))
-    assert (found["auc"], found["p_value"]) == (0.5, 1.0)
-    assert_raises(ValueError, "members and held-out", audit.attack, torch.zeros(0), torch.zeros(4))
-    _, (low, high) = audit.auc(torch.ones(50), torch.zeros(40))
-    assert 0.85 < low < 0.95 < high == 1.0
-    _, (low, high) = audit.auc(torch.ones(9), torch.ones(5))
-    assert low < 0.5 < high
 
 
 def test_p_values_are_no_smaller_than_chance_and_too_few_copies_are_not_found():
@@ -278,7 +272,7 @@ def test_the_top_shows_what_the_whole_hides():
     assert found["top"]["0.01"] > plain["top"]["0.01"] + 0.01
 
 
-def test_copies_are_added_exactly():
+def test_copies_are_added_exactly_and_halves_are_disjoint():
     members, held_out, samples = perfect(0, members=50, held_out=30, samples=40)
     real = torch.cat([members, held_out])
     draws = torch.stack([torch.randperm(50, generator=generator(0, "test", i))[:7] for i in range(5)])
@@ -287,9 +281,6 @@ def test_copies_are_added_exactly():
         expected = nearest(real, torch.cat([samples, members[draw]])).distances
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
         assert (row[draw] == 0).all()
-
-
-def test_halves_are_disjoint_and_all():
     one, other = audit.halves(41, generator(0, "test"))
     assert sorted(torch.cat([one, other]).tolist()) == list(range(41))
     assert (len(one), len(other)) == (20, 21)

@@ -40,7 +40,12 @@ def test_equal_to_prdc(samples, k, small_blocks, capsys):
         assert figure(found).value == pytest.approx(expected[figure.__name__], abs=1e-9), figure
 
 
-def test_blocks_change_no_count(small_blocks, monkeypatch):
+def test_own_neighbours_are_scikit_learns_and_blocks_change_no_count(small_blocks, monkeypatch):
+    points = features(3)
+    squares, indices = own_neighbours(points, 4)
+    distances, places = NearestNeighbors(n_neighbors=5).fit(points.numpy()).kneighbors(points.numpy())
+    assert squares.sqrt().numpy() == pytest.approx(distances[:, 1:], rel=1e-6)
+    assert np.array_equal(indices.numpy(), places[:, 1:])
     fake, real = features(1) + 1000, features(2, 250) + 1000  # far from 0, where float32 would lose the distances
     pieces = neighbourhoods(fake, real)
     monkeypatch.undo()
@@ -49,24 +54,13 @@ def test_blocks_change_no_count(small_blocks, monkeypatch):
         assert torch.equal(getattr(pieces, name), getattr(whole, name)), name
 
 
-def test_own_neighbours_are_scikit_learns(small_blocks):
-    points = features(3)
-    squares, indices = own_neighbours(points, 4)
-    distances, places = NearestNeighbors(n_neighbors=5).fit(points.numpy()).kneighbors(points.numpy())
-    assert squares.sqrt().numpy() == pytest.approx(distances[:, 1:], rel=1e-6)
-    assert np.array_equal(indices.numpy(), places[:, 1:])
-
-
-def test_twins_lie_on_the_rim_of_their_ball():
+def test_twins_lie_on_the_rim_of_their_ball_and_a_small_set_is_refused():
     """Copies have a ball of radius 0, which holds other copies of the same image, whatever the rounding."""
     image = features(5, 1) * 3
     real = torch.cat([features(6, 40), image.expand(8, -1)])
     found = neighbourhoods(image.expand(20, -1), real)
     assert precision(found).value == 1.0
     assert (density(found).value or 0) >= 8 / 5
-
-
-def test_a_small_set_is_refused():
     with pytest.raises(ValueError, match="no 5 neighbours"):
         neighbourhoods(features(1), features(2, 5))
 

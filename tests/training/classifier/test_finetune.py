@@ -107,7 +107,7 @@ def test_what_is_refused(options, told, network):
         trained_of(network, **options)
 
 
-def test_beginnings(network):
+def test_beginnings_in_steps_and_epochs(network):
     found = trained_of(network, unfreeze={"backbone": 7, "head": 0, "layer4": 3}, freeze=["*.bn?.*"]).begins
     for name, begin in found.items():
         expected: int | None = {"head": 0, "layer4": 3}.get(stage_of(name), 7)
@@ -118,9 +118,6 @@ def test_beginnings(network):
     assert found["network.bn1.weight"] is None  # ... which `network` is
     only = trained_of(network, unfreeze={"head": 0}).begins
     assert {name for name, begin in only.items() if begin is not None} == {"network.fc.weight", "network.fc.bias"}
-
-
-def test_epochs_begin_with_their_first_whole_step(network):
     found = trained_of(network, unfreeze={"head": 0, "layer4": 1, "layer3": 2}, unfreeze_by="epoch")
     assert [found.begins[f"network.{n}"] for n in ("fc.bias", "layer4.0.conv1.weight", "layer3.0.conv1.weight")] == [
         0,

@@ -110,12 +110,16 @@ def test_an_update_is_made_on_each_device(options, frozen, slim):
             assert ours.device == theirs.device
 
 
-def test_what_lies_elsewhere_is_refused_here():
+def test_what_lies_elsewhere_or_does_not_go_with_it_is_refused():
     """The test above would see it: faked tensors alone let the second pass."""
     with faked():
         here, there = torch.ones(2, device=GPUS[0]), torch.ones((), device=GPUS[1])
         assert_raises(RuntimeError, r"cuda:0 and cuda:1", here.add, there)
         assert_raises(RuntimeError, r"cuda:0 and cuda:1", torch._foreach_mul_, [here], there)
+    tree = {"task": "classifier", "data": {"path": "x.lmdb"}, "compile": "on"}
+    build_run_config(tree | {"model": {"split": "off"}}, [], "recipe")
+    with pytest.raises(UserError, match="compile on cannot be combined with"):
+        build_run_config(tree | {"model": {"split": "auto"}}, [], "recipe")
 
 
 def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch):
@@ -214,13 +218,6 @@ def test_one_device_is_not_enough(packed, tmp_path, setting, refused):
     line = refused(train.main, *run, "--device", "cpu", "--model.split", setting)
     assert line.startswith(f"error: model.split {setting.strip('{}')}: needs two devices or more, but this process ")
     assert not (tmp_path / "run").exists()
-
-
-def test_what_does_not_go_with_it():
-    tree = {"task": "classifier", "data": {"path": "x.lmdb"}, "compile": "on"}
-    build_run_config(tree | {"model": {"split": "off"}}, [], "recipe")
-    with pytest.raises(UserError, match="compile on cannot be combined with"):
-        build_run_config(tree | {"model": {"split": "auto"}}, [], "recipe")
 
 
 def test_a_folder_takes_another_split_and_no_other_network(tmp_path):

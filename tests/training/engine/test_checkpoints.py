@@ -135,13 +135,15 @@ def test_both_ways_of_writing_leave_the_same_files(tmp_path):
     assert all(pointed(keeper_of(tmp_path / name), "best") == 1 for name in ("True", "False"))
 
 
-def test_what_is_kept(tmp_path):
+def test_what_is_kept_and_how_many_at_most(tmp_path):
     manager = keeper_of(tmp_path, keep=2, keep_every=4)
     for step in range(1, 12):
         save(manager, step, best=0.1 if step == 3 else None)
         assert len(steps(manager)) < CheckpointConfig(every=1, keep=2, keep_every=4).most(11)
     assert steps(manager) == [11, 10, 8, 4, 3]
     assert (pointed(manager), pointed(manager, "best")) == (11, 3)
+    assert CheckpointConfig().most(10_000) == 4
+    assert CheckpointConfig(keep=1, keep_every=1000).most(10_999) == 13
 
 
 def test_the_best_is_kept_where_its_pointer_is_damaged(tmp_path):
@@ -278,11 +280,6 @@ def test_it_waits_for_its_own_write_before_it_reads(tmp_path, held):
     weights = Weights()
     assert manager.restore({"model": weights})["step"] == 3
     assert weights.weights[0] == 3
-
-
-def test_how_many_there_are_at_most():
-    assert CheckpointConfig().most(10_000) == 4
-    assert CheckpointConfig(keep=1, keep_every=1000).most(10_999) == 13
 
 
 def test_the_versions_stand_in_the_checkpoint(tmp_path, monkeypatch):

@@ -81,13 +81,22 @@ def test_discriminator_blocks_are_matched_by_resolution(there, here):
     assert {name for name in donor.state_dict() if name.startswith((*unused, "from_rgb."))} == set(fit.unused)
 
 
-def test_a_growing_discriminator_takes_from_rgb_by_its_resolution():
+def test_from_rgb_is_taken_by_its_resolution_and_a_head_of_other_classes_is_new():
     donor, own = discriminator(16), discriminator(32, progressive=True)
     taken = planned(donor, own, "discriminator", (16, 32)).taken
     assert torch.equal(taken["from_rgbs.16.weight"], donor.from_rgb.weight)
     assert "from_rgb.weight" not in taken
     back = planned(own, donor, "discriminator", (32, 16)).taken
     assert torch.equal(back["from_rgb.weight"], own.from_rgbs["16"].weight)
+    small = ModelConfig(stem="small")
+    donor, own = (Classifier(small, channels=1, classes=n, resolution=16) for n in (10, 4))
+    fit = planned(donor, own, "model")
+    assert fit.misfits == {
+        "network.fc.weight": ([10, 512], [4, 512]),
+        "network.fc.bias": ([10], [4]),
+    }
+    assert len(fit.taken) == len(own.state_dict()) - 2
+    assert "network.layer4.1.bn2.running_var" in fit.taken
 
 
 def test_r3gan_is_matched_by_resolution_too():
@@ -105,18 +114,6 @@ def test_r3gan_is_matched_by_resolution_too():
     assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.3", "to_rgb.weight"}
     block = small.state_dict()["stages.0.blocks.0.expand.weight"]
     assert torch.equal(fit.taken["stages.0.blocks.0.expand.weight"], block)
-
-
-def test_a_classifiers_head_starts_anew_with_other_classes():
-    small = ModelConfig(stem="small")
-    donor, own = (Classifier(small, channels=1, classes=n, resolution=16) for n in (10, 4))
-    fit = planned(donor, own, "model")
-    assert fit.misfits == {
-        "network.fc.weight": ([10, 512], [4, 512]),
-        "network.fc.bias": ([10], [4]),
-    }
-    assert len(fit.taken) == len(own.state_dict()) - 2
-    assert "network.layer4.1.bn2.running_var" in fit.taken
 
 
 def test_lines_are_few():

@@ -72,9 +72,6 @@ def test_draws_are_a_function_of_their_key_alone():
         for column in (*group.chance.T, *group.uniform.T, *group.normal.T)
     ]
     assert len(set(columns)) == len(columns) == sum(map(sum, DRAWS.values()))  # no number serves twice
-
-
-def test_draws_depend_neither_on_p_nor_on_other_groups():
     once = build().draw(0, "real", 8, 13)
     strong = build(p=0.9)
     strong.p = torch.tensor(0.1)

@@ -77,12 +77,19 @@ def test_seeds_steps_and_phases_differ(model, seed, step, phase):
         assert not torch.equal(a, b)
 
 
-def test_without_mixing_the_first_style_is_the_same(model):
+def test_without_mixing_the_first_style_is_the_same_and_path_noise_is_the_steps(model):
     latents, mixed = Draws(model).drawn(3, "generator", 0.0), Draws(model).drawn(3, "generator", 0.9)
     assert latents.z_mixed is None
     assert latents.crossover is None
     assert torch.equal(latents.z, mixed.z)
     assert torch.equal(latents.labels, mixed.labels)
+    numbers = GanDraws(0, CPU, [])
+    noise = numbers.path_noise(8, 50, (3, 8, 8))
+    assert noise.shape == (50, 3, 8, 8)
+    assert noise.std().item() == pytest.approx(1, abs=0.03)
+    assert torch.equal(noise, GanDraws(0, CPU, [1, 2]).path_noise(8, 50, (3, 8, 8)))
+    assert not torch.equal(noise, numbers.path_noise(12, 50, (3, 8, 8)))
+    assert not torch.equal(noise, GanDraws(1, CPU, []).path_noise(8, 50, (3, 8, 8)))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9, 1.0])
@@ -108,16 +115,6 @@ def test_labels_are_as_frequent_as_in_the_data_and_wrong_ones_never_true(model):
     assert torch.bincount(offsets).tolist()[1:] == pytest.approx([1000, 1000], abs=120)
     assert torch.equal(Draws(model).label_offsets(3, 2000), offsets)
     assert not torch.equal(Draws(model).label_offsets(4, 2000), offsets)
-
-
-def test_path_noise_is_of_the_step_alone():
-    numbers = GanDraws(0, CPU, [])
-    noise = numbers.path_noise(8, 50, (3, 8, 8))
-    assert noise.shape == (50, 3, 8, 8)
-    assert noise.std().item() == pytest.approx(1, abs=0.03)
-    assert torch.equal(noise, GanDraws(0, CPU, [1, 2]).path_noise(8, 50, (3, 8, 8)))
-    assert not torch.equal(noise, numbers.path_noise(12, 50, (3, 8, 8)))
-    assert not torch.equal(noise, GanDraws(1, CPU, []).path_noise(8, 50, (3, 8, 8)))
 
 
 @pytest.fixture(scope="module")

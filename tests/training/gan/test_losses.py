@@ -223,6 +223,7 @@ def test_a_loss_without_gradient_has_no_direction_and_given_parameters_alone_get
     figures = gradients.finish("g")
     assert float(figures["gradient_norm/g/nothing"]) == 0
     assert float(figures["gradient_cosine/g/one~nothing"]) == 0
+    network.zero_grad()
     for apart in (False, True):
         inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
         gradients = PerLossGradients([network[0].weight], Precision("fp32", CPU), apart=apart)

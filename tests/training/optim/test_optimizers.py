@@ -232,7 +232,7 @@ def test_one_cycle_is_torchs(steps, rise):
         assert config.lr_at(step, steps + 1) == pytest.approx(0.4 / 1000)
 
 
-def test_one_cycle_at_its_borders_and_the_rate_is_scaled_with_the_global_batch():
+def test_one_cycle_at_its_borders_and_the_rate_by_the_batch():
     config = OptimizerConfig(lr=1.0, schedule="one-cycle", cycle_start=0.1)
     assert config.lr_at(0, 1) == pytest.approx(0.0)  # the end: there is no room for more
     assert config.momentum_at(0, 10) is None

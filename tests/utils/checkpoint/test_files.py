@@ -234,7 +234,7 @@ def run(tmp_path):
     return folder
 
 
-def test_resolve(run):
+def test_resolve(run, tmp_path):
     checkpoint = run / "checkpoints" / "step-00000003.pt"
     last, best = (run / "checkpoints" / f"{name}.json" for name in ("last", "best"))
     assert resolve(checkpoint) == checkpoint
@@ -247,9 +247,6 @@ def test_resolve(run):
     assert_raises(UserError, r"best.json: damaged, .*use --which last or name a file", resolve, run, "best")
     best.unlink()
     assert_raises(UserError, r"has no best.json .*use --which last", resolve, run, "best")
-
-
-def test_resolve_names_what_is_missing_and_what_is_near(run, tmp_path):
     with pytest.raises(UserError, match="no such run folder or checkpoint") as error:
         resolve(tmp_path / "quickstrat")
     assert f"did you mean {str(run)!r}" in str(error.value)
