@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from duetgan.inference.settings import FORMATS
+from duetgan.utils import threads
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_import_option, positive
 from duetgan.utils.script import run_cli
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
     from duetgan.models.ready_made import read
     from duetgan.reporting.report import refresh
 
+    threads.settle()
     checkpoint = read(path)
     rows, subject, wrong = export(options, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)

@@ -1,8 +1,10 @@
 """Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same command resumes."""
 
+import os
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, did_you_mean, number, positive
@@ -16,6 +18,7 @@ from duetgan.utils.distributed.launch import (
     wanted_device,
 )
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.script import exit_cli
 
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
@@ -101,22 +104,26 @@ def main(argv: list[str]) -> int:
 
 
 def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) -> int:
-    from duetgan.training.engine.run import train  # imports torch, which must not happen before --gpus is applied
+    folder = RunFolder(options.run_dir or default_folder(Path(options.config)))
+    if os.environ.get("RANK", "0") == "0" and not options.dry_run:
+        folder.open()  # where another run is writing, nothing else is waited for
+    with closing(folder):
+        from duetgan.training.engine.run import train  # imports torch, which must not happen before --gpus is applied
 
-    try:
-        return train(
-            options.config,
-            overrides,
-            run_dir=options.run_dir,
-            device=wanted_device(options.device, options.gpus, options.procs),
-            max_steps=options.max_steps,
-            profile_steps=options.profile,
-            sweep=sweep if options.lr_find else None,
-            dry_run=options.dry_run,
-            layers=options.layers,
-        )
-    except UnknownKey as error:
-        raise error.among([f"--{name.replace('_', '-')}" for name in vars(options)]) from error
+        try:
+            return train(
+                options.config,
+                overrides,
+                run_dir=folder,
+                device=wanted_device(options.device, options.gpus, options.procs),
+                max_steps=options.max_steps,
+                profile_steps=options.profile,
+                sweep=sweep if options.lr_find else None,
+                dry_run=options.dry_run,
+                layers=options.layers,
+            )
+        except UnknownKey as error:
+            raise error.among([f"--{name.replace('_', '-')}" for name in vars(options)]) from error
 
 
 if __name__ == "__main__":

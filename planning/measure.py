@@ -4,7 +4,6 @@ A process of its own, so that the memory of the networks that are measured is fr
 """
 
 import math
-import os
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from duetgan.data.errors import ImageError
 from duetgan.data.images import FORMATS, decode_file, to_channels
 from duetgan.data.sources import open_source
 from duetgan.planning.plan import Machine, Plan, Speed, Survey, choose
+from duetgan.utils import threads
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
@@ -30,7 +30,6 @@ from duetgan.utils.text import columns, duration
 
 LOOKED_AT = 200  # images that are decoded, evenly spaced
 FEWEST = 10  # images; with fewer nothing can be learnt and held out
-BUSY = 1.5  # processes that want a core, for each core, before anything is measured
 NOISE = 64  # images of the files that speeds are measured on
 CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoint, curves, the report
 
@@ -186,12 +185,12 @@ def make_plan(source: str, minutes: float, weights: str | None, quick: bool) -> 
     print("measuring this machine:", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         machine = ThisMachine(Path(folder), weights, tuning=source != "sample", side=min(64, images.side))
-        busy = os.getloadavg()[0]  # before this process itself counts
+        others = threads.seen()  # since this process began
         plan = choose(images, machine, minutes=minutes)
-    if busy > BUSY * machine.cores:
+    if others > threads.ROOM:
         plan.notes.append(
-            f"other programs keep this machine busy (load {busy:.1f} on {machine.cores} cores), which makes it many "
-            "times slower: stop them, remove plan.json and start again"
+            f"{threads.others_text(others)}: the plan reckons with the rest; for a longer training stop them, remove "
+            "plan.json and start again"
         )
     return plan
 

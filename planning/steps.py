@@ -113,6 +113,7 @@ class Quickstart:
         training = self.plan.trainings[task]
         command = ["train.py", "--config", training.config, "--run-dir", shown(self.folder / task)]
         command += ["--data.path", shown(self.train), "--data.val-path", shown(self.test), *training.overrides]
+        command += ["--threads", "adapt"]  # the minutes were promised
         quick = ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
         return command + (quick if self.plan.quick else [])
 

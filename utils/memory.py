@@ -83,10 +83,12 @@ def local_processes() -> int:
 def cores() -> int:
     """Cores that this process may use, the machine's (or the container's) shared among the run's processes on it."""
     allowed = len(os.sched_getaffinity(0))
-    quota = CGROUP / "cpu.max"
-    if quota.exists() and not quota.read_text().startswith("max"):
-        microseconds, period = quota.read_text().split()
-        allowed = min(allowed, int(microseconds) // int(period))
+    version_1 = [CGROUP / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+    for files in ([CGROUP / "cpu.max"], version_1):
+        if all(file.exists() for file in files):
+            microseconds, period = " ".join(file.read_text() for file in files).split()
+            if microseconds not in ("max", "-1"):
+                allowed = min(allowed, int(microseconds) // int(period))
     return max(1, allowed // local_processes())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from duetgan import HOME
+from duetgan.utils import threads
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
 from duetgan.utils.processes import leave, leave_imports
 from duetgan.utils.text import printable, shorten
@@ -44,6 +45,7 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     guard()
+    threads.begin()
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks must not end the work
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

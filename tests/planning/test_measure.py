@@ -10,6 +10,7 @@ from duetgan.models.registry import backbone_of
 from duetgan.planning import measure
 from duetgan.planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
 from duetgan.planning.plan import GAN, Machine, choose
+from duetgan.utils import threads
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
@@ -92,11 +93,11 @@ def test_command_writes_the_plan(tmp_path, capsys):
     assert tree | {"survey": None, "seconds": None} == made.model_dump() | {"survey": None, "seconds": None}
 
 
-@pytest.mark.parametrize(("load", "told"), [(0.5, False), (64.0, True)])
-def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, load, told):
+@pytest.mark.parametrize(("others", "told"), [(0.2, False), (1.0, True)])
+def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, told):
     monkeypatch.setattr(measure, "survey", lambda _: SAMPLE)
-    monkeypatch.setattr(measure.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(threads, "seen", lambda: others)
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     monkeypatch.setattr(measure, "cores", lambda: 2)
     plan = make_plan("sample", 15.0, None, quick=False)
-    assert any("keep this machine busy" in note for note in plan.notes) is told
+    assert any("other programs take 1.0 of" in note for note in plan.notes) is told

@@ -51,7 +51,8 @@ OWN = {  # what opens files otherwise, and why
     *("inference/export/page.py", "utils/config/plugins.py"),
     # the kernel's figures, the null device, the recipes, the place itself
     *("utils/memory.py", "utils/processes.py", "utils/versions.py", "utils/script.py", "utils/config/recipes.py"),
-    "utils/bounded.py",
+    *("utils/bounded.py", "utils/threads.py", "training/base/pace.py"),
+    "train.py",  # takes the lock
 }
 OPENERS = {
     *("open", "fdopen", "read_bytes", "read_text", "fromfile", "load_file", "safe_open", "open_memmap", "imread"),

@@ -22,6 +22,7 @@ def in_updates(value: Any, info: ValidationInfo) -> Any:
 Epochs = Annotated[str, Field(pattern=r"^\d+(\.\d+)?ep$")]  # how a recipe may give a length, whose model has updates
 Updates = Annotated[PositiveInt, BeforeValidator(in_updates, json_schema_input_type=PositiveInt | Epochs)]
 Imports = Annotated[dict[str, str], BeforeValidator(dict, json_schema_input_type=list[str] | dict[str, str])]
+Threads = PositiveInt | Literal["auto", "adapt"] | dict[NonNegativeInt, PositiveInt]
 Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -164,6 +165,9 @@ class RunConfig(Config):
     micro_batch: PositiveInt | Literal["auto"] | None = None
     # of convolutions and matrix products, weights stay in fp32; auto: measured (CPU) or native (accelerator), then kept
     precision: PrecisionName = "auto"
+    # of a CPU; auto: as many as other programs leave cores for, then kept; adapt: follows them; {0: 2, 120: 1}: by
+    # first step
+    threads: Threads = "auto"
     channels_last: bool = True  # memory layout of images; faster in nearly every case
     deterministic: bool = False  # deterministic kernels only: the same bits run after run on accelerators, slower
     nonfinite_cap: NonNegativeInt = 20  # updates skipped for non-finite gradients before training stops itself

@@ -12,6 +12,7 @@ from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.monitors import EarlyStopping, Fields, MetricWindow, SpikeDetector
+from duetgan.training.base.pace import Pace
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Task
 from duetgan.training.engine import health
@@ -44,6 +45,7 @@ class Loop(Fields):
         self.spikes = SpikeDetector(config.spikes)
         watched = None if config.spikes.action == "off" else config.spikes.metric or task.loss_metric
         self.window = MetricWindow(watched)
+        self.pace = Pace(config.threads, loader.device)
         self.roll_backs = 0
         self.damaged: set[int] = set()  # records that any process has replaced (data.on_damage: skip)
         self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
@@ -64,13 +66,15 @@ class Loop(Fields):
 
     def state_dict(self) -> dict[str, Any]:
         parts = {"stopping": self.stopping.state_dict(), "spikes": self.spikes.state_dict()}
-        return super().state_dict() | parts | {"damaged": sorted(self.damaged)}
+        more = {"damaged": sorted(self.damaged), "threads": dict(self.pace.by_step)}
+        return super().state_dict() | parts | more
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.stopping.load_state_dict(state["stopping"])
         self.spikes.load_state_dict(state["spikes"])
         self.damaged |= set(state["damaged"])
+        self.pace.resume(self.step, state.get("threads", {}))  # earlier versions kept no record of them
 
     # --- saving and resuming
 
@@ -166,6 +170,7 @@ class Loop(Fields):
     def _take_step(self, batches: Iterator[Batch]) -> None:
         if self.heartbeat is not None:
             self.heartbeat.step = self.step
+        self.pace.begin(self.step)
         try:
             with self.layers.watching(self.step + 1):
                 metrics = self.task.step(batches, self.step)
@@ -228,6 +233,10 @@ class Loop(Fields):
             self.updates[name] += self.window.total(name)
         self.window.take()
         self._write_row(row)
+        speed, waited = float(row["images_per_second"]), float(row["data_wait"])
+        span = [first for first, *_ in self.config.spans(self.task.shape["resolution"]) if first < self.step][-1]
+        if slow := self.pace.tick(span, speed, waited):
+            say_main(f"warning: step {self.step}: {slow}")
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         self._check_saving()
@@ -357,6 +366,6 @@ class Loop(Fields):
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
         if collectives.is_main():
             try:
-                self.folder.write_status(state, self.step, reason, exit_code)
+                self.folder.write_status(state, self.step, reason, exit_code, threads=self.pace.by_step)
             except OSError as error:
                 say(f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})")

@@ -26,6 +26,7 @@ from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.memory import local_processes, total_bytes
+from duetgan.utils.threads import ROOM, counted, others_text
 
 GIB = 2**30
 MIB = 2**20
@@ -115,12 +116,16 @@ def plan_rows(
     device: torch.device,
     precision: str = "",
     takes: str = "",
+    others: float = 0.0,
 ) -> dict[str, str]:
-    """The preflight's table: label -> value. `reading`, `precision`, `takes`: what was measured, in words."""
+    """The preflight's table: label -> value. `reading`, `precision`, `takes`: what was measured, in words; `others`:
+    cores that other programs took meanwhile.
+    """
     world, images = collectives.world_size(), task.images_at(config.steps)
     rows = {
         "task": config.task,
-        "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads",
+        "device": f"{device} x {world} process{'es' * (world > 1)}, {counted(torch.get_num_threads())}"
+        + f"; busy: {others_text(others)}" * (others > ROOM),
         "precision": precision or config.precision,
         "training data": data_text(reader),
         **({} if reader.synthetic is None else {"synthetic data": mixture_text(config, reader)}),

@@ -26,7 +26,7 @@ from duetgan.utils.distributed.launch import under_launcher
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.provenance import Lineage, join
-from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.runlog.run_log import say, say_main, say_refused
 from duetgan.utils.text import columns
 
@@ -35,7 +35,7 @@ def train(
     config_file: str,
     overrides: list[str],
     *,
-    run_dir: str | None = None,
+    run_dir: str | RunFolder | None = None,
     device: str | None = None,
     max_steps: int | None = None,
     profile_steps: int | None = None,
@@ -46,7 +46,7 @@ def train(
     """Train, or resume, or (profile_steps) measure that many steps, or (sweep: options of `lr_find.Sweep`) search the
     learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
     """
-    folder = RunFolder(run_dir or default_folder(Path(config_file)))
+    folder = run_dir if isinstance(run_dir, RunFolder) else RunFolder(run_dir or default_folder(Path(config_file)))
     begun = folder.path / "config.yaml"
     with plugins.hinting(lambda: read_yaml(begun) if begun.is_file() else {}):
         config = build_run_config(read_yaml(config_file), overrides, config_file)
@@ -90,18 +90,11 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
     return device
 
 
-def default_folder(config_file: Path) -> Path:
-    """runs/<name of the config>; for a run's own config.yaml that run."""
-    folder = config_file.parent
-    of_a_run = config_file.name == "config.yaml" and any((folder / m).exists() for m in ("checkpoints", "status.json"))
-    return folder if of_a_run else Path("runs") / config_file.stem
-
-
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
-    began_in = collectives.from_main_process(lambda: (folder.saved_config() or {}).get("precision"))
-    if began_in is not None and config.precision == "auto":
-        config = config.changed(precision=began_in)
+    began = collectives.from_main_process(lambda: folder.saved_config() or {})
+    kept = {key: began[key] for key in ("precision", "threads") if key in began and getattr(config, key) == "auto"}
+    config = config.changed(**kept)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     entry = TASKS[config.task].task
     with collectives.raising_together():  # each node may have files of its own
@@ -112,8 +105,10 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     shape = config.shape(reader)
     with collectives.raising_together():  # before anything of the configured sizes is made; machines differ
         preflight.check_memory(config, partial(entry.outline, config, shape), shape, device, len(reader))
-    choice = speed.choose(config, reader, device, kept=began_in == config.precision)
+    choice = speed.choose(config, reader, device, kept=began.get("precision") == config.precision)
     config = config.changed(precision=choice.precision)
+    if config.threads == "auto" and device.type == "cpu":
+        config = config.changed(threads=choice.threads)
     if choice.warning:
         say_main(f"warning: {choice.warning}")
     donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
@@ -129,7 +124,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
     takes = speed.forecast(choice, task.images_at(config.steps))
-    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice.text, takes)
+    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice.text, takes, choice.others)
     say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
     if taken is not None:
         say_main(taken)

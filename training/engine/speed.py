@@ -1,7 +1,8 @@
-"""How fast a task trains here, and therefore what `precision: auto` means and how long a run will take.
+"""How fast a task trains here, and therefore what `precision: auto` and `threads: auto` mean and how long a run takes.
 
-On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and bf16, measured in a
-few steps of a task that is made for this alone: the run's networks, statistics and draws are not touched.
+On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and bf16, in as many
+threads as other programs leave cores for, or in half as many where that is faster; measured in a few steps of a task
+that is made for this alone: the run's networks, statistics and draws are not touched.
 """
 
 import gc
@@ -10,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.optim.updater import Precision
+from duetgan.utils import threads
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
@@ -33,12 +36,13 @@ FORCED = "DUET_PRECISION"  # environment variable: what auto means, without a me
 FIRST = 3.0  # seconds that the first step may take, with the fewest samples
 GIVEN_UP = 3.0  # times of the first candidate's after which the second one's first step is given up
 CLEAR = 3.0  # so many times as slow: decided
-STEP = 0.4  # seconds; batches are cut where a step would take longer
+STEP = 0.2  # seconds; batches are cut where a step would take longer
 LARGER = 10.0  # seconds in which steps of all kinds may take four times the fewest images, whatever STEP says
-BUDGET = 2.0  # seconds in which candidates that are close are compared
+BUDGET = 0.6  # seconds in which candidates that are close are compared
 ROUNDS = 3  # of that, at most
 FORECAST = 20_000  # images of a training below which it is short, and how long it takes is not measured
 LONG = 24 * 3600.0  # seconds of a training above which the plan says what to take instead
+FEWER = 1.05  # half of the threads are taken where a step is so many times as fast in them
 SLOWER = 1.1  # a precision given by hand is called slower from here on: less may be noise
 
 
@@ -53,6 +57,8 @@ class Choice(NamedTuple):
     # evaluations. None: not measured
     seconds: float | None = None
     more: bool = False  # it takes more than that: even the smallest step was given up
+    threads: int = 0  # that it begins with; 0: torch's own
+    others: float = 0.0  # cores that other programs took meanwhile
 
     @property
     def images_per_second(self) -> float:
@@ -107,8 +113,9 @@ def choose(
     config: RunConfig, reader: Dataset, device: torch.device, *, kept: bool = False, always: bool = False
 ) -> Choice:
     """What the run trains in, and how fast: rank 0 measures where that is needed, all ranks agree. `kept`: an earlier
-    start of the run has chosen. `always`: measure short trainings and accelerators too.
+    start of the run has chosen. `always`: measure short trainings and accelerators too. Sets torch's threads.
     """
+    _set_threads(config.threads, device, kept=kept)
     given, forced = config.precision, os.environ.get(FORCED)
     if forced not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"{FORCED}={forced}: must be fp32, bf16 or fp16")
@@ -124,17 +131,31 @@ def choose(
         text = f"{names[0]} (auto: {f'{FORCED} says so' if forced else 'native here'})"
     short = best or config.steps * config.batch_size < FORECAST
     if not always and (kept or (short and len(names) == 1)):
-        return Choice(names[-1], text, warning=warning)
-    return collectives.from_main_process(lambda: _measured(config, reader, device, names, text))
+        return Choice(names[-1], text, warning=warning, threads=torch.get_num_threads())
+    choice = collectives.from_main_process(lambda: _measured(config, reader, device, names, text))
+    torch.set_num_threads(choice.threads)
+    return choice
+
+
+def _set_threads(setting: Any, device: torch.device, *, kept: bool) -> None:
+    """The threads that the run begins in, where they are given or nothing is measured."""
+    if isinstance(setting, dict):
+        setting = setting[min(setting)]
+    if isinstance(setting, int) or kept or device.type != "cpu":  # an earlier version's run had torch's own number
+        torch.set_num_threads(setting if isinstance(setting, int) else threads.most())
+    else:
+        torch.set_num_threads(threads.fitting(threads.seen()))
 
 
 def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: Sequence[Fixed], text: str) -> Choice:
     """The faster of `names`, or the one that the config gives."""
     by, world, given = "", collectives.world_size(), config.precision
     seconds: float | None = None
+    load, count = threads.Load(), torch.get_num_threads()
+    free = threads.free() and device.type == "cpu" and config.threads in ("auto", "adapt")
     with collectives.alone():
         try:
-            each, seconds, more = race(config, world, reader, device, names)
+            each, seconds, more = race(config, world, reader, device, names, fewer=free)
         except (TooSlow, RuntimeError, MemoryError) as error:
             more = isinstance(error, TooSlow)
             if not (more or ran_out(error)):  # if the run has too little as well, it says so
@@ -150,7 +171,10 @@ def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: S
         if ratio > SLOWER:
             warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; take --precision auto"
         ratio = 1 / ratio
-    return Choice(best if given == "auto" else names[-1], text, ratio, warning, seconds, more)
+    others, faster = load.others(), torch.get_num_threads()
+    if free:  # who came or left meanwhile
+        count = threads.fitting(others) if faster == count else min(faster, threads.fitting(others))
+    return Choice(best if given == "auto" else names[-1], text, ratio, warning, seconds, more, count, others)
 
 
 def times(ratio: float) -> str:
@@ -159,14 +183,21 @@ def times(ratio: float) -> str:
 
 
 def race(
-    config: RunConfig, world_size: int, reader: Dataset, device: torch.device, names: Sequence[Fixed]
+    config: RunConfig,
+    world_size: int,
+    reader: Dataset,
+    device: torch.device,
+    names: Sequence[Fixed],
+    *,
+    fewer: bool = False,
 ) -> tuple[dict[Fixed, float], float, bool]:
     """Seconds an image in each precision, infinite for what is given up, and of an image of the run in the precision
     that it will take; whether that takes more.
 
     First of the smallest batch, then of larger ones, up to about STEP seconds: what comes once a step, such as the
-    optimizer's work, counts once. What each pass of a micro-batch costs besides is left out. Raises TooSlow where even
-    the smallest takes more than FIRST seconds in the first precision.
+    optimizer's work, counts once. What each pass of a micro-batch costs besides is left out. `fewer`: torch's threads
+    are halved as long as that is faster. Raises TooSlow where even the smallest takes more than FIRST seconds in the
+    first precision.
     """
     most, share = config.micro(world_size), config.share(world_size)
     small = size = min(config.smallest_batch, most)
@@ -191,7 +222,7 @@ def race(
         begun = time.perf_counter()
         while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begun < BUDGET):
             rounds.append({name: trial.seconds(name) for name in close})
-        before, step = step, {name: min(taken[name] for taken in rounds) for name in close}  # the least disturbed
+        before, step = step, {name: median_low(taken[name] for taken in rounds) for name in close}
         slope = {name: max(0.0, step[name] - before[name]) / (larger - size) for name in close}
         size = larger
         image |= {name: seconds / size for name, seconds in step.items()}
@@ -199,6 +230,13 @@ def race(
     chosen = best if config.precision == "auto" else names[-1]
     if chosen not in step or math.isinf(step[chosen]):
         return image, min(GIVEN_UP * min(image.values()), image[chosen]), True
+    while fewer and (count := torch.get_num_threads()) > 1:
+        torch.set_num_threads(count // 2)
+        taken = min(trial.seconds(chosen) for _ in range(2))
+        if taken * FEWER > step[chosen]:
+            torch.set_num_threads(count)
+            break
+        step[chosen] = taken
     tries, (most_frequent, *others) = 2 if step[chosen] < STEP else 1, trial.shares.items()
     once = most_frequent[1] * step[chosen] + sum(
         part * min(trial.seconds(chosen, kind) for _ in range(tries)) for kind, part in others

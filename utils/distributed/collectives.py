@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from duetgan.utils import threads
 from duetgan.utils.distributed.launch import AGAIN, LAUNCHED
 from duetgan.utils.distributed.rendezvous import fresh_store
 from duetgan.utils.errors import TrainingHalted, UserError
@@ -67,6 +68,7 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
     except RuntimeError as error:
         raise UserError(f"--device {requested}: not a device; use cpu, cuda or cuda:0") from error
     if device.type == "cpu":
+        threads.settle()
         return torch.device("cpu")
     if accelerator is None or accelerator.type != device.type:
         raise UserError(f"--device {requested}: this machine has no usable {device.type} device; use --device cpu")

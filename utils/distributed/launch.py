@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.memory import cores
 from duetgan.utils.processes import die_with_parent, leave_imports, process_state
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
@@ -140,7 +141,7 @@ def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> i
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address, port = probe.getsockname()  # one that is free
-    world, threads = str(processes), str(max(1, (os.cpu_count() or 1) // processes))
+    world, threads = str(processes), str(max(1, cores() // processes))
     common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     common |= {LAUNCHED: "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     children = [

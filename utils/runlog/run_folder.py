@@ -23,6 +23,13 @@ BREAKING = re.compile(
 SEARCHED = ("lr_find.png", "lr_find.json")  # what a search of the learning rate leaves: no run yet
 
 
+def default_folder(config_file: Path) -> Path:
+    """runs/<name of the config>; for a run's own config.yaml that run."""
+    folder = config_file.parent
+    of_a_run = config_file.name == "config.yaml" and any((folder / m).exists() for m in ("checkpoints", "status.json"))
+    return folder if of_a_run else Path("runs") / config_file.stem
+
+
 class RunFolder:
     """A run's folder, locked while open. Raises UserError when it cannot be written, is in use or holds no run."""
 
@@ -31,13 +38,21 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
         self._lock: int | None = None
+        self._made: list[Path] = []  # by `open`: the lock and the folders that were not there
         self._opened, self._before = time.monotonic(), 0.0  # seconds that earlier processes have spent on the run
 
     def open(self) -> None:
-        """Create the folder where it is missing and take its lock; a lock left by a killed process does not block."""
+        """Create the folder where it is missing and take its lock, once; one left by a killed process does not block.
+
+        Without a run in it, `close` removes what was made.
+        """
+        if self._lock is not None:
+            return
+        file = self.path / ".lock"
         try:
+            self._made = [path for path in (file, *file.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}); choose another --run-dir") from error
         try:
@@ -48,6 +63,9 @@ class RunFolder:
             raise UserError(
                 f"{self.path}: another run (process {owner}) is writing here; choose another --run-dir"
             ) from error
+        if not file.exists() or not os.path.samestat(os.fstat(lock), file.stat()):  # its owner has just removed it
+            os.close(lock)
+            return self.open()
         os.truncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
@@ -55,9 +73,15 @@ class RunFolder:
             self._before = float(json.loads((self.path / "status.json").read_text())["seconds"])
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._lock is None:
+            return
+        if self._made and not (self.path / "config.yaml").is_file():
+            with contextlib.suppress(OSError):  # something else is in it
+                self._made[0].unlink()
+                for folder in self._made[1:]:
+                    folder.rmdir()
+        os.close(self._lock)
+        self._lock = None
 
     def saved_config(self) -> Tree | None:
         """The config of the run that is here, None in an empty folder. Raises UserError where other things are."""
@@ -88,7 +112,9 @@ class RunFolder:
                 f"{self.path}: holds another run ({text}{rest}); choose another --run-dir, or give the run's own config"
             )
         return [
-            f"config changed since the last start: {key} was {old!r}, is {new!r}" for key, (old, new) in changed.items()
+            f"config changed since the last start: {key} was {old!r}, is {new!r}"
+            + "; not the same to the bit from here on" * (key == "threads" and old != "auto")
+            for key, (old, new) in changed.items()
         ]
 
     def save_config(self, config: Tree, data: dict[str, Any] | None = None) -> None:
@@ -97,9 +123,11 @@ class RunFolder:
         if data is not None:
             replace_file(self.path / "data.json", as_json(data))
 
-    def write_status(self, state: str, step: int, reason: str = "", exit_code: int | None = None) -> None:
+    def write_status(
+        self, state: str, step: int, reason: str = "", exit_code: int | None = None, **more: Any
+    ) -> None:
         """`status.json`: state is running, finished, stopped or failed; `seconds` that its processes took in all."""
-        status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
+        status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code, **more}
         status["seconds"] = round(self._before + time.monotonic() - self._opened, 1)
         status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         replace_file(self.path / "status.json", as_json(status))

@@ -1,13 +1,16 @@
 import json
 import os
+import sys
 
 import pytest
 
+import train
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build, to_tree
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.script import run_cli
 
 
 def opened(path):
@@ -24,7 +27,31 @@ def test_in_one_process_too_and_close_gives_it_back(tmp_path):
     first.close()
     first.close()
     opened(place).close()
-    assert (place / ".lock").is_file()
+    assert list(tmp_path.iterdir()) == []  # no run was begun
+
+
+def test_what_a_refused_start_has_made_is_gone_and_nothing_else(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "me.jpg").write_bytes(b"x")
+    opened(tmp_path / "photos").close()
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["me.jpg"]
+    run = opened(tmp_path / "run")
+    run.save_config({"task": "gan"})
+    run.close()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml"}
+
+
+def test_another_runs_folder_is_refused_before_torch_is_imported(tmp_path, monkeypatch, capsys):
+    """M6: beside other work a second start was refused after 39 s of preparation."""
+    monkeypatch.setitem(sys.modules, "duetgan.training.engine.run", None)  # whoever imports it fails
+    arguments = ["--config", "configs/quickstart_gan.yaml", "--run-dir", str(tmp_path)]
+    first = opened(tmp_path)
+    assert run_cli(train.main, arguments) == 2
+    assert f"{tmp_path}: another run (process {os.getpid()}) is writing here" in capsys.readouterr().err
+    first.close()
+    with pytest.raises(ModuleNotFoundError, match=r"training\.engine\.run"):
+        run_cli(train.main, arguments)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
