@@ -61,12 +61,10 @@ def fitting(others: float) -> int:
 
 
 def counted(count: int) -> str:
-    """`1 thread`, `2 threads`."""
     return f"{count} thread{'s' * (count > 1)}"
 
 
 def others_text(others: float) -> str:
-    """`other programs take 1.0 of 2 cores`."""
     return f"other programs take {others:.1f} of {os.cpu_count()} cores"
 
 
@@ -74,7 +72,6 @@ _since_start: Load | None = None
 
 
 def begin() -> None:
-    """A script begins: from here on it is seen what others do."""
     global _since_start
     _since_start = Load()
 

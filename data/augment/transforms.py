@@ -162,7 +162,7 @@ def draw_and_apply(
 
 def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
     """Uniform numbers of [0, 1) to integers 0..ends-1."""
-    return torch.minimum((uniform * ends).long(), torch.as_tensor(ends, device=uniform.device) - 1)
+    return (uniform * ends).long().clamp(max=ends - 1)
 
 
 def _reflected(places: torch.Tensor, side: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ class EMA(Generic[Network]):
     ) -> None:
         """Move towards `model`; where the 0-d flag `skipped` is 1 the step was masked and the average stays."""
         reference = next(self.model.parameters())
-        weight = torch.as_tensor(1 - beta, device=reference.device, dtype=reference.dtype)
+        weight = torch.full((), 1 - beta, device=reference.device, dtype=reference.dtype)  # not copied there
         if skipped is not None:
             weight = weight * (1 - skipped.to(weight.dtype))
         pairs = list(zip(self.model.buffers(), model.buffers(), strict=True))

@@ -1,0 +1,303 @@
+"""The device: its tensors, what they refuse, what is waited for, what is allocated. See the package's docstring."""
+
+import linecache
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from tests.accelerator import autocast
+
+ROOT = Path(__file__).parents[2]
+NAME, COUNT, BYTES = "sim", 2, 80 << 30
+aten = torch.ops.aten
+TRANSFERS = (aten._to_copy.default, aten.copy_.default, aten.lift_fresh.default)
+# the host needs values, or how many there are
+WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.is_nonzero.default)
+NUMPY = "can't convert sim device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+
+waits: Counter[str] = Counter()  # by source line of the program
+float64 = True  # False: refused, as MPS does
+limit = BYTES  # bytes of each device
+
+
+class Memory:
+    """Bytes of the storages that are alive on a device, and the most there have been."""
+
+    def __init__(self) -> None:
+        self.holders: Counter[int] = Counter()  # tensors of each storage
+        self.allocated = self.peak = 0
+
+    def hold(self, tensor: "Sim") -> None:
+        storage = tensor.inner.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if not self.holders[key]:
+            if self.allocated + size > limit:
+                raise torch.OutOfMemoryError(f"sim out of memory. Tried to allocate {size} bytes")
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
+        self.holders[key] += 1
+        weakref.finalize(tensor, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self.holders[key] -= 1
+        if not self.holders[key]:
+            del self.holders[key]
+            self.allocated -= size
+
+
+memory = [Memory() for _ in range(COUNT)]
+
+
+class Sim(torch.Tensor):
+    """A tensor on the device; `inner` is the CPU's."""
+
+    inner: torch.Tensor
+    index: int
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, index: int = 0, requires_grad: bool = False) -> "Sim":
+        if inner.dtype == torch.float64 and not float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device(NAME, index),
+            requires_grad=requires_grad,
+        )
+        made.inner, made.index = inner, index
+        memory[index].hold(made)
+        return made
+
+    def tolist(self) -> Any:
+        _wait("tolist")
+        return self.detach().inner.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(NUMPY)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(NUMPY)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Sim({tuple(self.shape)}, {self.dtype}, {self.index})"
+
+    def record_stream(self, *_: Any) -> None:
+        """All work is done when a call returns."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _wait(what: str) -> None:
+    """Count a wait at the innermost line of the program itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if ROOT in file.parents and not {"tests", ".venv"} & set(file.relative_to(ROOT).parts):
+            line = linecache.getline(str(file), frame.f_lineno).strip()
+            waits[f"{file.relative_to(ROOT)}: {line} ({what})"] += 1
+            return
+        frame = frame.f_back
+    waits[what] += 1
+
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    flat, _ = tree_flatten((args, kwargs))
+    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    sims, others = [t for t in tensors if isinstance(t, Sim)], [t for t in tensors if not isinstance(t, Sim)]
+    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+    if func not in TRANSFERS:
+        _check_devices(func, sims, others)
+    if (func in WAITS and sims) or _copies_with_a_wait(func, args, kwargs, device):
+        _wait(func.name().removeprefix("aten::"))
+    target = device if device is not None else (sims[0].device if sims else None)
+    if func is aten.copy_.default:
+        target = args[0].device
+    _check_generator(kwargs.get("generator"), target or torch.device("cpu"))
+    plain = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if device is not None:
+        plain["device"] = torch.device("cpu")
+    found = func(*tree_map(_inner, args), **tree_map(_inner, plain))
+    if target is None or target.type != NAME:
+        return found
+    known, index = {id(each.inner): each for each in sims}, target.index or 0
+    return tree_map(lambda each: known[id(each)] if id(each) in known else _outer(each, index), found)
+
+
+class Generator(torch._C.Generator):
+    """Of the CPU's numbers, wherever it is."""
+
+    on_sim: ClassVar[set[int]] = set()  # what C++ hands back is another object of the same generator
+    place: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        made = super().__new__(cls, "cpu")
+        made.place = torch.device(device)
+        if made.place.type == NAME:
+            cls.on_sim.add(made._cdata)
+            weakref.finalize(made, cls.on_sim.discard, made._cdata)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self.place
+
+
+def _check_generator(generator: torch.Generator | None, device: torch.device) -> None:
+    if generator is not None and (generator._cdata in Generator.on_sim) != (device.type == NAME):
+        found = NAME if generator._cdata in Generator.on_sim else "cpu"
+        raise RuntimeError(f"Expected a '{device.type}' device type for generator but found '{found}'")
+
+
+def _inner(each: Any) -> Any:
+    return each.inner if isinstance(each, Sim) else each
+
+
+def _outer(each: Any, index: int) -> Any:
+    return Sim(each, index) if isinstance(each, torch.Tensor) else each
+
+
+def _check_devices(func: Any, sims: list[Sim], others: list[torch.Tensor]) -> None:
+    """CUDA takes 0-d tensors of the CPU, and indices."""
+    places = {f"{NAME}:{each.index}" for each in sims}
+    strangers = [each for each in others if each.dim() > 0 and "index" not in func.name()]
+    if len(places) + bool(sims and strangers) > 1:
+        places |= {"cpu"} if strangers else set()
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {sorted(places)}: {func}")
+
+
+def _copies_with_a_wait(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device | None) -> bool:
+    """Whether a transfer keeps the host: all do but those that may not (`non_blocking`) from or to pinned memory."""
+    if func is aten._to_copy.default and device is not None:
+        source, here, there = args[0], args[0].device.type, device.type
+        free = kwargs.get("non_blocking", False) and (there != NAME or source.is_pinned())
+    elif func is aten.copy_.default:
+        source, here, there = args[1], args[1].device.type, args[0].device.type
+        free = (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)) and source.is_pinned()
+    else:
+        return False
+    return here != there and NAME in (here, there) and not free and source.numel() > 0
+
+
+class Mode(TorchDispatchMode):
+    """Where factories may be asked for a tensor on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Module(_DummyBackendModule):
+    """`torch.sim`."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def set_device(self, index: int) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def get_rng_state(self, device: Any = 0) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = 0) -> None:
+        pass
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "pretend accelerator"
+
+
+class _Ordered:
+    """A stream or an event: all work before it is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_Ordered":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def nothing(self, *_: Any) -> "_Ordered":
+        return self
+
+    wait_event = wait_stream = record_event = record = wait = synchronize = nothing
+
+
+def install() -> None:
+    """Make `sim` this process's accelerator, once and for the rest of it; threads begin in `Mode`."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    autocast.register()
+    says: dict[str, Callable[..., Any]] = {
+        "current_accelerator": lambda check_available=False: torch.device(NAME),
+        "is_available": lambda: True,
+        "device_count": lambda: COUNT,
+        "current_device_index": lambda: 0,
+        "set_device_index": lambda _: None,
+        "synchronize": lambda _=None: None,
+        "empty_cache": lambda: None,
+        "current_stream": lambda _=None: _Ordered(),
+        "get_memory_info": lambda device=None: (limit - memory[_index(device)].allocated, limit),
+        "max_memory_allocated": lambda device=None: memory[_index(device)].peak,
+        "memory_allocated": lambda device=None: memory[_index(device)].allocated,
+    }
+    for name, function in says.items():
+        setattr(torch.accelerator, name, function)
+    torch.tensor, torch.as_tensor = _from_data(torch.tensor), _from_data(torch.as_tensor)
+    torch.Generator = Generator
+    torch.Stream = torch.Event = _Ordered
+    torch.Tensor.pin_memory = _pin
+    torch.Tensor.is_pinned = lambda tensor, *_: getattr(tensor, "pinned", False)
+    run = threading.Thread.run
+
+    def within(thread: threading.Thread) -> None:
+        with Mode():
+            run(thread)
+
+    threading.Thread.run = within
+
+
+def _from_data(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.tensor: it copies inside C++, where no mode sees it."""
+
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != NAME:
+            return make(*args, device=device, **kwargs)
+        return make(*args, **kwargs).to(device)
+
+    return made
+
+
+def _pin(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    copy = tensor.clone()
+    copy.pinned = True
+    return copy
+
+
+def _index(device: Any) -> int:
+    return 0 if device is None else device if isinstance(device, int) else torch.device(device).index or 0
