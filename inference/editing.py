@@ -25,6 +25,7 @@ from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.classifier import Classifier, fit_images
 from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.seeding import seed_of
@@ -182,8 +183,9 @@ def pair_of(names: Sequence[str], source: str, target: str) -> tuple[int, int]:
 
 def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
     """The sum over images of each logit's gradient, float64 [k, size], of logits [n, k] made with offsets [n, size]."""
+    wide = widest(offsets.device)
     rows = [
-        torch.autograd.grad(logits[:, k].sum(), offsets, retain_graph=k + 1 < logits.shape[1])[0].double().sum(0)
+        torch.autograd.grad(logits[:, k].sum(), offsets, retain_graph=k + 1 < logits.shape[1])[0].to(wide).sum(0)
         for k in range(logits.shape[1])
     ]
     return torch.stack(rows).cpu()
@@ -197,7 +199,7 @@ def pixel_rows(images: Tensor, offsets: Tensor, draws: Iterator[Tensor]) -> Tens
     """
     pixels = images[0].numel()
     rows = [torch.autograd.grad(images, offsets, draw.to(images) / pixels**0.5, retain_graph=True)[0] for draw in draws]
-    return torch.cat(rows).double().cpu()
+    return torch.cat(rows).cpu().double()
 
 
 def steer(

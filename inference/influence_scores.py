@@ -185,7 +185,7 @@ def influence(
         if part.model is not model:  # a checkpoint begins
             model = part.model
             own, _ = gradients_of(model, image[None], torch.tensor([label]))
-        scores[part.rows] += part.share * part.gradients.dot(own)[:, 0].double().cpu()
+        scores[part.rows] += part.share * part.gradients.dot(own)[:, 0].cpu().double()
     return scores
 
 
@@ -232,8 +232,8 @@ def suspicion(parts: Iterable[Part], reader: Dataset) -> Suspicion:
     norms = torch.zeros(len(reader), dtype=torch.float64)
     probabilities = torch.zeros(len(reader), len(reader.classes), dtype=torch.float64)
     for part in parts:
-        norms[part.rows] += part.share * part.gradients.squared_norms().double().cpu()
-        probabilities[part.rows] = part.logits.double().softmax(1).cpu()  # the last checkpoint's stay
+        norms[part.rows] += part.share * part.gradients.squared_norms().cpu().double()
+        probabilities[part.rows] = part.logits.cpu().double().softmax(1)  # the last checkpoint's stay
     return Suspicion(norms, probabilities, torch.from_numpy(reader.labels().copy()))
 
 

@@ -19,8 +19,8 @@ Fixed = Literal["fp32", "bf16", "fp16"]
 
 def native(device: torch.device) -> Fixed:
     """The reduced precision in which an accelerator is fast."""
-    slow = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return "fp16" if slow else "bf16"
+    says = getattr(torch.get_device_module(device), "is_bf16_supported", None)  # CUDA's, ROCm's and XPU's; not MPS's
+    return "bf16" if says is None or says(including_emulation=False) else "fp16"
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 
 KINDS = ("activation", "gradient")
@@ -130,7 +131,7 @@ class LayerStatistics:
         """The moments of all layers, [layers, 2, 6] on the device; zeros for what has not been seen. See `merge`."""
         device = next((moments.device for moments in self._moments.values()), torch.device("cpu"))
         keys = [(name, kind) for name in self.layers for kind in KINDS]
-        rows = torch.stack([self._moments.get(key, torch.zeros(6)).to(device).double() for key in keys])
+        rows = torch.stack([self._moments.get(key, torch.zeros(6)).to(device, widest(device)) for key in keys])
         return rows.unflatten(0, (-1, len(KINDS)))
 
     def collect(self, packed: Tensor | None = None) -> dict[str, float]:

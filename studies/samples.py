@@ -122,7 +122,7 @@ class Selector:
         """Features float32 [n, F] and probabilities float64 [n, K], on the CPU."""
         with evaluating(self.classifier), full_float32(device_of(self.classifier)):
             features = self.classifier.features(classifier_input(self.classifier, images))
-            return features.float().cpu(), self.classifier.head(features).double().softmax(1).cpu()
+            return features.float().cpu(), self.classifier.head(features).cpu().double().softmax(1)
 
     def _features_by_class(self, file: Path) -> list[Tensor]:
         with Dataset(file) as reader:

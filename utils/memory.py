@@ -47,20 +47,20 @@ def available_bytes() -> int:
 
 def total_bytes(device: "torch.device", *, several: bool = False) -> int:
     """All the memory of an accelerator (`several`: of all this process's), or of the machine or container."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         import torch
 
-        devices = range(torch.cuda.device_count()) if several else [device]
-        return sum(torch.cuda.get_device_properties(each).total_memory for each in devices)
+        devices = range(torch.accelerator.device_count()) if several else [device]
+        return sum(torch.accelerator.get_memory_info(each)[1] for each in devices)
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _container_limit())
 
 
 def peak_bytes(device: "torch.device") -> int:
     """The most memory that this process has held so far: its tensors' on its GPUs; on a CPU all of it (resident)."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         import torch
 
-        return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        return sum(torch.accelerator.max_memory_allocated(index) for index in range(torch.accelerator.device_count()))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -17,8 +17,9 @@ def environment() -> dict[str, str]:
     found = {"python": platform.python_version()}
     found |= {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "lmdb")}
     found |= {"platform": platform.platform(), "processor": _processor(), "cores": str(os.cpu_count())}
-    if torch.cuda.is_available():
-        found["accelerator"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        named = getattr(torch.get_device_module(accelerator), "get_device_name", lambda: accelerator.type)
+        found["accelerator"] = f"{torch.accelerator.device_count()} x {named()}"
     git = commit(ROOT)
     return found | ({"commit": git.replace("-dirty", " with local changes")} if git else {})
 

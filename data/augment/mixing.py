@@ -11,6 +11,7 @@ from torch import Tensor
 
 from duetgan.data.augment.transforms import Augment, inside
 from duetgan.utils.config.model import Probability
+from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator
 
@@ -72,7 +73,7 @@ def draw_mixing(
 
 def _beta(alpha: float, count: int, numbers: torch.Generator) -> Tensor:
     """Beta(alpha, alpha), float32 [count]: the share of one of two gamma variates in their sum."""
-    gammas = torch.full((count, 2), alpha, device=numbers.device, dtype=torch.float64)
+    gammas = torch.full((count, 2), alpha, device=numbers.device, dtype=widest(numbers.device))
     first, second = torch._standard_gamma(gammas, generator=numbers).unbind(1)
     both = first + second
     return torch.where(both > 0, first / both, 0.5).float()  # a small alpha's variates may both be 0

@@ -7,6 +7,7 @@ import pytest
 import train
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
+from duetgan.utils.distributed.launch import VISIBLE
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import contents, write_config
 
@@ -149,8 +150,9 @@ def test_options_of_a_gan(tmp_path, packed, refused, options, told):
     [("0", 0, "--gpus 0: no usable GPU"), ("0,1,5", 2, "--gpus 0,1,5: only 2 of these 3 can be used")],
 )
 def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(command, refused, monkeypatch, gpus, usable, told):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: usable)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # train.py sets it; this puts it back
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: usable)
+    for name in VISIBLE:
+        monkeypatch.setenv(name, "")  # train.py sets it; this puts it back
     line = refused(train.main, *command, "--gpus", gpus, "--procs", "1")
     assert told in line
     assert "--device" not in line  # which nobody has typed

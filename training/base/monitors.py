@@ -53,7 +53,8 @@ class MetricWindow(Fields):
         if not self._pending:
             return
         names = sorted(self._pending)
-        every = torch.cat([torch.stack(self._pending[name]).double() for name in names])
+        pending = [torch.stack(self._pending[name]) for name in names]
+        every = torch.cat([values.to(collectives.widest(values.device)) for values in pending])
         totals = iter(collectives.all_reduce_sum_(every).tolist())
         for name in names:
             values = [next(totals) for _ in self._pending[name]]

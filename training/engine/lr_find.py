@@ -19,6 +19,7 @@ from duetgan.training.engine.profile import Rewind
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.runlog.run_folder import SEARCHED
@@ -88,7 +89,7 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
     scale = next(given, updater.config).lr / updater.config.lr
     state, waited, device = Rewind(loop.registry()), loop.loader.wait_seconds, loop.loader.device
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with torch.random.fork_rng(devices, device_type=device.type):
         try:
             return _sweep(loop, sweep, updater, Curve(scale=scale))
         finally:
@@ -102,8 +103,8 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
     losses: list[float] = []
     for number in range(sweep.steps + 1):
         updater.rate = sweep.rate(min(number, sweep.steps - 1))
-        metrics = loop.task.step(loop.loader, loop.step + number)
-        loss = collectives.all_reduce_sum_(metrics[loop.task.loss_metric].double()).item()  # the same on all ranks
+        value = loop.task.step(loop.loader, loop.step + number)[loop.task.loss_metric]
+        loss = collectives.all_reduce_sum_(value.to(widest(value.device))).item()  # the same on all ranks
         if not math.isfinite(loss):
             curve.stopped = "the loss was not finite"
             break

@@ -65,9 +65,9 @@ def check_memory(
     images: int = sys.maxsize,  # in the data set: no larger batch is proposed
 ) -> None:
     """Raise UserError where weights and batches alone need more memory than there is."""
-    world_size, processes = collectives.world_size(), 1 if device.type == "cuda" else local_processes()
+    world_size, processes = collectives.world_size(), local_processes() if device.type == "cpu" else 1
     room = total_bytes(device, several=config.several_devices) // processes
-    place = f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {room / GIB:,.1f} GiB for a process"
+    place = f"{'this machine' if device.type == 'cpu' else 'the GPU'} has {room / GIB:,.1f} GiB for a process"
     try:
         with torch.device("meta"):
             needs = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function, supported_activities
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from duetgan.training.base.phases import OTHER, PhaseClock, listening, phase
@@ -104,8 +104,8 @@ def measure(
     if not went_on:
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its errors about CUDA on machines without it are none
-    kinds = dict.fromkeys(["CPU", device.type.upper()])
-    profiler = profile(activities=[getattr(ProfilerActivity, kind) for kind in kinds], acc_events=True)
+    activities = {kind for kind in supported_activities() if kind.name in ("CPU", device.type.upper())}
+    profiler = profile(activities=activities, acc_events=True)
     went_on, traced = run(profiler)
     if went_on and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

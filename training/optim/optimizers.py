@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from duetgan.training.optim.config import OptimizerConfig
-from duetgan.utils.distributed.collectives import by_device
+from duetgan.utils.distributed.collectives import by_device, widest
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -139,8 +139,9 @@ class ScheduleFree(Masked):
         betas = (config.average_beta, float(config.betas[1]))
         super().__init__(groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0})
         for group in self.param_groups:
-            # updates, sum of their weights, highest rate: float64, as many small weights are added up
-            group["counters"] = torch.zeros(3, dtype=torch.float64, device=group["params"][0].device)
+            # updates, sum of their weights, highest rate: as wide as can be, for many small weights are added up
+            device = group["params"][0].device
+            group["counters"] = torch.zeros(3, dtype=widest(device), device=device)
             for parameter in group["params"]:
                 self.state[parameter]["z"] = parameter.detach().clone()
                 if self.adamw:
@@ -155,7 +156,8 @@ class ScheduleFree(Masked):
         highest.copy_(torch.maximum(highest, group["lr"] * taken))
         weight = highest.square() * taken
         weight_sum += weight
-        share = weight / weight_sum.clamp(min=1e-300)  # of the new z in x; 0 where every rate so far was 0
+        # of the new z in x; 0 where every rate so far was 0
+        share = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
         for device, (here,) in by_device(parameters).items():
             numbers = [number.to(device) for number in (taken, updates, share, group["lr"] * taken)]
             self._move(group, here, *numbers)
@@ -197,4 +199,5 @@ class ScheduleFree(Masked):
         """As torch's; the counters come to the parameters' device too."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            group["counters"] = group["counters"].to(group["params"][0].device)
+            device = group["params"][0].device
+            group["counters"] = group["counters"].to(device, widest(device))

@@ -1,5 +1,6 @@
 """Process groups, ranks and the few collectives the program uses. With one process everything here is a no-op."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,6 +91,15 @@ def own_devices(device: torch.device) -> list[torch.device]:
         return [device]
     end = min(device.index + _devices_each(), torch.accelerator.device_count())
     return [torch.device(device.type, index) for index in range(device.index, end)]
+
+
+@functools.cache
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 where the device cannot compute with it (MPS; some XPUs)."""
+    try:
+        return (torch.ones(1, dtype=torch.float64, device=device) * 2).dtype
+    except (TypeError, RuntimeError):
+        return torch.float32
 
 
 def _devices_each() -> int:

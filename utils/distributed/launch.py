@@ -27,6 +27,7 @@ REMEDY = "the same command resumes from the last checkpoint"
 SAME = "nothing was lost, the same command resumes"
 AGAIN = "give the same command again"  # for what does not resume
 MOST_PROCESSES = 1024
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # what CUDA and ROCm look at, and what XPU does
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -111,7 +112,8 @@ def start_processes(
     if under_launcher():
         return None
     if devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)  # before CUDA starts, here and in the processes below
+        for name in VISIBLE:  # before CUDA starts, here and in the processes below
+            os.environ[name] = ",".join(devices)
     if processes == 1:
         return None
     return launch([str(Path(script).resolve()), *argv], processes, resumes=resumes)
@@ -126,12 +128,12 @@ def wanted_device(device: str | None, gpus: str | None, procs: int | None) -> st
         return device or ("cpu" if (procs or 1) > 1 else None)
     import torch
 
-    count, usable = len(parse_gpus(gpus)), torch.cuda.device_count()  # of those, as CUDA_VISIBLE_DEVICES names them
+    count, usable = len(parse_gpus(gpus)), torch.accelerator.device_count()  # of those, as VISIBLE names them
     if not usable:
         raise UserError(f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N")
     if usable < count:
         raise UserError(f"--gpus {gpus}: only {usable} of these {count} can be used; nvidia-smi lists what is there")
-    return "cuda"
+    return None  # the accelerator
 
 
 def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> int:
