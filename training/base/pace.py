@@ -16,6 +16,7 @@ from duetgan.utils.text import listed
 LOOK = 1.0  # seconds from one look at other programs to the next
 PATIENCE = 5.0  # seconds that cores must have been free before they are taken back; twice as many the next time
 VMSTAT = Path("/proc/vmstat")
+SHORT = 2.0  # seconds; a log tick that is shorter tells nothing
 SWAPPING = 100.0  # pages a second that come back from the disk
 
 
@@ -77,6 +78,8 @@ class Pace:
         what was trained.
         """
         others, before, self._counts = self._tick.others(), self._counts, _counts()
+        if self._counts[0] - before[0] < SHORT:
+            return ""
         if span != self._span:  # the tick before may have been of both
             self._span, self._rates, self._told = span, [], False
             return ""

@@ -35,9 +35,10 @@ class EMA(Generic[Network]):
     ) -> None:
         """Move towards `model`; where the 0-d flag `skipped` is 1 the step was masked and the average stays."""
         reference = next(self.model.parameters())
-        weight = torch.full((), 1 - beta, device=reference.device, dtype=reference.dtype)  # not copied there
-        if skipped is not None:
-            weight = weight * (1 - skipped.to(weight.dtype))
+        if skipped is None:  # made there: a copy would be waited for
+            weight = torch.full((), 1 - beta, device=reference.device, dtype=reference.dtype)
+        else:
+            weight = (1 - beta) * (1 - skipped.to(reference.dtype))
         pairs = list(zip(self.model.buffers(), model.buffers(), strict=True))
         averaged = [(a, b) for a, b in pairs if self.average_buffers and a.is_floating_point()]
         mine, theirs = [a for a, _ in averaged], [b for _, b in averaged]
