@@ -106,13 +106,12 @@ def _wait(what: str) -> None:
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if ROOT in file.parents and not {"tests", ".venv"} & set(file.relative_to(ROOT).parts):
+        if ROOT in file.parents and not {"tests", "site-packages"} & set(file.relative_to(ROOT).parts):
             line = linecache.getline(str(file), frame.f_lineno).strip()
             waits[f"{file.relative_to(ROOT)}: {line} ({what})"] += 1
             return
         frame = frame.f_back
     waits[what] += 1
-
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
