@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from torch import nn
 def full_float32(device: torch.device | str) -> Iterator[None]:
     """No autocast, no TF32 and deterministic convolutions inside the block; the settings come back afterwards."""
     cudnn = torch.backends.cudnn
-    precision = torch.get_float32_matmul_precision()
+    backends: Any = torch.backends
+    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
+    precision, kept = torch.get_float32_matmul_precision(), [matmul.fp32_precision for matmul in matmuls]
     flags = cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False)
     with flags, torch.autocast(torch.device(device).type, enabled=False):
         torch.set_float32_matmul_precision("highest")
@@ -19,6 +22,8 @@ def full_float32(device: torch.device | str) -> Iterator[None]:
             yield
         finally:
             torch.set_float32_matmul_precision(precision)
+            for matmul, own in zip(matmuls, kept, strict=True):  # "none" before; or what is compiled is compiled again
+                matmul.fp32_precision = own
 
 
 @contextmanager

@@ -157,15 +157,20 @@ _kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would be copie
 
 def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
     """Depthwise kernel [channels, 1, k, k]: the outer product of k taps, sum `gain`, in `like`'s dtype and device."""
-    key = (gain, taps, like.dtype, like.device)
+    return _kernel(gain, taps, like.dtype, like.device).expand(channels, 1, -1, -1)
+
+
+@torch.compiler.assume_constant_result  # a graph that makes or looks for it fails, or is made again at the next call
+def _kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    key = (gain, taps, dtype, device)
     kernel = _kept.get(key)
     if kernel is None:
         with torch.inference_mode(False):
-            line = torch.tensor(taps, dtype=like.dtype, device=like.device)
+            line = torch.tensor(taps, dtype=dtype, device=device)
             kernel = (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]
         if type(kernel) is Tensor:  # and not what torch.export puts in its place
             _kept[key] = kernel
-    return kernel.expand(channels, 1, -1, -1)
+    return kernel
 
 
 def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:

@@ -13,27 +13,31 @@ from torch._dynamo.exc import TorchDynamoException
 from duetgan.utils.runlog.run_log import say_main
 
 CompileSetting = Literal["auto", "on", "off"]
+GRAPHS = 64  # of a function, at most; torch's own limit is 8, but growth alone needs two for every stage and use
 
 
 class Compiled:
-    """`function`, compiled at its first call; itself where compiling is off (auto: on CPUs) or fails, with one line."""
+    """`function`, compiled at its first call; itself where compiling is off (auto: on CPUs) or fails, with one line.
+
+    Each shape and each number it is called with has a graph of its own; what changes often comes as a tensor.
+    """
 
     def __init__(
         self, function: Callable[..., Any], name: str, *, setting: CompileSetting, device: torch.device
     ) -> None:
         self.function, self.name = function, name
-        self._trying = setting == "on" or (setting == "auto" and device.type != "cpu")
-        self._run = torch.compile(function, dynamic=False) if self._trying else function
+        self.on = setting == "on" or (setting == "auto" and device.type != "cpu")
+        if self.on:  # what is beyond the limit would run uncompiled in silence
+            torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        self._run = torch.compile(function, dynamic=False) if self.on else function
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
-            result = self._run(*arguments, **options)
-        except TorchDynamoException as error:  # InductorError is one of them
-            if not self._trying:
+            return self._run(*arguments, **options)
+        except TorchDynamoException as error:  # InductorError is one of them; a later shape may raise it too
+            if not self.on:
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             say_main(f"compile: {self.name} runs uncompiled ({reason[:160]})")
-            self._run = self.function
-            result = self._run(*arguments, **options)
-        self._trying = False  # it works, or never will: later errors are not the compiler's
-        return result
+            self.on, self._run = False, self.function
+        return self._run(*arguments, **options)

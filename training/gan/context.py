@@ -10,7 +10,7 @@ from torch import Tensor
 
 from duetgan.data.augment.transforms import draw_and_apply, to_float
 from duetgan.data.reading.loader import Batch
-from duetgan.models.gan import StyledGenerator
+from duetgan.models.gan import Alpha, StyledGenerator
 from duetgan.models.layers import upsample_fir
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.phases import phase
@@ -154,9 +154,7 @@ class Context:
     schedule_images: int  # over which scheduled settings reach their ends
 
     def __post_init__(self) -> None:
-        # growing networks change with every step of a fade: compiling them anew each time would not pay
-        setting = "off" if self.config.progressive.start is not None else self.config.compile
-        how: Any = {"setting": setting, "device": self.device}
+        how: Any = {"setting": self.config.compile, "device": self.device}
         self.synthesis = self.generator.synthesis if self.generator.has_styles else self.generator
         self._compiled_synthesis = Compiled(self.synthesis, "the generator", **how)
         self._compiled_hidden = Compiled(self.discriminator.hidden, "the discriminator", **how)
@@ -188,6 +186,11 @@ class Context:
             latents.labels[share.first : share.first + share.size] = torch.cat([images.labels for images in partners])
         return latents, self.draws.noise(*key, generator.noise_shapes(side))
 
+    def _alpha(self, stage: Stage, run: Any) -> Alpha:
+        """The stage's alpha, for `run`: in a compiled network a number would need a graph for every step of a fade."""
+        fading = stage.alpha < 1 and isinstance(run, Compiled) and run.on
+        return torch.full((), stage.alpha, device=self.device) if fading else stage.alpha
+
     def sample(
         self, latents: Latents, noise: list[Tensor], rows: slice, stage: Stage, *, compiled: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -197,7 +200,7 @@ class Context:
         """
         generator, maps = self.generator, [layer[rows] for layer in noise]
         run = self._compiled_synthesis if compiled else self.synthesis
-        grown = {"resolution": stage.resolution, "alpha": stage.alpha} if generator.can_grow else {}
+        grown = {"resolution": stage.resolution, "alpha": self._alpha(stage, run)} if generator.can_grow else {}
         if not generator.has_styles:
             labels = latents.labels[rows] if generator.classes else None
             return run(latents.z[rows], labels, noise=maps, **grown), None, None
@@ -216,7 +219,7 @@ class Context:
                 draws = self.ada.draw(share.step, name, share.stage.resolution, share.batch_size)
                 images = self.ada.apply(images, draws, rows)
         with self.precision.autocast():
-            hidden = run(images, alpha=share.stage.alpha) if self.generator.can_grow else run(images)
+            hidden = run(images, alpha=self._alpha(share.stage, run)) if self.generator.can_grow else run(images)
         features = self.discriminator.output(hidden)
         logits = self.discriminator.project(features, batch.labels)
         return DiscriminatorOutput(name, *batch, hidden, features, logits)

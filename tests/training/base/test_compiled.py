@@ -1,43 +1,137 @@
-"""torch.compile of a GAN: the same numbers, penalties that still reach the parameters, and a line where it fails."""
+"""torch.compile in training: graphs by step, the same numbers, penalties that still count, a line where it fails."""
 
 import functools
+import shutil
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
 
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.features.precision import full_float32
+from duetgan.models import layers
 from duetgan.training.base import compiled
 from duetgan.training.base.compiled import Compiled
-from tests.distributed.worker import GAN
+from duetgan.training.base.data import make_loader
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from tests.distributed.worker import ADA, GAN, LOSSES, TREES
 from tests.training.gan.test_steps import Run, folder  # noqa: F401  (a fixture)
 
+# torch's remarks on its own code, which as errors would be reasons to run uncompiled
+IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute:UserWarning")
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 CPU = torch.device("cpu")
 LOSS = {"r1_interval": 2, "path_length_weight": 2.0, "path_length_interval": 2, "mismatch_weight": 0.0}
+GROWTH: dict[str, Any] = {"progressive": {"start": 8, "fade_kimg": 0.024, "stable_kimg": 0.016}}
 
 
 @pytest.fixture
-def traced(monkeypatch):
-    """torch.compile without a C++ compiler: dynamo and autograd's tracing, run by eager kernels; counts its calls."""
-    calls = []
+def lower():
+    """What makes code of a graph: autograd's tracing, run by eager kernels."""
+    return aot_eager
+
+
+@pytest.fixture
+def traced(monkeypatch, lower):
+    """torch.compile without a C++ compiler: the initials of the networks for which graphs were made. Nothing is kept of
+    the runs before.
+    """
+    graphs: list[str] = []
     original = torch.compile
 
+    @functools.cache
+    def backend_of(name):
+        def backend(graph, inputs):
+            graphs.append(name)
+            return lower(graph, inputs)
+
+        return backend
+
     def count(function, **options):
-        calls.append(function)
-        return original(function, backend="aot_eager", **options)
+        network = type(getattr(function, "__self__", function)).__name__
+        name = next((word[0] for word in ("Generator", "Discriminator", "Classifier") if word in network), "?")
+        return original(function, backend=backend_of(name), **options)
 
     torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(layers, "_kept", {})
     monkeypatch.setattr(compiled.torch, "compile", count)
-    yield calls
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield graphs
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_compiled_phases_give_the_same_step(folder, traced):  # noqa: F811
+IMAGES = TREES["classifier"] | {"batch_size": 12, "evaluation": {"batch_size": 10}}  # of 32: no whole number of batches
+UNFREEZE = {"finetune": {"unfreeze": {"head": 0, "layer4": 2, "layer3": 4}}}
+# what trains -> the graphs that each of six steps makes, of (G)enerator, (D)iscriminator, (C)lassifier. D's graphs: of
+# samples for G (its parameters fixed), without a graph for G, and in its own step of samples and of images, which in
+# grey have other strides. Phases with a penalty, with one pass of D for both networks and with losses apart run eager.
+GRAPHS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "penalties lazy, one pass": (GAN | {"batch_size": 12}, ["G", "D", "", "", "", ""]),
+    "penalties in every step": (GAN | {"loss": {"r1_gamma": 1.0, "r1_interval": 1}}, ["G", "", "", "", "", ""]),
+    "losses apart": (GAN | {"loss": LOSSES | {"gradients_every": 1}}, ["D", "D", "", "", "", ""]),
+    "all losses": (GAN | {"loss": LOSSES}, ["DDG", "D", "", "", "", ""]),
+    "relativistic": (TREES["gan-pairs"], ["DG", "", "", "", "", ""]),
+    "ADA": (GAN | {"ada": ADA}, ["DDG", "", "", "", "", ""]),
+    "growth": (GAN | GROWTH, ["G", "D", "G", "D", "", "DG"]),
+    "R3GAN": (TREES["gan-r3gan"], ["DG", "", "", "", "", ""]),
+    "DCGAN": (TREES["gan-dcgan"], ["G", "D", "", "", "", ""]),
+    "mixup": (IMAGES | {"augment": {"mixup": 0.4, "cutmix": 1.0}}, ["C", "", "", "", "", ""]),
+    "unequal parts": (IMAGES | {"micro_batch": 5}, ["C", "", "", "", "", ""]),
+    "resizing": (IMAGES | {"resizing": {"initial_scale": 0.5}, "steps": 6}, ["C", "", "", "", "C", ""]),
+    "unfreezing": (IMAGES | UNFREEZE, ["C", "", "C", "", "C", ""]),
+}
+
+
+FAST = ("penalties lazy, one pass", "growth", "R3GAN", "DCGAN", "mixup", "unfreezing")  # the others take 15 s more
+
+
+def task_and_loader(folder, tree, **more):  # noqa: F811
+    tree = tree | {"data": {"path": str(folder / "data.lmdb"), "val_path": str(folder / "data.lmdb")}} | more
+    if tree.get("loss", {}).get("classifier"):
+        tree = tree | {"loss": tree["loss"] | {"classifier": str(folder / "classifier")}}
+    if tree["task"] == "gan":
+        tree = tree | {"evaluation": {"extractor": f"classifier:{folder / 'classifier'}", "n": 10, "batch_size": 4}}
+    config = build_run_config(tree, [], "test")
+    reader = Dataset(config.data.path)
+    return TASKS[tree["task"]].task(config, reader, reader, CPU), make_loader(config, reader, CPU)
+
+
+@pytest.mark.parametrize("lower", [lambda graph, _: graph], ids=["dynamo"])  # aot_eager takes thrice as long
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS]
+)
+def test_graphs_of_each_step(folder, traced, capsys, request, name):  # noqa: F811
+    """None breaks or is made again: not at an epoch's end, in a fade, after an evaluation with a short last batch."""
+    tree, expected = GRAPHS[name]
+    if tree["task"] == "classifier":
+        request.getfixturevalue("slim")
+    task, loader = task_and_loader(folder, tree, compile="on")
+    found = []
+    for step in range(len(expected)):
+        task.step(loader, step)
+        found.append("".join(sorted(traced)))
+        traced.clear()
+        if step == 2:
+            task.evaluate()
+            assert traced == []
+    assert found == expected
+    assert counters["stats"]["unique_graphs"] == sum(map(len, found))
+    assert dict(counters["graph_break"]) == {}
+    assert counters["frames"]["total"] == counters["frames"]["ok"]
+    assert "uncompiled" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), GROWTH], ids=["whole", "growing"])
+def test_compiled_phases_give_the_same_step(folder, traced, more):  # noqa: F811
     results = {}
     for setting in ("off", "on"):
-        run = Run(folder, GAN, loss=LOSS, compile=setting)
-        figures = [run.step() for _ in range(3)]
+        run = Run(folder, GAN, loss=LOSS, compile=setting, **more)
+        figures = [run.step() for _ in range(4)]
         results[setting] = figures, dict(run.task.generator.named_parameters())
-    assert len(traced) == 2
+    assert set(traced) == {"G", "D"}
     for plain, fast in zip(results["off"][0], results["on"][0], strict=True):
         assert plain.keys() == fast.keys()
         for name, value in plain.items():
@@ -46,7 +140,24 @@ def test_compiled_phases_give_the_same_step(folder, traced):  # noqa: F811
     assert results["on"][0][0]["loss/path_length"] > 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", ["growth", "resizing"])
+def test_inductors_code_gives_the_same_step(folder, capsys, name):  # noqa: F811
+    tree, expected = GRAPHS[name]
+    torch._dynamo.reset()
+    counters.clear()
+    figures = {}
+    for setting in ("off", "on"):
+        task, loader = task_and_loader(folder, tree, compile=setting)
+        figures[setting] = [task.step(loader, step) for step in range(len(expected))]
+    torch._dynamo.reset()
+    assert counters["stats"]["unique_graphs"] == sum(map(len, expected))
+    assert "uncompiled" not in capsys.readouterr().err
+    for plain, fast in zip(figures["off"], figures["on"], strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["r1", "path_length"])
 def test_a_penaltys_gradient_reaches_the_parameters_beside_a_compiled_network(folder, traced, kind):  # noqa: F811
     """Compiled modules once lost the higher-order graph in silence (pytorch issue 181581)."""
@@ -57,6 +168,48 @@ def test_a_penaltys_gradient_reaches_the_parameters_beside_a_compiled_network(fo
         run = Run(folder, GAN, loss=LOSS | more, compile="on")
         norms.append(run.step()[f"gradient_norm/{network}"])
     assert norms[1] > 1.05 * norms[0]
+
+
+def test_an_evaluation_puts_back_what_compiled_code_was_made_for():
+    """Another precision of matrix products once made every network be compiled anew after the first evaluation."""
+    backends: Any = torch.backends
+    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
+    for matmul in matmuls:
+        matmul.fp32_precision = "none"  # torch's default
+    with full_float32("cpu"):
+        assert [matmul.fp32_precision for matmul in matmuls] == ["ieee", "ieee"]
+    assert [matmul.fp32_precision for matmul in matmuls] == ["none", "none"]
+
+
+def test_a_compiled_network_has_no_second_derivative(traced):
+    """Why penalties run eager."""
+    x = torch.ones(2, requires_grad=True)
+    y = Compiled(lambda x: x**3, "x", setting="on", device=CPU)(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        slope.sum().backward()
+
+
+def test_more_graphs_than_torchs_own_limit_are_made(traced):
+    run = Compiled(lambda x: x + 1, "x", setting="on", device=CPU)
+    for size in range(2, 14):
+        run(torch.zeros(size))
+    assert traced == ["?"] * 12
+
+
+def test_a_shape_that_fails_later_runs_uncompiled(monkeypatch, capsys):
+    def small_only(function, **options):
+        def run(x):
+            if x > 1:
+                raise torch._dynamo.exc.TorchDynamoException("too large")
+            return function(x)
+
+        return run
+
+    monkeypatch.setattr(compiled.torch, "compile", small_only)
+    run = Compiled(lambda x: x + 1, "the generator", setting="on", device=CPU)
+    assert [run(1), run(2), run(3)] == [2, 3, 4]
+    assert capsys.readouterr().err.strip() == "compile: the generator runs uncompiled (too large)"
 
 
 def test_without_a_compiler_it_says_so_and_goes_on(monkeypatch, capsys):
