@@ -10,7 +10,7 @@ UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 
 WINGS := data explorer inference metrics models planning reporting studies training utils
 LINKS := $(addprefix duetgan/,$(WINGS))
 
-.PHONY: help setup quickstart test test-all fuzz lint format bench docs lock clean
+.PHONY: help setup quickstart test test-all fuzz lint format bench gpu gpu-bundle docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -73,6 +73,14 @@ format: $(STAMP) ## Sort imports and apply ruff's safe fixes
 bench: $(STAMP) ## Every benchmark; each prints its ratios as JSON
 	@set -e; for script in benchmarks/[a-z]*.py; do \
 		echo "== $$script"; $(BIN)/python $$script --json; done
+
+# where there is no .venv/, with the machine's own Python and what the bundle carries: no network is asked
+gpu: ## On a machine with GPUs: tests, waits, speed, CIFAR-10, NCCL (ONLY="waits presets"), into build/gpu/
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
+
+gpu-bundle: $(STAMP) ## Fill build/gpu-bundle/ for it (HAS=FILE its pip list, PY=3.12, CIFAR10=FOLDER, PEERS=FOLDER, LIMIT=60)
+	$(BIN)/python -m benchmarks.gpu.bundle $(if $(HAS),--has "$(HAS)") $(if $(PY),--py $(PY)) \
+		$(if $(CIFAR10),--cifar10 "$(CIFAR10)") $(if $(PEERS),--peers "$(PEERS)") $(if $(LIMIT),--limit $(LIMIT))
 
 docs: $(STAMP) ## The documentation as a site: build/site/index.html
 	$(BIN)/python docs/hooks.py

@@ -51,10 +51,9 @@ from duetgan.utils.script import run_cli
 Result = dict[str, float | int | str]
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-CPU = torch.device("cpu")
 RANKS = 2
 WARM_UP = 3  # steps before the first repeat; DDP arranges its buckets in the second
-CONTENDERS = {"ranks": RANKS, "by_hand": RANKS, "process": 1}  # processes
+CONTENDERS = ("ranks", "by_hand", "process")
 BUCKET_ELEMENTS = 25_000_000 // 4
 
 
@@ -106,16 +105,17 @@ class ByHandClassifier(ClassifierTask):
 class Trainer:
     """One process's task and loader."""
 
-    def __init__(self, recipe: str, packed: Path, *, by_hand: bool) -> None:
-        tune_malloc()  # as training does
+    def __init__(self, recipe: str, packed: Path, device: torch.device, *, by_hand: bool) -> None:
+        if device.type == "cpu":
+            tune_malloc()  # as training does
         config = build_run_config(read_yaml(recipe), [], recipe)
         task = TASKS[config.task].task
         if by_hand:
             updater.GradientExchange = ByHand  # type: ignore[assignment, misc]
             task = ByHandClassifier if config.task == "classifier" else task
         self.reader = Dataset(packed)
-        self.task = task(config, self.reader, None, CPU)
-        self.loader, self.at = make_loader(config, self.reader, CPU), 0
+        self.device, self.task = device, task(config, self.reader, None, device)
+        self.loader, self.at = make_loader(config, self.reader, device), 0
 
     def measure(self, count: int) -> float:
         """Seconds of `count` steps, from when all processes begin until all have ended."""
@@ -124,6 +124,8 @@ class Trainer:
         for _ in range(count):
             self.task.step(self.loader, self.at)
             self.at += 1
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         collectives.barrier()
         return time.perf_counter() - started
 
@@ -131,15 +133,15 @@ class Trainer:
 class Contender:
     """The processes that train together; they compute only while they are asked to."""
 
-    def __init__(self, recipe: str, packed: Path, name: str, threads: int) -> None:
+    def __init__(self, recipe: str, packed: Path, name: str, threads: int, ranks: int, device: str) -> None:
         context = multiprocessing.get_context("spawn")  # not forked: torch's threads are here
-        count, port = CONTENDERS[name], free_port()
+        count, port = 1 if name == "process" else ranks, free_port()
         self._ranks = []
         for rank in range(count):
             connection, other = context.Pipe()
             environment = {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            arguments = (other, recipe, packed, name == "by_hand", max(1, threads // count), environment)
+            environment |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            arguments = (other, recipe, packed, name == "by_hand", max(1, threads // count), environment, device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             other.close()
@@ -170,12 +172,19 @@ def free_port() -> int:
 
 
 def _serve(
-    connection: Connection, recipe: str, packed: Path, by_hand: bool, threads: int, environment: dict[str, str]
+    connection: Connection,
+    recipe: str,
+    packed: Path,
+    by_hand: bool,
+    threads: int,
+    environment: dict[str, str],
+    device: str,
 ) -> None:
     os.environ.update(environment)
     torch.set_num_threads(threads)
-    collectives.start(CPU)
-    trainer = Trainer(recipe, packed, by_hand=by_hand)
+    own = collectives.choose_device(device)
+    collectives.start(own)
+    trainer = Trainer(recipe, packed, own, by_hand=by_hand)
     with contextlib.suppress(EOFError):  # the other end was closed
         while True:
             connection.send(trainer.measure(connection.recv()))
@@ -183,7 +192,7 @@ def _serve(
 
 
 @contextlib.contextmanager
-def contenders(recipe: str, threads: int) -> Iterator[dict[str, Contender]]:
+def contenders(recipe: str, threads: int, ranks: int = RANKS, device: str = "cpu") -> Iterator[dict[str, Contender]]:
     """All of a task, on 1,024 random RGB images of 32 px in 10 classes."""
     found: dict[str, Contender] = {}
     with tempfile.TemporaryDirectory(prefix="distributed-") as folder:
@@ -192,7 +201,7 @@ def contenders(recipe: str, threads: int) -> Iterator[dict[str, Contender]]:
         pack_arrays(packed, images, labels=np.arange(1024) % 10, classes=[str(c) for c in range(10)])
         try:
             for name in CONTENDERS:
-                found[name] = Contender(recipe, packed, name, threads)
+                found[name] = Contender(recipe, packed, name, threads, ranks, device)
             yield found
         finally:
             for contender in found.values():

@@ -173,6 +173,7 @@ def checkout(tmp_path):
         ("fuzz", ".venv/bin/python -m tests.fuzz --minutes 60 --first 1000"),
         ("lint", ".venv/bin/mypy"),
         ("bench", "benchmarks/"),
+        ("gpu-bundle", ".venv/bin/python -m benchmarks.gpu.bundle"),
     ],
 )
 def test_make_target_makes_the_environment_first(checkout, target, command):
@@ -180,6 +181,15 @@ def test_make_target_makes_the_environment_first(checkout, target, command):
     assert command in plan
     assert "-m venv .venv" in plan
     assert plan.index("-r requirements-dev.lock") <= plan.index(command) or target == "setup"
+
+
+def test_make_gpu_needs_no_environment(checkout):
+    """A machine with GPUs may have no network: its own Python does, until there is an environment."""
+    assert dry_run(checkout, "gpu") == "python3 -m benchmarks.gpu \n"
+    stamp = checkout / ".venv" / ".installed"
+    stamp.parent.mkdir()
+    stamp.touch()
+    assert dry_run(checkout, "gpu") == ".venv/bin/python -m benchmarks.gpu \n"
 
 
 def test_environment_is_made_once_and_again_when_a_lock_changes(checkout):

@@ -47,6 +47,10 @@ class Memory:
         self.holders[key] += 1
         weakref.finalize(tensor, self._release, key, size)
 
+    def forget(self) -> None:
+        """The peak from now on."""
+        self.peak = self.allocated
+
     def _release(self, key: int, size: int) -> None:
         self.holders[key] -= 1
         if not self.holders[key]:
@@ -264,6 +268,7 @@ def install() -> None:
         "get_memory_info": lambda device=None: (limit - memory[_index(device)].allocated, limit),
         "max_memory_allocated": lambda device=None: memory[_index(device)].peak,
         "memory_allocated": lambda device=None: memory[_index(device)].allocated,
+        "reset_peak_memory_stats": lambda device=None: memory[_index(device)].forget(),
     }
     for name, function in says.items():
         setattr(torch.accelerator, name, function)

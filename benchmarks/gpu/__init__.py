@@ -1,0 +1,1 @@
+"""The first minutes on a GPU: `python -m benchmarks.gpu`, or `make gpu`. The command line is in `command`."""
