@@ -18,6 +18,7 @@ from duetgan.data.sources.base import ArraySource
 from duetgan.utils.distributed import collectives
 from duetgan.utils.script import run_cli
 from tests.slim import make as slim_make
+from tests.slim import no_curves
 
 # as many threads as a rank of a two-process run gets; tiny models are slower with more
 torch.set_num_threads(1)
@@ -47,7 +48,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
     if "reporting" not in request.path.parts:
-        monkeypatch.setattr("duetgan.reporting.charts._svg", lambda curves, *, log: "<svg></svg>")
+        monkeypatch.setattr("duetgan.reporting.charts._svg", no_curves)
 
 
 @pytest.fixture

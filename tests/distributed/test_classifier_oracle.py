@@ -1,7 +1,4 @@
-"""Ranks and micro-batches do not change what a slim classifier's training does, with all settings on, in float64.
-
-As a module it is one rank: `python -m tests.distributed.test_classifier_oracle OUT DATA VARIANT...`, see worker.
-"""
+"""Ranks and micro-batches do not change what a slim classifier's training does, with all settings on, in float64."""
 
 import sys
 from typing import Any
@@ -98,7 +95,3 @@ def norms(record: list[dict[str, Any]]) -> tuple[float, float]:
     """Of the first step's gradients: as it is told, before they are clipped, and as it is."""
     told = record[0]["metrics"]["gradient_norm/classifier"]
     return told, torch.stack([g.norm() for g in record[0]["gradients"].values()]).norm().item()
-
-
-if __name__ == "__main__":
-    worker.main(sys.argv[1], sys.argv[2], sys.argv[3:])

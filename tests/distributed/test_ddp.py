@@ -1,6 +1,5 @@
 """How gradients travel between two gloo ranks: where DDP goes wrong, compression, unfreezing, memory that runs out.
-
-As a module it is one rank: `python -m tests.distributed.test_ddp OUT DATA`, see worker. The classifiers are slim ones.
+The classifiers are slim ones.
 """
 
 import sys
@@ -23,12 +22,12 @@ from duetgan.training.engine.layer_log import over_ranks
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.gradients import GradientExchange
-from duetgan.utils.distributed.launch import launch
 from duetgan.utils.errors import UserError
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE
 from tests.distributed.worker import largest_difference
+from tests.end_to_end.ranks import together
 from tests.slim import slim_down
 
 BF16 = {"distributed": {"compress": "bf16"}}
@@ -54,8 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     result = {}
     for processes in (1, 2):
         out = folder / f"{processes}.pt"
-        command = ["-m", "tests.distributed.test_ddp", str(out), str(folder / "data.lmdb")]
-        assert launch(command, processes) == 0
+        together(be_a_rank, out, str(folder / "data.lmdb"), world=processes, output=out.with_suffix(".txt"))
         result[processes] = torch.load(out, weights_only=True)
     return result
 
@@ -200,10 +198,9 @@ def sizes_found(data: str) -> dict[str, Any]:
     return record
 
 
-def main(out: str, data: str) -> None:
+def be_a_rank(out: Path, data: str) -> None:
     slim_down()
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
     collectives.start(torch.device("cpu"))
     found: dict[str, Any] = {"classifier-thaw": worker.train("classifier-thaw", 0, data, STEPS), "logged": logged(data)}
     if collectives.world_size() > 1:
@@ -214,9 +211,5 @@ def main(out: str, data: str) -> None:
         found |= {f"exchanged {compress}": exchanged(compress) for compress in ("off", "bf16")}
         found |= {"sizes": sizes_found(data), "unused": unused(data)}
     if collectives.is_main():
-        torch.save(found, Path(out))
+        torch.save(found, out)
     collectives.stop()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

@@ -1,7 +1,4 @@
-"""Evaluation on several ranks and with several batch sizes gives the same figures, and shows the same images in order.
-
-As a module it is one rank: `python -m tests.distributed.test_evaluation OUT FOLDER`.
-"""
+"""Evaluation on several ranks and with several batch sizes gives the same figures, and shows the same images."""
 
 import hashlib
 import json
@@ -21,12 +18,10 @@ from duetgan.metrics.features.sets import RealFeatures
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.launch import launch
-from tests.conftest import REPOSITORY
 from tests.distributed import worker
 from tests.end_to_end.helpers import rows
-from tests.end_to_end.ranks import run
-from tests.faults.torchrun import SITE
+from tests.end_to_end.ranks import run, together
+from tests.faults.conftest import run_command
 from tests.metrics.conftest import classifier_run, gan_run, pack, read_json
 from tests.slim import slim_down
 
@@ -85,14 +80,13 @@ def classifier_figures(folder: Path, batch_size: int) -> dict[str, Any]:
     return found | {"seen": hashlib.sha256(logits.numpy().tobytes()).hexdigest(), "count": len(logits)}
 
 
-def main(out: str, folder: str) -> None:
+def be_a_rank(out: Path, folder: Path) -> None:
     slim_down()
-    torch.set_num_threads(1)
     collectives.start(torch.device("cpu"))
     found: dict[str, Any] = {}
     for size in BATCH_SIZES:
-        found[f"gan {size}"] = gan_figures(Path(folder), size)
-        found[f"classifier {size}"] = classifier_figures(Path(folder), size)
+        found[f"gan {size}"] = gan_figures(folder, size)
+        found[f"classifier {size}"] = classifier_figures(folder, size)
     Path(f"{out}.{collectives.rank()}").write_text(json.dumps(found))
     collectives.stop()
 
@@ -117,7 +111,7 @@ class Records(dict[int, list[dict[str, Any]]]):
 
     def __missing__(self, ranks: int) -> list[dict[str, Any]]:
         out = self.folder / f"{ranks}.json"
-        assert launch(["-m", "tests.distributed.test_evaluation", str(out), str(self.folder)], ranks) == 0
+        together(be_a_rank, out, self.folder, world=ranks, output=out.with_suffix(".txt"))
         self[ranks] = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
         return self[ranks]
 
@@ -170,18 +164,14 @@ def test_evaluation_in_training(folder: Path, task: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_the_script_on_two_processes_writes_what_one_does(
-    folder: Path, task: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{SITE}:{REPOSITORY}")
+def test_the_script_on_two_processes_writes_what_one_does(folder: Path, task: str, tmp_path: Path) -> None:
     more = ["--robustness", "--ood", str(folder / "train.lmdb")]
     if task == "gan":
         more = ["--extractor", "classifier,pixels", "--classifier", str(folder / "classifier")]
     found, told = {}, {}
     for ranks in (1, 2):
-        out = ["--checkpoint", str(folder / task), "--out", str(tmp_path / str(ranks)), "--json", "--device", "cpu"]
-        assert launch(["evaluate.py", *out, *more, "--procs", str(ranks)], 1) == 0
-        printed = capfd.readouterr()
+        out = ["--out", str(tmp_path / str(ranks)), "--json", "--device", "cpu", "--procs", str(ranks)]
+        printed = run_command("evaluate.py", "--checkpoint", folder / task, *out, *more).success()
         told[ranks] = json.loads(printed.out)
         found[ranks] = {path.name: path.read_bytes() for path in sorted((tmp_path / str(ranks)).iterdir())}
         assert printed.err.count("wrote metrics.json") == 1
@@ -189,7 +179,3 @@ def test_the_script_on_two_processes_writes_what_one_does(
     assert told[1] == told[2] == read_json(tmp_path / "2" / "metrics.json")
     assert found[1] == found[2]
     assert len(found[1]) == {"gan": 9, "classifier": 7}[task]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

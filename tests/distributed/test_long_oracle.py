@@ -1,6 +1,4 @@
-"""Twenty steps on 2 and 4 ranks, and over micro-batches, give the losses and weights of one process, in float64.
-
-As a module it is one rank: `python -m tests.distributed.test_long_oracle OUT DATA VARIANT...`, see worker. The
+"""Twenty steps on 2 and 4 ranks, and over micro-batches, give the losses and weights of one process, in float64. The
 classifiers are slim ones.
 """
 
@@ -12,11 +10,11 @@ import pytest
 import torch
 
 from duetgan.data.records import pack_arrays
-from duetgan.utils.distributed.launch import launch
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, untrained_classifier
 from tests.distributed.worker import largest_difference
+from tests.end_to_end.ranks import together
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
 
@@ -63,7 +61,7 @@ def records(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Reco
             out = folder / kind / f"{processes}.pt"
             chosen = [variant for variant in variants if variant.startswith(kind)]
             data = str(folder / kind / "data.lmdb")
-            assert launch(["-m", "tests.distributed.test_long_oracle", str(out), data, *chosen], processes) == 0
+            together(worker.record, __name__, out, data, chosen, STEPS, world=processes, output=out.with_suffix(".txt"))
             found[processes] |= torch.load(out, weights_only=True)
     return found
 
@@ -96,9 +94,3 @@ def test_unsynchronised_statistics_are_those_of_micro_batches(records: Records, 
     assert largest_difference(whole, ranks, part) < TOLERANCE
     everything = records[1]["classifier-everything:0"]
     assert largest_difference(everything, records[1][f"{LOCAL}:{BATCH // processes}"], "gradients") > 1e-6
-
-
-if __name__ == "__main__":
-    for tree in worker.TREES.values():
-        tree["steps"] = STEPS
-    worker.main(sys.argv[1], sys.argv[2], sys.argv[3:], STEPS)

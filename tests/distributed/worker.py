@@ -1,11 +1,8 @@
 """One rank of the oracle runs in float64: trains tiny tasks, classifiers being slim, and writes losses, gradients and
-weights of every step.
-
-`python -m tests.distributed.worker OUT DATA VARIANT...`; rank and world size come from the environment. A variant is
-`task:micro_batch`, micro_batch 0 being a process's whole share.
+weights of every step. A variant is `task:micro_batch`, micro_batch 0 being a process's whole share.
 """
 
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.launch import launch
+from tests.end_to_end.ranks import together
 from tests.slim import slim_down
 
 STEPS = 4
@@ -118,8 +115,8 @@ class Records(dict[int, dict[str, list[dict[str, Any]]]]):
         self.folder, self.module, self.variants = folder, module, variants
 
     def __missing__(self, processes: int) -> dict[str, list[dict[str, Any]]]:
-        out, data = self.folder / f"{processes}.pt", self.folder / "data.lmdb"
-        assert launch(["-m", self.module, str(out), str(data), *self.variants[processes]], processes) == 0
+        out, data, variants = self.folder / f"{processes}.pt", self.folder / "data.lmdb", self.variants[processes]
+        together(record, self.module, out, str(data), variants, world=processes, output=out.with_suffix(".txt"))
         self[processes] = torch.load(out, weights_only=True)
         return self[processes]
 
@@ -137,10 +134,13 @@ def largest_difference(a: list[dict[str, Any]], b: list[dict[str, Any]], part: s
     )
 
 
-def main(out: str, data: str, variants: list[str], steps: int | None = None) -> None:
+def record(module: str, out: Path, data: str, variants: list[str], steps: int | None = None) -> None:
+    """A rank; `module` adds to TREES when it is imported."""
+    importlib.import_module(module)
+    for tree in TREES.values():
+        tree["steps"] = steps or tree["steps"]
     slim_down()
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
     collectives.start(torch.device("cpu"))
     records = {}
     for variant in variants:
@@ -149,7 +149,3 @@ def main(out: str, data: str, variants: list[str], steps: int | None = None) -> 
     if collectives.is_main():
         torch.save(records, out)
     collectives.stop()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "duetgan.training.engine.run", "tests.slim", "tests.end_to_end.ranks"])
+SCRIPTS = {
+    **{f"{name}.py": name for name in ("train", "evaluate", "predict", "generate", "export")},
+    **{name: f"duetgan.{name}" for name in ("data.pack", "data.inspect")},
+}
+CONTEXT.set_forkserver_preload(
+    [*SCRIPTS.values(), "duetgan.training.engine.run", "torch._dynamo", "tests.slim", "tests.faults.forks"]
+)
 SECONDS = 900.0  # that anything may take before the test fails
 
 Notes = list[tuple[int, list[str]]]  # of one rank: where a global batch begins, and its samples' digests
@@ -78,6 +84,12 @@ def wait(processes: list[BaseProcess]) -> list[int | None]:
         process.kill()
         process.join()
     return codes
+
+
+def together(function: Callable[..., int | None], *arguments: Any, world: int, output: Path) -> None:
+    """`start`, to the end of all."""
+    codes = wait(start(function, *arguments, world=world, output=output))
+    assert set(codes) == {0}, (codes, *(printed(output, rank) for rank in range(world)))
 
 
 def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved: int = 1) -> int:

@@ -1,6 +1,5 @@
 """The commands a user gives, what they end with, and broken files to give them."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
 from tests.faults import inject
+from tests.faults.forks import Fork
 from tests.faults.torchrun import SITE
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SITE}:{REPOSITORY}"}
@@ -52,36 +52,22 @@ class Outcome:
 Command = Callable[..., Outcome]
 
 
+def run_command(*argv: str | Path) -> Outcome:
+    """`run_command("train.py", ...)` or `run_command("data.pack", ...)`, without the faults that are asked for."""
+    return ended(Fork(list(map(str, argv)), dict(os.environ) | {inject.VARIABLE: ""}))
+
+
 @pytest.fixture(scope="session")
-def command(tmp_path_factory):
-    """`command("train.py", ...)` or `command("data.pack", ...)`, in a fork that has imported everything."""
-    folder = tmp_path_factory.mktemp("server")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.server"],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
-
-    def run(*argv: str | Path) -> Outcome:
-        files = {name: str(folder / name) for name in ("out", "err")}
-        stdin.write(json.dumps({"argv": list(map(str, argv)), **files}) + "\n")
-        stdin.flush()
-        code = int(stdout.readline())
-        return Outcome(code, *(Path(files[name]).read_text() for name in ("out", "err")))
-
-    yield run
-    stdin.close()
-    process.wait(30)
-    stdout.close()
+def command() -> Command:
+    return run_command
 
 
-def start(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "subprocess.Popen[str]":
+def start(*argv: str | Path) -> Fork:
+    """The same with the faults that are asked for; it is not waited for."""
+    return Fork(list(map(str, argv)), dict(os.environ))
+
+
+def start_python(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "subprocess.Popen[str]":
     """The same in a process of its own, after `prefix`, such as a shell that changes what it may do."""
     script = ["-m", str(argv[0])] if str(argv[0]).startswith("data.") else [str(argv[0])]
     asked = {name: os.environ[name] for name in (inject.VARIABLE,) if name in os.environ}  # by this very test
@@ -96,11 +82,15 @@ def start(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "sub
     )
 
 
-def own_process(*argv: str | Path, **options: Any) -> Outcome:
-    """`start`, to its end."""
-    process = start(*argv, **options)
+def ended(process: "Fork | subprocess.Popen[str]") -> Outcome:
     out, err = process.communicate(timeout=300)
+    assert process.returncode is not None
     return Outcome(process.returncode, out, err)
+
+
+def own_process(*argv: str | Path, **options: Any) -> Outcome:
+    """`start`, or with any options `start_python`, to its end."""
+    return ended(start_python(*argv, **options) if options else start(*argv))
 
 
 def with_mounts(*mounts: str) -> list[str]:

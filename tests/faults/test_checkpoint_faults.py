@@ -16,6 +16,7 @@ import torch
 from duetgan.utils.checkpoint import file_sha256, load, newest_first, step_of
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import last, log_of, status
+from tests.faults import inject
 from tests.faults.conftest import ENVIRONMENT, Command, Outcome, own_process, with_mounts
 from tests.utils.checkpoint.files import damage
 
@@ -51,9 +52,10 @@ def test_fault_01_killed_while_writing(tmp_path, kills):
 
 
 @pytest.mark.parametrize("kind", ["kill-before-write", "kill-before-rename"])
-def test_fault_02_killed_before_the_rename(command, gan_recipe, tmp_path, kind):
+def test_fault_02_killed_before_the_rename(command, gan_recipe, tmp_path, kind, monkeypatch):
     run = tmp_path / "run"
-    killed = own_process(*gan_recipe, *QUIET, prefix=["env", f"DUET_FAIL_AT=0:4:{kind}"])
+    monkeypatch.setenv(inject.VARIABLE, f"0:4:{kind}")
+    killed = own_process(*gan_recipe, *QUIET)
     assert killed.code == -9, killed.err
     assert checkpoints(run) == [2]
     assert strangers(run) == ([".step-00000004.pt.tmp"] if kind == "kill-before-rename" else [])

@@ -15,7 +15,7 @@ from duetgan.data.decode import stored_image
 from duetgan.data.images import fit
 from duetgan.data.lmdb.reader import LMDBReader
 from tests.data.conftest import save
-from tests.faults.conftest import own_process, with_mounts
+from tests.faults.conftest import ended, own_process, start_python, with_mounts
 
 NOISE = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
 
@@ -60,7 +60,7 @@ sys.exit(run_cli(pack.main))
 
 def test_fault_17_full_map_grows(many, content_hash, tmp_path):
     path = tmp_path / "x.lmdb"
-    own_process("-c", SMALL_MAP, *packing(many, path)[1:]).success()
+    ended(start_python("-c", SMALL_MAP, *packing(many, path)[1:])).success()
     assert path.stat().st_size > 50 << 16
     own_process("data.inspect", path, "--verify", "--json").success()
     assert LMDBReader(path).meta.content_hash == content_hash
@@ -114,7 +114,7 @@ def test_fault_17_killed_while_packing(command, recipe, many, content_hash, tmp_
     """kill -9 instead of a call: at the first image, in the middle, around the last write and the rename."""
     folder = tmp_path / "packed"
     path = folder / "x.lmdb"
-    done = own_process("-c", KILLED, name, str(calls), *packing(many, path)[1:])
+    done = ended(start_python("-c", KILLED, name, str(calls), *packing(many, path)[1:]))
     assert done.code == -9, done.err
     if (name, calls) == ("fsync", 1):  # of the folder: the file is there, and whole
         assert names(folder) == ["x.lmdb"]
@@ -133,7 +133,7 @@ def test_fault_17_killed_while_a_file_is_replaced(command, many, content_hash, t
     path = tmp_path / "packed" / "x.lmdb"
     command(*packing(tmp_path / "photos", path)).success()
     before = path.read_bytes()
-    assert own_process("-c", KILLED, "replace", "0", *packing(many, path)[1:], "--overwrite").code == -9
+    assert ended(start_python("-c", KILLED, "replace", "0", *packing(many, path)[1:], "--overwrite")).code == -9
     assert path.read_bytes() == before
     command(*packing(many, path), "--overwrite").success()
     assert LMDBReader(path).meta.content_hash == content_hash

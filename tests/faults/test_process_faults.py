@@ -13,7 +13,7 @@ import pytest
 
 from tests.end_to_end.helpers import last, status
 from tests.faults import conftest, inject
-from tests.faults.conftest import Outcome
+from tests.faults.conftest import ended, start_python
 
 WAIT = 120  # seconds: these tests wait for what must come, on machines that may be busy
 LONG = ["--steps", "100000", "--evaluation.every", "0", "--log.samples-every", "0", "--checkpoint.every", "4"]
@@ -25,12 +25,12 @@ def run(tmp_path):
 
 @pytest.fixture
 def start(gan_recipe, monkeypatch):
-    """`start("--procs", "2", fail_at="1:3:kill")`: a tiny GAN's training as a process of its own, cleaned up."""
+    """`start("--procs", "2", fail_at="1:3:kill")`: a tiny GAN's training, cleaned up."""
     started = []
 
-    def begin(*more: str, fail_at: str = "") -> "subprocess.Popen[str]":
+    def begin(*more: str, fail_at: str = "", how: Callable[..., Any] = conftest.start) -> Any:
         monkeypatch.setenv(inject.VARIABLE, fail_at)
-        started.append(conftest.start(*gan_recipe, *LONG, *more))
+        started.append(how(*gan_recipe, *LONG, *more))
         return started[-1]
 
     yield begin
@@ -39,7 +39,7 @@ def start(gan_recipe, monkeypatch):
         process.communicate()
 
 
-def until(condition: Callable[[], Any], process: "subprocess.Popen[str] | None" = None) -> Any:
+def until(condition: Callable[[], Any], process: Any = None) -> Any:
     """What `condition` gives once it is true."""
     end = time.monotonic() + WAIT
     while not (found := condition()):
@@ -47,11 +47,6 @@ def until(condition: Callable[[], Any], process: "subprocess.Popen[str] | None" 
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
     return found
-
-
-def outcome(process: "subprocess.Popen[str]") -> Outcome:
-    out, err = process.communicate(timeout=WAIT)
-    return Outcome(process.returncode, out, err)
 
 
 def sign(run: Path, rank: int) -> dict[str, Any]:
@@ -80,7 +75,7 @@ def unlocked(run: Path) -> bool:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fault_04_a_killed_rank_ends_the_run(start, run, rank):
     """One line tells which; the others leave by themselves, the file of the run's state tells it too."""
-    found = outcome(start("--procs", "2", fail_at=f"{rank}:6:kill"))
+    found = ended(start("--procs", "2", fail_at=f"{rank}:6:kill"))
     assert found.code == 4
     found.error(f"rank {rank} was ended by SIGKILL", "the same command resumes")
     assert found.err.strip().splitlines()[-1].startswith("error: ")
@@ -92,7 +87,7 @@ def test_fault_04_a_killed_rank_ends_the_run(start, run, rank):
 
 def test_fault_05_a_stopped_rank_is_named(start, run):
     process = start("--procs", "2", "--distributed.timeout", "5", fail_at="1:6:stop")
-    found = outcome(process)
+    found = ended(process)
     found.error("rank 1 is stopped", "the same command resumes")
     assert found.code == 4
     assert "rank 1 is stopped" in status(run)["reason"]
@@ -102,7 +97,7 @@ def test_fault_05_a_stopped_rank_is_named(start, run):
 def test_fault_05_rank_0_stopped(start, run):
     """Rank 1 tells it, in its own name."""
     process = start("--procs", "2", "--distributed.timeout", "5", fail_at="0:6:stop")
-    found = outcome(process)
+    found = ended(process)
     assert "error on rank 1: rank 0 is stopped" in found.err
     assert "rank 0 is stopped" in status(run)["reason"]
 
@@ -116,7 +111,7 @@ def test_fault_06_07_a_signal_saves_and_leaves(start, command, gan_recipe, run, 
     until(lambda: saved(run), process)
     pids = [sign(run, rank)["pid"] for rank in range(processes)]
     process.send_signal(signal.Signals[name])
-    found = outcome(process)
+    found = ended(process)
     assert found.code == 3, found.err
     (line,) = [line for line in found.err.splitlines() if line.startswith("stopped: ")]
     assert name in line
@@ -134,7 +129,7 @@ def test_fault_08_a_signal_to_one_rank_only(start, run):
     process = start("--procs", "2")
     until(lambda: saved(run), process)
     os.kill(sign(run, 1)["pid"], signal.SIGTERM)
-    found = outcome(process)
+    found = ended(process)
     assert found.code == 3, found.err
     assert status(run, "state", "reason", "step") == ("stopped", "SIGTERM", last(run))
 
@@ -147,7 +142,7 @@ def test_fault_09_a_second_interrupt_leaves_at_once(start, run):
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert outcome(process).code == 128 + signal.SIGINT
+    assert ended(process).code == 128 + signal.SIGINT
     assert last(run) == 4
     assert unlocked(run)
 
@@ -157,14 +152,14 @@ def test_fault_32_a_killed_launcher(start, command, run, gan_recipe, launcher):
     """It leaves nobody behind, and the lock is free."""
     if launcher == "torchrun":
         gan_recipe[:0] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    process = start(*([] if launcher == "torchrun" else ["--procs", "2"]))
+    process = start(how=start_python) if launcher == "torchrun" else start("--procs", "2")
     until(lambda: saved(run) and sign(run, 1), process)
     pids = [sign(run, rank)["pid"] for rank in range(2)]
     assert process.pid not in pids
     process.kill()
     until(lambda: not any(alive(pid) for pid in pids))
     process.communicate()
-    assert unlocked(run)
+    until(lambda: unlocked(run))  # when their last thread has gone
     step = last(run)
     del gan_recipe[: gan_recipe.index("train.py")]
     command(*gan_recipe, *LONG, "--max-steps", str(step + 1)).success()
@@ -174,10 +169,10 @@ def test_fault_32_a_killed_launcher(start, command, run, gan_recipe, launcher):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_signal_before_the_first_step(start, run, processes):
     """Nothing is there to be saved; a scheduler that queues the job again at exit code 3 does so."""
-    process = start("--procs", str(processes))
-    time.sleep(0.7)
+    process = start("--procs", str(processes), how=start_python)
+    time.sleep(0.7)  # while torch is imported
     process.send_signal(signal.SIGTERM)
-    done = outcome(process)
+    done = ended(process)
     assert (done.code, saved(run)) == (3, False)
     (line,) = [line for line in done.err.splitlines() if line.startswith(("stopped", "error"))]
     assert line.startswith("stopped: SIGTERM")
@@ -201,7 +196,7 @@ def test_what_a_person_sees_of_a_run(start, command, gan_recipe, run):
     until(lambda: (run / "status.json").exists() and status(run)["step"] >= 8, process)
     assert status(run)["state"] == "running"
     process.send_signal(signal.SIGINT)
-    done = outcome(process)
+    done = ended(process)
     assert done.code == 3
     assert "SIGINT: saving after this step" in done.err
     assert not (run / "heartbeat").exists()

@@ -20,7 +20,7 @@ from duetgan.utils.distributed.launch import AGAIN
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, status, write_config
 from tests.faults import inject
-from tests.faults.conftest import ENVIRONMENT, Outcome, own_process, start
+from tests.faults.conftest import ENVIRONMENT, Outcome, ended, own_process, start_python
 from tests.faults.test_data_faults import repacked
 
 SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "1"]
@@ -188,7 +188,7 @@ def test_the_seed_of_pythons_hashes_does_not_matter(gan_recipe, tmp_path, monkey
     """The order of sets of strings depends on it; a training does not."""
     for seed in ("1", "2"):
         monkeypatch.setitem(ENVIRONMENT, "PYTHONHASHSEED", seed)
-        own_process(*gan_recipe, "--run-dir", tmp_path / seed, *SHORT).success()
+        ended(start_python(*gan_recipe, "--run-dir", tmp_path / seed, *SHORT)).success()
     assert differing(state_of(tmp_path / "1", 8), state_of(tmp_path / "2", 8)) == []
 
 
@@ -247,7 +247,7 @@ def test_a_wrong_option_is_told_before_processes_start(trained):
 
 
 def test_a_signal_ends_all_processes_of_evaluate(trained, tmp_path):
-    process = start("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
+    process = start_python("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
     time.sleep(1)  # while torch is imported
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
