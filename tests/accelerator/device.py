@@ -1,5 +1,6 @@
 """The device: its tensors, what they refuse, what is waited for, what is allocated. See the package's docstring."""
 
+import ctypes
 import linecache
 import sys
 import threading
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from tests.accelerator import autocast
 
@@ -27,6 +28,8 @@ NUMPY = "can't convert sim device type tensor to numpy. Use Tensor.cpu() to copy
 waits: Counter[str] = Counter()  # by source line of the program
 float64 = True  # False: refused, as MPS does
 limit = BYTES  # bytes of each device
+_library = torch.library.Library("aten", "IMPL")
+_kept: list[Any] = []  # for good
 
 
 class Memory:
@@ -87,6 +90,10 @@ class Sim(torch.Tensor):
     def tolist(self) -> Any:
         _wait("tolist")
         return self.detach().inner.tolist()
+
+    def new_tensor(self, data: Any, **how: Any) -> torch.Tensor:
+        """In place of C++, which asks the guard for the current device."""
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **how})
 
     def numpy(self, **_: Any) -> Any:
         raise TypeError(NUMPY)
@@ -203,7 +210,7 @@ class Mode(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
-class _Module(_DummyBackendModule):
+class _Module(backend_registration._DummyBackendModule):
     """`torch.sim`."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -254,7 +261,11 @@ class _Ordered:
 
 def install() -> None:
     """Make `sim` this process's accelerator, once and for the rest of it; threads begin in `Mode`."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    guard = backend_registration._DummyDeviceGuard()
+    _tell_count(guard)
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), device_guard=guard)
+    for operation, function in ((aten.empty_strided.default, _empty_strided), (aten._copy_from.default, _copy_from)):
+        _library.impl(operation, function, "PrivateUse1")
     autocast.register()
     says: dict[str, Callable[..., Any]] = {
         "current_accelerator": lambda check_available=False: torch.device(NAME),
@@ -284,6 +295,32 @@ def install() -> None:
             run(thread)
 
     threading.Thread.run = within
+
+
+def _tell_count(guard: Any) -> None:
+    """Autograd has a queue of work for each device that the guard tells of. One made in Python tells of one device
+    and lets nobody say otherwise: `deviceCount` is replaced in the table of its C++ object's virtual functions.
+    """
+    place = ctypes.c_void_p.from_address(id(guard) + object.__basicsize__).value  # pybind11's first field
+    table, function = ctypes.c_void_p.from_address(place), ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)
+    before = 2  # entries that describe the type
+    slots = (ctypes.c_void_p * 32)(*(ctypes.c_void_p * 32).from_address(table.value - before * 8))
+    number = before + 15  # c10/core/impl/DeviceGuardImplInterface.h
+    assert function(slots[number])(place) == 1, "this torch has another order of virtual functions"
+    counting = function(lambda _: COUNT)
+    slots[number] = ctypes.cast(counting, ctypes.c_void_p).value
+    table.value = ctypes.addressof(slots) + before * 8
+    _kept.extend([guard, slots, counting])
+
+
+def _empty_strided(size: Any, stride: Any, **how: Any) -> torch.Tensor:
+    """Of an index or a list that C++ copies to the device where no mode sees it."""
+    return Sim(torch.empty_strided(size, stride, dtype=how.get("dtype")), _index(how["device"]))
+
+
+def _copy_from(source: torch.Tensor, target: Sim, non_blocking: bool = False) -> torch.Tensor:
+    _wait("_copy_from")
+    return target.inner.copy_(_inner(source))
 
 
 def _from_data(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,0 +1,192 @@
+"""The commands on `sim:1`, in a process of their own: `python -m tests.accelerator.commands FOLDER NAME...` prints a
+JSON object.
+
+FOLDER holds train.lmdb and test.lmdb. A GAN and a classifier are trained on the CPU; each command runs there and on the
+device, whose neighbour `sim:0` must stay empty, and leaves the same files and words.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from werkzeug.test import Client
+
+import evaluate
+import export
+import generate
+import predict
+from duetgan.data.images import encode
+from duetgan.data.reading.dataset import Dataset
+from duetgan.explorer import generator as of_generator
+from duetgan.explorer.app import App
+from duetgan.explorer.runs import open_runs
+from duetgan.explorer.worker import Worker
+from duetgan.inference import influence
+from duetgan.inference.editing import Editor
+from duetgan.inference.settings import EditConfig, ProjectionConfig
+from duetgan.metrics.features import extractors
+from duetgan.models.backbones import base
+from duetgan.reporting import charts
+from duetgan.utils.script import run_cli
+from tests import slim
+from tests.accelerator import device
+from tests.end_to_end.helpers import contents, train_in_process, write_config
+
+PLACE = "sim:1"
+QUIET = ["--log.samples-every", "0", "--evaluation.every", "0"]
+BETWEEN = {"first": "Sandal", "last": "Sneaker"}  # classes that the classifier names, after its few steps
+GAN, CLASSIFIER = "--checkpoint {gan}", "--checkpoint {classifier}"
+FP32 = "--precision fp32"  # auto is another one on an accelerator
+FAST = "--repeats 1 --n 20 --json"  # of an export's check
+
+# name -> the command's main, and what it is given; {out} is a folder, and the device goes last
+COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
+    "evaluate-gan": (
+        evaluate.main,
+        f"{GAN} --out {{out}} --classifier {{classifier}} --extractor classifier,pixels"
+        " --n 40 --per-class 4 --searched 60 --batch-size 16 --json",
+    ),
+    "audit": (evaluate.main, f"{GAN} --out {{out}} --audit --extractor pixels"),
+    "evaluate-classifier": (
+        evaluate.main,
+        f"{CLASSIFIER} --out {{out}} --n 20 --batch-size 10 --robustness --ood {{train}} --tta shift --json",
+    ),
+    "grid": (generate.main, f"grid {GAN} --out {{out}}/grid.png --truncation-psi 0.7"),
+    "truncation": (generate.main, f"truncation {GAN} --out {{out}}/rows.png --n 3"),
+    "mix": (generate.main, f"mix {GAN} --out {{out}}/mix.png --n 2 --layers 1-2"),
+    "interpolate": (generate.main, f"interpolate {GAN} --out {{out}}/film.gif --n 2 --frames 3"),
+    "dataset": (generate.main, f"dataset {GAN} --out {{out}}/some.lmdb --n 20"),
+    "project": (
+        generate.main,
+        f"project {GAN} --image {{image}} --out {{out}}/near.png --save {{out}}/near.safetensors"
+        " --features pixels --steps 3 --noise-mode optimise",
+    ),
+    "edit": (
+        generate.main,
+        f"edit {GAN} --classifier {{classifier}} --from {{first}} --to {{last}} --samples 4 --n 2"
+        " --out {out}/edit.png",
+    ),
+    "predict": (predict.main, f"{{test}} {CLASSIFIER} --csv {{out}}/answers.csv --tta flip --fold {FP32}"),
+    "gradcam": (predict.main, f"{{image}} {CLASSIFIER} --gradcam {{out}}/maps --json {FP32}"),
+    "influence": (
+        influence.main,
+        f"{CLASSIFIER} --data {{train}} --image {{image}} --out {{out}}/spoke.png --json",
+    ),
+    "mislabelled": (
+        influence.main,
+        f"{CLASSIFIER} --data {{train}} --mislabelled --by self-influence --out {{out}}/wrong.png --json",
+    ),
+    "export-weights": (export.main, f"{GAN} --format safetensors --out {{out}}/gan.safetensors {FAST}"),
+    "export-program": (export.main, f"{CLASSIFIER} --format torch-export --out {{out}}/classifier.pt2 {FAST}"),
+}
+
+
+def runs(folder: Path) -> dict[str, str]:
+    """What the commands are given: a run of each task, images, two classes."""
+    given = {"train": str(folder / "train.lmdb"), "test": str(folder / "test.lmdb"), "image": str(folder / "image.png")}
+    for task in ("gan", "classifier"):
+        given[task] = str(folder / task)
+        config = write_config(folder / f"{task}.yaml", task, folder)
+        if code := train_in_process(config, folder / task, "--device", "cpu", *QUIET, "--checkpoint.keep", "2"):
+            raise RuntimeError(f"training of the {task}: exit code {code}")
+    with Dataset(folder / "test.lmdb") as images:
+        (folder / "image.png").write_bytes(encode(np.moveaxis(images[0][0], 0, -1).copy(), "png"))
+    return given | BETWEEN
+
+
+def ran(folder: Path, name: str, given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
+    """What a command prints, and its files; on both devices its folder has the same name."""
+    main, template = COMMANDS[name]
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        argv = [each.format(out=out, **given) for each in template.split()]
+        code = run_cli(main, argv if main is export.main else [*argv, "--device", where])
+    if code:
+        raise RuntimeError(f"{name} on {where}: exit code {code}")
+    words, files = printed.getvalue(), {name: _lasting(name, content) for name, content in contents(out).items()}
+    if main is export.main:
+        words = str({key: value for key, value in json.loads(words).items() if key != "rows"})  # these are times
+    return words, files
+
+
+def _lasting(name: str, content: bytes) -> bytes:
+    """What two runs of a command have in common: a .safetensors file names its tensors in any order."""
+    if name == "command.txt" or name.endswith(".pt2"):  # which device it was; a zip file with the time
+        return b""
+    if not name.endswith(".safetensors"):
+        return content
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.dumps(json.loads(content[8:end]), sort_keys=True).encode() + content[end:]
+
+
+def explored(given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
+    """What the explorer answers to a question of each kind."""
+    shown = open_runs([given["gan"], given["classifier"]], which="last", device=torch.device(where))
+    worker = Worker()
+    client, image = Client(App(shown, worker, data=given["train"])), Path(given["image"]).read_bytes()
+    two = {"run": 0, "class_a": given["first"], "seed_a": 3, "class_b": given["last"], "seed_b": 4}
+    edit = {"run": 0, "class": given["first"], "seed": 1, "by": 1, "target": given["last"]}
+    answers = [
+        client.get("/api/runs"),
+        client.get("/api/draw", query_string={"run": 0, "class": given["first"], "seed": 1, "count": 3, "psi": 0.5}),
+        client.get("/api/mix", query_string={**two, "layers": "0-1"}),
+        client.get("/api/walk", query_string=two),
+        client.get("/api/edit", query_string=edit),
+        client.get("/api/compare", query_string={"a": 0, "b": 1}),
+        client.post("/api/name", query_string={"run": 1}, data=image),
+        client.post("/api/spoke", query_string={"run": 1}, data=image),
+        client.post("/api/nearest", query_string={"run": 0}, data=image),
+    ]
+    worker.end()
+    if refused := [answer.text for answer in answers if answer.status_code != 200]:
+        raise RuntimeError(f"the explorer on {where}: {refused}")
+    return "", {answer.request.path: answer.data for answer in answers}
+
+
+def compared(run: Callable[[str], tuple[str, dict[str, bytes]]]) -> dict[str, Any]:
+    """A command on both: what differs, the waits by source line, what each device has allocated at most."""
+    words, files = run("cpu")
+    before = device.waits.copy()
+    for memory in device.memory:
+        memory.peak = memory.allocated
+    start = [memory.peak for memory in device.memory]
+    there, others = run(PLACE)
+    differing = [file for file in sorted(files.keys() | others.keys()) if files.get(file) != others.get(file)]
+    if words != there:
+        differing.append("what is printed")
+    return {
+        "differing": differing,
+        "files": len(files),
+        "bytes": [memory.peak - least for memory, least in zip(device.memory, start, strict=True)],
+        "waits": dict(device.waits - before),
+    }
+
+
+def main(folder: Path, names: list[str]) -> None:
+    base.make, charts._svg = slim.make, lambda curves, *, log: "<svg></svg>"  # small classifiers, no curves
+    extractors.PLACES = ()  # type: ignore[assignment]  # no ResNet-50, wherever its weights lie
+    of_generator.SEARCH = ProjectionConfig(steps=3)
+    of_generator.Editor = partial(Editor, config=EditConfig(samples=4))  # type: ignore[misc,assignment]
+    device.install()
+    result: dict[str, Any] = {}
+    with device.Mode():
+        given = runs(folder)
+        for name in names:
+            run = explored if name == "explorer" else partial(ran, folder, name)
+            result[name] = compared(partial(run, given))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
