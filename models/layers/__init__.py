@@ -157,11 +157,11 @@ _kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would be copie
 
 def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
     """Depthwise kernel [channels, 1, k, k]: the outer product of k taps, sum `gain`, in `like`'s dtype and device."""
-    return _kernel(gain, taps, like.dtype, like.device).expand(channels, 1, -1, -1)
+    return constant_kernel(gain, taps, like.dtype, like.device).expand(channels, 1, -1, -1)
 
 
-@torch.compiler.assume_constant_result  # a graph that makes or looks for it fails, or is made again at the next call
-def _kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, 1, k, k]. No graph of torch.compile may make it or look for it (training/base/compiled.py)."""
     key = (gain, taps, dtype, device)
     kernel = _kept.get(key)
     if kernel is None:

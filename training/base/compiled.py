@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
+from duetgan.models import layers
 from duetgan.utils.runlog.run_log import say_main
 
 CompileSetting = Literal["auto", "on", "off"]
@@ -28,16 +28,17 @@ class Compiled:
         self.function, self.name = function, name
         self.on = setting == "on" or (setting == "auto" and device.type != "cpu")
         if self.on:  # what is beyond the limit would run uncompiled in silence
+            torch.compiler.assume_constant_result(layers.constant_kernel)
             torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-        self._run = torch.compile(function, dynamic=False) if self.on else function
+            self._run = torch.compile(function, dynamic=False)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if not self.on:
+            return self.function(*arguments, **options)
         try:
             return self._run(*arguments, **options)
-        except TorchDynamoException as error:  # InductorError is one of them; a later shape may raise it too
-            if not self.on:
-                raise
+        except torch._dynamo.exc.TorchDynamoException as error:  # InductorError too; a later shape may raise it
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             say_main(f"compile: {self.name} runs uncompiled ({reason[:160]})")
-            self.on, self._run = False, self.function
-        return self._run(*arguments, **options)
+            self.on = False
+        return self.function(*arguments, **options)
