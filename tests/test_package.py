@@ -20,6 +20,7 @@ from duetgan.__main__ import COMMANDS, line, usage
 from duetgan.data.pack import pack
 from duetgan.data.sources import open_source
 from duetgan.utils.config.recipes import recipe_file
+from tests.faults.conftest import run_command
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
@@ -124,21 +125,6 @@ def test_what_is_wrong_is_one_line(site, mine, arguments, told):
     assert told in done.stderr
 
 
-def test_the_library_loads_checkpoints_and_leaves_the_users_modules_alone(site, mine, things):
-    body = f"""
-import sys
-import duetgan
-assert "torch" not in sys.modules
-import torch
-classifier, generator = duetgan.load_classifier("runs/classifier"), duetgan.load_generator("runs/gan")
-assert not set({OURS!r}) & set(sys.modules)
-print(classifier(torch.zeros(2, 1, 8, 8)).shape, generator.sample(2).images.shape)
-"""
-    (mine / "runs").symlink_to(things / "runs")
-    done = python(site, mine, "-c", body)
-    assert done.stdout == "torch.Size([2, 3]) torch.Size([2, 1, 8, 8])\n", done.stderr
-
-
 @pytest.fixture(scope="module")
 def things(tmp_path_factory):
     """What the examples of docs/library.md name: runs, photos, a folder of classes and a packed file."""
@@ -157,15 +143,31 @@ def things(tmp_path_factory):
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+PROGRAM = f"""
+import json, sys
+import duetgan
+assert "torch" not in sys.modules
+import torch
+classifier, generator = duetgan.load_classifier("runs/classifier"), duetgan.load_generator("runs/gan")
+assert not set({OURS!r}) & set(sys.modules)
+print(classifier(torch.zeros(2, 1, 8, 8)).shape, generator.sample(2).images.shape)
+for number, text in enumerate(json.loads(sys.argv[1])):
+    print("example")
+    exec(compile(text, f"example {{number}}", "exec"), {{"__name__": "__main__"}})
+"""
+
+
 @pytest.mark.parametrize("where", ["checkout", "wheel"])
-def test_the_examples_of_the_librarys_page_run(number, where, request, things, mine):
+def test_the_library_and_the_examples_of_its_page_leave_the_users_modules_alone(where, request, things, mine):
     for name in ("runs", "photos", "folder", "photos.lmdb"):
         (mine / name).symlink_to(things / name)
     place = ROOT if where == "checkout" else request.getfixturevalue("site")
-    done = python(place, mine, "-W", "error", "-P", "-c", EXAMPLES[number])
+    done = python(place, mine, "-W", "error", "-P", "-c", PROGRAM, json.dumps(EXAMPLES))
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    shapes, *printed = done.stdout.split("example\n")
+    assert shapes == "torch.Size([2, 3]) torch.Size([2, 1, 8, 8])\n"
+    assert len(printed) == len(EXAMPLES) > 0
+    assert all(printed)
 
 
 EXTENSION = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```\n\n```bash\nduet (.*?)^```", re.DOTALL | re.MULTILINE)
@@ -174,10 +176,10 @@ TINY = "--steps 2 --batch-size 4 --data.path photos.lmdb --data.val-path null --
 
 
 @pytest.mark.parametrize(("file", "text", "command"), EXTENSIONS, ids=[file for file, _, _ in EXTENSIONS])
-def test_the_examples_of_own_code_run(file, text, command, site, things, mine):
+def test_the_examples_of_own_code_run(file, text, command, things, tmp_path):
     for name in ("runs", "photos.lmdb", "grey.lmdb"):
-        (mine / name).symlink_to(things / name)
-    (mine / file).write_text(text)
+        (tmp_path / name).symlink_to(things / name)
+    (tmp_path / file).write_text(text)
     arguments = shlex.split(command.replace("\\\n", ""))
     if arguments[0] == "train":
         arguments += shlex.split(TINY)
@@ -185,9 +187,9 @@ def test_the_examples_of_own_code_run(file, text, command, site, things, mine):
         arguments += ["--run-dir=run", *(["--evaluation.n=4"] if gan else ["--model.input-size=null"])]
     if arguments[0] == "evaluate":
         arguments += ["--data", "grey.lmdb", "--out", "eval"]
-    duet(site, mine, *arguments)
+    run_command(COMMANDS[arguments[0]][0].removeprefix("duetgan."), *arguments[1:], folder=tmp_path).success()
     if arguments[0] == "evaluate":
-        assert json.loads((mine / "eval" / "metrics.json").read_text())["brightness"]
+        assert json.loads((tmp_path / "eval" / "metrics.json").read_text())["brightness"]
 
 
 def test_every_command_is_a_script_and_no_name_but_ours_is_declared():

@@ -52,9 +52,9 @@ class Outcome:
 Command = Callable[..., Outcome]
 
 
-def run_command(*argv: str | Path) -> Outcome:
+def run_command(*argv: str | Path, folder: Path = REPOSITORY) -> Outcome:
     """`run_command("train.py", ...)` or `run_command("data.pack", ...)`, without the faults that are asked for."""
-    return ended(Fork(list(map(str, argv)), dict(os.environ) | {inject.VARIABLE: ""}))
+    return ended(Fork(list(map(str, argv)), dict(os.environ) | {inject.VARIABLE: ""}, folder))
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from duetgan.utils.distributed import launch
 from duetgan.utils.script import exit_cli
+from tests.conftest import REPOSITORY
 from tests.end_to_end.ranks import CONTEXT, SCRIPTS
 from tests.faults import inject
 from tests.slim import slim_down
@@ -59,11 +60,12 @@ class Rank:
         self.send_signal(signal.SIGKILL)
 
 
-def begin(argv: Sequence[str], files: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def begin(argv: Sequence[str], files: Sequence[str], environment: Mapping[str, str], folder: Path) -> NoReturn:
     """In the fork: classifiers are slim, reports have no curves, and faults are put in if some are asked for."""
     gc.freeze()  # or the collector would copy the memory of all that was imported
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+    os.chdir(folder)
     slim_down()
     if environment.get(inject.VARIABLE):
         inject.install(setattr)
@@ -74,11 +76,11 @@ def begin(argv: Sequence[str], files: Sequence[str], environment: Mapping[str, s
 class Fork:
     """A started command, with what the tests use of a `subprocess.Popen`."""
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.files = [str(Path(self.folder.name) / name) for name in ("out", "err")]
         self.told: tuple[str, str] | None = None
-        process: Any = CONTEXT.Process(target=begin, args=(argv, self.files, environment))
+        process: Any = CONTEXT.Process(target=begin, args=(argv, self.files, environment, folder))
         process.start()
         self.process, self.pid = process, int(process.pid)
 

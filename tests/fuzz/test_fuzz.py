@@ -1,6 +1,7 @@
 """Mutated files end in a result or in a line, and the fuzzers notice where they do not.
 
-A minute's cases, or DUET_FUZZ_SECONDS=N seconds of them. The seeds are fixed; `python -m tests.fuzz` tries others.
+A few cases of each kind, in `make test-all` more, or DUET_FUZZ_SECONDS=N seconds of them. The seeds are fixed;
+`python -m tests.fuzz` tries others.
 """
 
 import json
@@ -20,20 +21,19 @@ from tests.fuzz.kinds import KINDS
 from tests.fuzz.sandbox import LINES, MEMORY, Outcome
 
 SECONDS = os.environ.get("DUET_FUZZ_SECONDS")
-SEEDS = 15  # of each kind in `make test`; as many as the time allows where DUET_FUZZ_SECONDS is given
 # cases known to break the promise, and why; an entry goes when it is mended
 OPEN: dict[tuple[str, int], str] = {}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+@pytest.fixture(scope="module", params=[5, pytest.param(20, marks=pytest.mark.slow)])  # seeds of each kind
+def found(tmp_path_factory, request):
     """What `python -m tests.fuzz` wrote: the cases that were tried and those that broke the promise."""
     result = tmp_path_factory.mktemp("fuzz") / "result.json"
     known = ",".join(f"{kind}:{seed}" for kind, seed in OPEN)
-    count = [] if SECONDS else ["--count", str(SEEDS)]
-    command = ["-m", "tests.fuzz", "--minutes", str(float(SECONDS or 60) / 60), "--first", "0", "--also", known, *count]
+    count = [] if SECONDS else ["--count", str(request.param)]
+    command = ["-m", "tests.fuzz", "--minutes", str(float(SECONDS or 200) / 60), "--first", "0", *count]
     done = subprocess.run(
-        [sys.executable, *command, "--json", str(result)],
+        [sys.executable, *command, "--also", known, "--json", str(result)],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

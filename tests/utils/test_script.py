@@ -58,7 +58,7 @@ def test_a_refusal_keeps_its_exit_code(streams: str) -> None:
     assert (code, out, told.count("\n")) == (2, "", int("2>" not in streams))
 
 
-@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", pytest.param(">/dev/full 2>/dev/full", marks=pytest.mark.slow)])
 def test_training_and_packing_need_no_stream(tmp_path: Path, packed: Path, streams: str) -> None:
     """Files do not get the numbers of closed streams: what is printed would end in them."""
     recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"

@@ -141,21 +141,22 @@ def test_a_run_that_adapted_is_repeated_from_its_record(recipe, tmp_path, changi
 def test_the_number_is_recorded_and_kept_and_another_one_is_told(recipe, tmp_path, others, monkeypatch, capsys):
     """M3: a resume on a machine that would choose otherwise goes on in the run's number, to the bit."""
     config, run, straight = recipe("gan"), tmp_path / "run", tmp_path / "straight"
-    assert train_in_process(config, straight) == 0
-    assert train_in_process(config, run, "--max-steps", "4") == 0
+    short = ["--steps", "4", "--evaluation.every", "0", "--log.samples-every", "0"]
+    assert train_in_process(config, straight, *short) == 0
+    assert train_in_process(config, run, *short, "--max-steps", "2") == 0
     assert read_yaml(run / "config.yaml")["threads"] == 2
     others.take = 1.0
     monkeypatch.setenv(threads.GIVEN, "1")
     torch.set_num_threads(1)
     capsys.readouterr()
-    assert train_in_process(config, run) == 0
+    assert train_in_process(config, run, *short) == 0
     assert "config changed" not in capsys.readouterr().err
     assert torch.get_num_threads() == 2
-    assert differing(state_of(straight, 8), state_of(run, 8)) == []
-    assert train_in_process(config, run, "--threads", "1", "--steps", "10") == 0
+    assert differing(state_of(straight, 4), state_of(run, 4)) == []
+    assert train_in_process(config, run, *short, "--threads", "1", "--steps", "6") == 0
     told = "config changed since the last start: threads was 2, is 1; not the same to the bit from here on"
     assert told in capsys.readouterr().err
-    assert state_of(run, 10)["loop"]["threads"] == {0: 2, 8: 1}
+    assert state_of(run, 6)["loop"]["threads"] == {0: 2, 4: 1}
 
 
 def test_a_busy_start_is_told_and_takes_fewer(recipe, tmp_path, others, capsys):

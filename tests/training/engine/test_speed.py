@@ -38,6 +38,7 @@ from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import TASKS, check_same, differing, state_of, train_in_process, write_config
+from tests.faults.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -393,27 +394,13 @@ def test_a_run_goes_on_in_its_precision_on_another_machine(packed, tmp_path, fas
     assert "precision was 'bf16', is 'fp32'" in capsys.readouterr().err
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process that measures."""
-    found = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=REPOSITORY,
-        env={key: value for key, value in os.environ.items() if key != speed.FORCED} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    return found
-
-
 def test_rank_0_measures_and_all_agree(packed, tmp_path):
     """The ranks compare their weights after every step."""
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
-    options = ["--procs", "2", "--max-steps", "3", "--distributed.check_every", "1"]
-    found = python("train.py", "--config", str(config), "--run-dir", str(run), *options)
+    options = ["--device", "cpu", "--procs", "2", "--max-steps", "3", "--distributed.check_every", "1"]
+    found = run_command("train.py", "--config", config, "--run-dir", run, *options).success()
     name = read_yaml(tmp_path / "run" / "config.yaml")["precision"]
-    assert found.stderr.count(f"{name} (auto: ") == 1
+    assert found.err.count(f"{name} (auto: ") == 1
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -442,10 +429,12 @@ print(torch.backends.cpu.get_cpu_capability(), found.precision, found.ratio)
 """
 
 
+@pytest.mark.slow
 def test_without_units_for_bf16_auto_is_fp32(packed):
     """U2: the quickstart's GAN at 16 px on a laptop's instruction set."""
-    images = str(packed / "train.lmdb")
-    found = python("-c", SLOW_BF16, "configs/quickstart_gan.yaml", "--data.path", images, **AVX2, OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", SLOW_BF16, "configs/quickstart_gan.yaml", f"--data.path={packed}/train.lmdb"]
+    environment = os.environ | AVX2 | {"OMP_NUM_THREADS": "1"}  # set before torch is imported
+    found = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
     capability, precision, ratio = found.stdout.split()
     if capability != "AVX2":
         pytest.skip(f"this CPU takes no orders: {capability}")
