@@ -55,14 +55,14 @@ def trivial_augment(
         raise ValueError(f"TrivialAugment takes uint8 images, not {images.dtype}")
     order = np.argsort(draws.kinds, kind="stable")
     kinds, strengths = draws.kinds[order], draws.strengths[order]
-    places = torch.from_numpy(order).to(images.device, non_blocking=True)
+    places = _sent(order, images.device)
     done = images[places].contiguous()
-    factors = torch.from_numpy(strengths.astype(np.float32)).to(images.device, non_blocking=True)[:, None, None, None]
+    factors = _sent(strengths.astype(np.float32), images.device)[:, None, None, None]
     first, last = np.searchsorted(kinds, [KINDS.index("shear_x"), KINDS.index("rotate") + 1])
     if last > first:
         drawn, size = zip(kinds[first:last], strengths[first:last], strict=True), images.shape[2:]
         maps = np.array([_inverse_map(KINDS[kind], strength, *size) for kind, strength in drawn], np.float32)
-        done[first:last] = _warp(done[first:last], torch.from_numpy(maps).to(images.device, non_blocking=True))
+        done[first:last] = _warp(done[first:last], _sent(maps, images.device))
     for number in range(KINDS.index("rotate") + 1, len(KINDS)):
         first, last = np.searchsorted(kinds, [number, number + 1])
         if last > first:
@@ -70,6 +70,12 @@ def trivial_augment(
     result = torch.empty_like(done)
     result[places] = done
     return result
+
+
+def _sent(values: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, where accelerators take it while the host goes on: from pinned memory alone."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 # --- geometry
