@@ -1,8 +1,9 @@
-"""What runs on `sim`, in a process of its own: `python -m tests.accelerator.cases FOLDER` prints a JSON object.
+"""What runs on `sim`, in a process of its own: `python -m tests.accelerator.cases PART FOLDER` prints a JSON object.
 
-FOLDER holds train.lmdb and test.lmdb. Every training runs on the CPU and on `sim`, and is compared to the bit.
+PART is fast or slow; FOLDER holds train.lmdb and test.lmdb. Every training runs on the CPU and on `sim`.
 """
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -12,74 +13,35 @@ from typing import Any
 
 import torch
 
-from duetgan.training.base.task import Task
-from duetgan.training.engine.tasks import TASKS
 from duetgan.training.gan import context
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint import writer
-from tests.accelerator import device
-from tests.end_to_end.helpers import differing, last, state_of, train_in_process, write_config
+from tests.accelerator import device, trainings
+from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
+from tests.slim import slim_down
 
-# name -> task and options
-TRAININGS: dict[str, tuple[str, list[str]]] = {
-    "gan": ("gan", ["--augment.flip", "true"]),
-    "gan-path-length": ("gan", ["--loss.path-length-weight", "2"]),
-    "gan-ada": ("gan", ["--ada.mode", "fixed", "--ada.p", "0.5"]),
-    "gan-bf16": ("gan", ["--precision", "bf16"]),
-    "classifier": ("classifier", ["--augment.mixup", "0.5", "--loss.label-smoothing", "0.1"]),
-    "classifier-bf16": ("classifier", ["--precision", "bf16"]),
-}
-QUIET = ["--log.samples-every", "0", "--evaluation.every", "0"]
-OTHERWISE = ("gan-path-length",)  # its gradients are added up in another order: the same numbers but for rounding
-# kept for good where a tensor is of torch's own type, which no pretend one is
-ARTEFACT = "line = torch.tensor(taps"
-in_steps: dict[str, int] = {}  # waits by source line, within steps after the first
+OPTIONS = ["--augment.flip", "true", "--log.samples-every", "0", "--evaluation.every", "0", "--steps", "4"]
 
 
-def count_steps(task: Any) -> None:
-    """Let every step add its waits to `in_steps`."""
-    step = task.step
-
-    def counted(self: Task, batches: Any, number: int) -> Any:
-        before = device.waits.copy()
-        found = step(self, batches, number)
-        for line, count in (device.waits - before).items():
-            if number and ARTEFACT not in line:
-                in_steps[line] = in_steps.get(line, 0) + count
-        return found
-
-    task.step = counted
-
-
-def trained(folder: Path, name: str, where: str, *more: str) -> Path:
-    """The run of a training on the CPU or on `sim`. Raises RuntimeError where it fails."""
-    task, options = TRAININGS[name]
-    run = folder / f"{name}-{where}"
-    config = write_config(folder / f"{name}.yaml", task, folder)
-    if code := train_in_process(config, run, "--device", where, *options, *QUIET, *more):
-        raise RuntimeError(f"{name} on {where}: exit code {code}")
+def whole(folder: Path, where: str, *more: str) -> Path:
+    """A run of train.py on the CPU or on `sim`, begun or gone on with. Raises RuntimeError where it fails."""
+    run = folder / f"gan-{where}"
+    config = write_config(folder / "gan.yaml", "gan", folder)
+    if code := train_in_process(config, run, "--device", where, *OPTIONS, *more):
+        raise RuntimeError(f"on {where}: exit code {code}")
     return run
 
 
-def compared(folder: Path, name: str) -> dict[str, Any]:
-    """A training on both."""
-    in_steps.clear()
-    runs = [trained(folder, name, where, "--max-steps", "6") for where in ("cpu", "sim")]
-    step = last(runs[0])
-    here, there = (state_of(run, step) for run in runs)
-    name = next(name for name in ("generator", "model") if name in here)
-    largest = max((here[name][key].double() - value).abs().max().item() for key, value in there[name].items())
-    return {"differing": differing(here, there), "largest": largest, "waits": dict(in_steps)}
-
-
-def resumed(folder: Path) -> list[str]:
-    """What differs where the runs of "gan" go on on each other's device."""
-    here, there = (folder / f"gan-{where}" for where in ("cpu", "sim"))
-    config = folder / "gan.yaml"
-    for run, where in ((here, "sim"), (there, "cpu")):
-        if code := train_in_process(config, run, "--device", where, *TRAININGS["gan"][1], *QUIET):
-            raise RuntimeError(f"resumed on {where}: exit code {code}")
-    return differing(state_of(here, 8), state_of(there, 8))
+def resumed(folder: Path) -> dict[str, list[str]]:
+    """What differs between runs on both devices, and where each goes on on the other's."""
+    here, there = (whole(folder, where, "--max-steps", "2") for where in ("cpu", "sim"))
+    found = {"differing": differing(state_of(here, 2), state_of(there, 2))}
+    here.rename(folder / "first")
+    there.rename(here)
+    (folder / "first").rename(there)
+    for where in ("cpu", "sim"):
+        whole(folder, where)
+    return found | {"resumed": differing(state_of(here, 4), state_of(there, 4))}
 
 
 def snapshots_take_the_cpus_tensors() -> None:
@@ -127,32 +89,54 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 def noticed(folder: Path, fault: str) -> str:
     """What is seen of a planted fault; empty: nothing."""
     owner, name, make = FAULTS[fault]
-    in_steps.clear()
     try:
         with planted(owner, name, make):
-            place = folder / fault.replace(" ", "-")
-            place.mkdir()
-            for file in ("train.lmdb", "test.lmdb"):
-                (place / file).symlink_to(folder / file)
-            trained(place, "gan-bf16", "sim", "--max-steps", "3")
+            return "; ".join(trainings.run(folder, trainings.gan(precision="bf16"), "sim", 2)["waits"])
     except RuntimeError as error:
         return str(error)
-    return "; ".join(in_steps)
 
 
-def main(folder: Path) -> None:
+def refused(action: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    try:
+        return f"nothing: {action(*arguments, **options)}"
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+
+
+def shown() -> list[Any]:
+    """What the device refuses, and what it says of itself."""
+    a, b = torch.ones(4, device="sim"), torch.ones(4, device="sim:1")
+    found: list[Any] = [refused(torch.add, a, b), refused(torch.add, a, torch.ones(4)), refused(a.numpy)]
+    found.append([str(a.device), str(b.device), (a + 1).tolist(), str((a * torch.tensor(2.0)).device)])
+    gc.collect()
+    memory = device.memory[0]
+    before, view = memory.allocated, a.view(2, 2)
+    more = memory.allocated - before
+    del a, view
+    gc.collect()
+    found.append([more, before - memory.allocated, memory.peak >= before])
+    with planted(device, "limit", lambda _: memory.allocated + 100):
+        found.append(refused(torch.ones, 1000, device="sim"))
+    with planted(device, "float64", lambda _: False):
+        found.append(refused(torch.ones, 3, dtype=torch.float64, device="sim"))
+    return [*found, [str(torch.accelerator.current_accelerator()), torch.accelerator.device_count()]]
+
+
+def main(part: str, folder: Path) -> None:
+    slim_down()
     device.install()
     snapshots_take_the_cpus_tensors()
-    for task in TASKS.values():
-        count_steps(task.task)
-    result: dict[str, Any] = {}
+    trainings.prepare(folder)
+    rows = {"fast": trainings.FAST, "slow": trainings.SLOW}[part]
+    result: dict[str, Any]
     with device.Mode():
-        for name in TRAININGS:
-            result[name] = compared(folder, name)
-        result["resumed"] = resumed(folder)
-        result["faults"] = {fault: noticed(folder, fault) for fault in FAULTS}
+        result = {name: trainings.compared(folder, tree) for name, tree in rows.items()}
+        if part == "fast":
+            result["train.py"] = resumed(folder)
+            result["device"] = shown()
+            result["faults"] = {fault: noticed(folder, fault) for fault in FAULTS}
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils import backend_registration
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -142,6 +143,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device is not None:
         plain["device"] = torch.device("cpu")
     found = func(*tree_map(_inner, args), **tree_map(_inner, plain))
+    if sims and torch.Tag.inplace_view in func.tags:  # what `squeeze_` says of the tensor: of the outer one, too
+        with no_dispatch():
+            func(*args, **kwargs)
     if target is None or target.type != NAME:
         return found
     known, index = {id(each.inner): each for each in sims}, target.index or 0
@@ -267,6 +271,7 @@ def install() -> None:
     for operation, function in ((aten.empty_strided.default, _empty_strided), (aten._copy_from.default, _copy_from)):
         _library.impl(operation, function, "PrivateUse1")
     autocast.register()
+    _keep_whole()
     says: dict[str, Callable[..., Any]] = {
         "current_accelerator": lambda check_available=False: torch.device(NAME),
         "is_available": lambda: True,
@@ -321,6 +326,18 @@ def _empty_strided(size: Any, stride: Any, **how: Any) -> torch.Tensor:
 def _copy_from(source: torch.Tensor, target: Sim, non_blocking: bool = False) -> torch.Tensor:
     _wait("_copy_from")
     return target.inner.copy_(_inner(source))
+
+
+def _keep_whole() -> None:
+    """Operations that CUDA has kernels of its own for, and that would be taken apart on a device that has none."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and has(name, "CompositeImplicitAutograd") and has(name, "CUDA"):
+            _library.impl(name.removeprefix("aten::"), _never, "PrivateUse1")
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("reached by tensors that are not of the device's own type")
 
 
 def _from_data(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

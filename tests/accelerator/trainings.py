@@ -1,0 +1,126 @@
+"""Small trainings, step by step, on the CPU and on `sim`. Whole runs of train.py: cases.py."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from duetgan.data.records import pack_arrays
+from duetgan.training.base.data import make_loader, open_training
+from duetgan.training.base.monitors import MetricWindow
+from duetgan.training.engine.tasks import TASKS, build_run_config
+from tests.accelerator import device
+from tests.distributed.test_oracle import CLASSES, untrained_classifier
+from tests.distributed.worker import CLASSIFIER, TREES
+from tests.end_to_end.helpers import differing
+
+STEPS = 3  # the first and the last with the lazy penalties, the second without
+# kept for good where a tensor is of torch's own type, which no pretend one is
+ARTEFACT = "line = torch.tensor(taps"
+
+
+def gan(name: str = "gan", **more: Any) -> dict[str, Any]:
+    return TREES[name] | more
+
+
+def classifier(name: str = "resnet18", *, px: int | None = None, **more: Any) -> dict[str, Any]:
+    return TREES["classifier"] | {"model": {"name": name, "input_size": px}} | more
+
+
+def optimizer(name: str, **more: Any) -> dict[str, Any]:
+    return classifier(optimizer={"name": name, "lr": 0.01} | more)
+
+
+# what `make test` runs
+FAST: dict[str, dict[str, Any]] = {
+    "GAN, every loss, bf16": gan("gan-losses", precision="bf16"),
+    "GAN, growing": gan("gan-growing"),
+    "R3GAN, scheduled augmentation": gan("gan-r3gan"),
+    "DCGAN": gan("gan-dcgan"),
+    "classifier, ResNet, fp16": classifier(precision="fp16"),
+    "classifier, unfrozen by and by": classifier(finetune={"unfreeze": {"backbone": 2, "layer4": 1, "head": 0}}),
+}
+SLOW: dict[str, dict[str, Any]] = {
+    "GAN, fp16": gan(precision="fp16"),
+    "GAN, every loss": gan("gan-losses"),
+    "GAN, every loss, fp16": gan("gan-losses", precision="fp16"),
+    "GAN, every loss, micro-batches": gan("gan-losses", micro_batch=4),
+    "GAN, gradients of each loss": gan("gan-apart"),
+    "GAN, gradients of each loss, fp16": gan("gan-apart", precision="fp16"),
+    "GAN, relativistic, R1 and R2": gan("gan-pairs"),
+    "GAN, relativistic, R1 and R2, fp16": gan("gan-pairs", precision="fp16"),
+    "GAN, Wasserstein, gradient penalty": gan("gan-wasserstein"),
+    "GAN, adaptive augmentation": gan("gan-ada"),
+    "GAN, adaptive augmentation, fp16": gan("gan-ada", precision="fp16"),
+    "GAN, growing, bf16": gan("gan-growing", precision="bf16"),
+    "GAN, growing, fp16": gan("gan-growing", precision="fp16"),
+    "GAN, activation checkpointing": gan(generator=TREES["gan"]["generator"] | {"activation_checkpointing": True}),
+    "R3GAN, bf16": gan("gan-r3gan", precision="bf16"),
+    "R3GAN, fp16": gan("gan-r3gan", precision="fp16"),
+    "DCGAN, bf16": gan("gan-dcgan", precision="bf16"),
+    "DCGAN, fp16": gan("gan-dcgan", precision="fp16"),
+    "classifier, ResNet": classifier(),
+    "classifier, ResNet, bf16": classifier(px=32, precision="bf16"),
+    "classifier, ConvNeXt": classifier("convnext_tiny", px=32),
+    "classifier, EfficientNet": classifier("efficientnet_b0"),
+    "classifier, airbench, Muon": classifier("airbench", optimizer={"name": "muon", "unit_filters": True}),
+    "classifier, airbench, bf16": classifier("airbench", precision="bf16"),
+    "classifier, timm's ResNet": classifier("timm:resnet18"),
+    "classifier, layer decay, frozen BatchNorm": classifier(finetune={"layer_decay": 0.7, "freeze_bn": True}),
+    "classifier, activation checkpointing": classifier(model={"name": "resnet18", "activation_checkpointing": True}),
+    "classifier, mixup and CutMix": classifier(augment={"mixup": 0.5, "cutmix": 0.5, "flip": True}),
+    "classifier, TrivialAugment, erasing": classifier(augment={"trivial_augment": True, "erase": 0.5}),
+    "classifier, squared error, weights of classes": classifier(
+        loss={"kind": "squared-error", "class_weights": "balanced", "label_smoothing": 0.0}
+    ),
+    "classifier, AdamW, clipped norm": optimizer("adamw", clip_norm=0.5),
+    "classifier, SGD, clipped values": optimizer("sgd", clip_value=0.01),
+    "classifier, Muon, adaptive clipping": optimizer("muon", clip_adaptive=0.01),
+    "classifier, schedule-free SGD": optimizer("schedulefree-sgd", schedule="constant"),
+    "classifier, schedule-free AdamW": optimizer("schedulefree-adamw", schedule="constant"),
+}
+# In reduced precision CUDA's autocast takes roots, powers and sums in fp32 and the CPU's does not: how far the weights
+# may be apart after the steps.
+OTHERWISE = {"DCGAN, bf16": 0.002, "DCGAN, fp16": 0.002}
+
+
+def prepare(folder: Path) -> None:
+    """32 random 16 px grey images of three classes, with 8 px stored; and a classifier's run."""
+    images = np.random.default_rng(0).integers(0, 256, (32, 1, 16, 16), dtype=np.uint8)
+    pack_arrays(folder / "data.lmdb", images, labels=np.arange(32) % 3, classes=CLASSES, smallest=8)
+    untrained_classifier(folder / CLASSIFIER)
+
+
+def run(folder: Path, tree: dict[str, Any], where: str, count: int = STEPS) -> dict[str, Any]:
+    """What the steps say, the state after them, and the waits of all but the first by source line."""
+    tree = tree | {"data": {"path": str(folder / "data.lmdb")}}
+    if tree.get("loss", {}).get("classifier"):
+        tree["loss"] = tree["loss"] | {"classifier": str(folder / CLASSIFIER)}
+    config, place = build_run_config(tree, [], "test"), torch.device(where)
+    found: dict[str, Any] = {"said": [], "waits": {}}
+    with open_training(config.data) as reader:
+        task = TASKS[config.task].task(config, reader, None, place)
+        loader = make_loader(task.config, reader, place)
+        for number in range(count):
+            before, window = device.waits.copy(), MetricWindow()
+            window.add(task.step(loader, number))
+            if number:
+                found["waits"] |= {line: n for line, n in (device.waits - before).items() if ARTEFACT not in line}
+            found["said"].append(window.take())
+        loader.close()
+    state = {name: part.state_dict() for name, part in task.registry().items()}
+    return found | {"state": tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), state)}
+
+
+def compared(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """A training on both, in one thread: the order in which gradients are added up is the same then."""
+    with torch.autograd.set_multithreading_enabled(False):
+        here, there = (run(folder, tree, where) for where in ("cpu", "sim"))
+    keys = ("said", "state")
+    differ = differing({key: here[key] for key in keys}, {key: there[key] for key in keys})
+    name = next(name for name in ("generator", "model") if name in here["state"])
+    one, other = here["state"][name], there["state"][name]
+    largest = max((one[key].double() - other[key].double()).abs().max().item() for key in one)
+    return {"differing": differ, "largest": largest, "waits": there["waits"]}
