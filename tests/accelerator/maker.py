@@ -1,8 +1,9 @@
 """The device for `python -m benchmarks.gpu --small --maker tests.accelerator.maker`."""
 
 from tests.accelerator import device
-from tests.accelerator.cases import ARTEFACT, snapshots_take_the_cpus_tensors
+from tests.accelerator.cases import snapshots_take_the_cpus_tensors
 from tests.accelerator.device import Mode, waits
+from tests.accelerator.trainings import ARTEFACT
 
 __all__ = ["ARTEFACT", "Mode", "install", "waits"]
 
