@@ -12,7 +12,7 @@ from typing import Any
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import Parser, add_import_option, number
 from duetgan.utils.config.yaml_files import near_file
-from duetgan.utils.errors import EXIT_OK, UserError
+from duetgan.utils.errors import EXIT_OK, UserError, explained
 from duetgan.utils.processes import leave_threads
 from duetgan.utils.script import exit_cli
 
@@ -40,10 +40,8 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     if options.data is not None and not Path(options.data).exists():
         raise UserError(f"--data {options.data}: no such file{near_file(Path(options.data))}")
-    try:
+    with explained(ImportError, "the explorer needs waitress; `pip install 'waitress>=3.0'`"):
         from waitress.server import create_server
-    except ImportError as error:
-        raise UserError("the explorer needs waitress; `pip install 'waitress>=3.0'`") from error
     with listen(options.host, options.port) as listener:  # before torch is imported
         from duetgan.explorer.app import App
         from duetgan.explorer.runs import open_runs

@@ -14,6 +14,7 @@ from duetgan.utils.config.build import build, to_tree
 from duetgan.utils.config.cli import Parser, UnknownKey, entry, number, positive
 from duetgan.utils.config.recipes import CONFIGS, recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import explained
 from duetgan.utils.script import exit_cli
 
 WEEK = 7 * 24 * 60  # minutes
@@ -47,10 +48,8 @@ def main(argv: list[str]) -> int:
     from duetgan.studies.runner import Study
 
     config_class, subject_class = load_subject(options.subject)
-    try:
+    with explained(UnknownKey, lambda error: error.among(sorted(parser()._option_string_actions))):
         config: Any = build(config_class, quickened(tree) if options.quick else tree, overrides, source=str(file))
-    except UnknownKey as error:
-        raise error.among(sorted(parser()._option_string_actions)) from None
     folder = Path(out).resolve()
     document = Study(options.subject, subject_class(config, folder, options.device)).run(options.minutes)
     command = shlex.join(["python", "study.py", *argv])

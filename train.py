@@ -17,7 +17,7 @@ from duetgan.utils.distributed.launch import (
     under_launcher,
     wanted_device,
 )
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.script import exit_cli
 
@@ -110,7 +110,7 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) 
     with closing(folder):
         from duetgan.training.engine.run import train  # imports torch, which must not happen before --gpus is applied
 
-        try:
+        with explained(UnknownKey, lambda key: key.among([f"--{name.replace('_', '-')}" for name in vars(options)])):
             return train(
                 options.config,
                 overrides,
@@ -122,8 +122,6 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) 
                 dry_run=options.dry_run,
                 layers=options.layers,
             )
-        except UnknownKey as error:
-            raise error.among([f"--{name.replace('_', '-')}" for name in vars(options)]) from error
 
 
 if __name__ == "__main__":

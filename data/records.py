@@ -21,7 +21,7 @@ from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATU
 from duetgan.data.lmdb.record import Layout, Record, halvings
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Item, Problem, Source
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.memory import cores
 from duetgan.utils.provenance import Provenance
 
@@ -194,10 +194,8 @@ def make_plan(
         mode = resize
     if size > MOST_SIDE:
         raise UserError(f"{source.name}: {size} px; a packed image has at most {MOST_SIDE} px: lower --size")
-    try:
+    with explained(ValueError, f"--pyramid {smallest}: {size} px must be {smallest} px times 2, 4, 8, ..."):
         sides = halvings(size, smallest)
-    except ValueError:
-        raise UserError(f"--pyramid {smallest}: {size} px must be {smallest} px times 2, 4, 8, ...") from None
     return Plan(layout=Layout(channels=channels, resolutions=sides, encoding=encoding), mode=mode)
 
 

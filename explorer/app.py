@@ -30,7 +30,7 @@ from duetgan.reporting.charts import number
 from duetgan.reporting.pictures import picture
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import printable
 
 HERE = Path(__file__).parent
@@ -119,10 +119,8 @@ class Asked:
         """The bytes that were sent, of an image within the limit."""
         if not self._request.content_length:
             raise UserError("no image was sent; choose a file")
-        try:
+        with explained(bounded.Refused, lambda why: f"the image {why}"):
             return bounded.read_stream(self._request.stream, bounded.UPLOAD)
-        except bounded.Refused as error:
-            raise UserError(f"the image {error}") from None
 
 
 class App:

@@ -29,7 +29,7 @@ from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load
 from duetgan.utils.classes import require_same_classes
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 
@@ -126,10 +126,11 @@ class Snapshot:
 def rate_of(checkpoint: dict[str, Any]) -> float:
     """The largest rate of a checkpoint's optimizer; 1 where it has none."""
     groups = (checkpoint["state"].get("optimizer") or {}).get("param_groups") or []
-    try:
+    with explained(
+        (TypeError, LookupError, ValueError, RuntimeError),
+        f"{checkpoint.get('file')}: state.optimizer has no rates; use another checkpoint",
+    ):
         return max((float(group["lr"]) for group in groups), default=1.0)
-    except (TypeError, LookupError, ValueError, RuntimeError):
-        raise UserError(f"{checkpoint.get('file')}: state.optimizer has no rates; use another checkpoint") from None
 
 
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:

@@ -22,7 +22,7 @@ from duetgan.data.sources import is_source, open_images
 from duetgan.data.sources.base import Source
 from duetgan.data.sources.files import LocalSource, read_file
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor"
 
@@ -68,11 +68,9 @@ class Transform:
 
     def pixels(self, image: Image) -> Tensor:
         """The same as uint8 [channels, resolution, resolution]."""
-        try:
+        name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
+        with explained(ImageError, lambda why: f"{name} {why}"):
             return self.read(image)
-        except ImageError as error:
-            name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
-            raise UserError(f"{name} {error}") from error
 
 
 def _hwc(image: np.ndarray | Tensor) -> np.ndarray:
@@ -97,10 +95,8 @@ def _hwc(image: np.ndarray | Tensor) -> np.ndarray:
 
 def read_target(path: str | Path, checkpoint: Mapping[str, Any], resize: str | None = None) -> Tensor:
     """The image that `--image` names, as `Transform.pixels`. Raises UserError if it cannot be read."""
-    try:
+    with explained(ImageError, lambda why: f"--image {path}: {why}; give another image"):
         return Transform.of(checkpoint, resize).read(path)
-    except ImageError as error:
-        raise UserError(f"--image {path}: {error}; give another image") from error
 
 
 class Input(NamedTuple):

@@ -21,7 +21,7 @@ from duetgan.inference.predictions import Maps, default_layer, output_files, unu
 from duetgan.inference.settings import label_of
 from duetgan.inference.strips import Counterfactuals
 from duetgan.models.classifier import Classifier
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import building, check_writable, write_atomic
 from duetgan.utils.images import save_png
 from duetgan.utils.text import printable
@@ -89,11 +89,11 @@ def sorter(folder: Path) -> Sink:
         label = label if label.strip(".") else f"_{label}"  # a checkpoint's word: it must not lead out of the folder
         place = folder / label / path.name.replace(":", "_")
         if path.is_file():
-            try:
+            with explained(
+                OSError, lambda why: f"--sort-into: cannot link {place}: {why.strerror}; choose another place"
+            ):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 unused(place, os.path.lexists).symlink_to(path.resolve())
-            except OSError as error:
-                raise UserError(f"--sort-into: cannot link {place}: {error.strerror}; choose another place") from error
             return
         content = given.content()
         if isinstance(content, np.ndarray):

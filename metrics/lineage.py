@@ -18,7 +18,7 @@ from duetgan.models.ready_made import read
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import Checkpoint, resolve
 from duetgan.utils.classes import require_same_classes
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
 
 TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
@@ -42,10 +42,8 @@ def provenance_of(
         "trained_on": (checkpoint.get("data") or {}).get("content_hash") or None,
         "classes": list(checkpoint["classes"]),
     }
-    try:
+    with explained(ValueError, lambda why: f"the samples' provenance cannot be written: {why}; give another value"):
         return Generated.read(provenance).document()
-    except ValueError as error:
-        raise UserError(f"the samples' provenance cannot be written: {error}; give another value") from None
 
 
 def lineage_of(*readers: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:

@@ -26,7 +26,7 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import Lineage, recorded
 
 OPTION = "model.weights"
@@ -81,18 +81,16 @@ def read_plain(path: Path, remedy: str) -> Any:
     """
     with bounded.reading(path, remedy):
         bounded.check(path, bounded.WEIGHTS)
-    try:
-        # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
-        # torchvision's own training writes one into its checkpoints
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.filterwarnings("ignore", message="pickle_load_args only works")
-            return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
-    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
-        # torch's own message advises to read the file unsafely, so it is not passed on
-        raise UserError(
-            f"{path} is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) "
-            f"writes it); {remedy}"
-        ) from error
+    # torch's own message advises to read the file unsafely, so it is not passed on
+    words = (
+        "is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) writes it)"
+    )
+    refused = explained(Exception, f"{path} {words}; {remedy}")  # torch's reader and unpickler raise a dozen kinds
+    # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
+    # torchvision's own training writes one into its checkpoints
+    with refused, warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        warnings.filterwarnings("ignore", message="pickle_load_args only works")
+        return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
 
 
 def _built(model: dict[str, Any], path: Path) -> dict[str, str]:
@@ -118,10 +116,8 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     if content["task"] != "classifier":
         raise UserError(f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier")
     content = checkpoints.load(path)
-    try:
+    with explained(ValueError, lambda why: f"{path}: {why}; give another checkpoint"):
         check_tensors("state.model_ema", content["state"].get("model_ema"))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; give another checkpoint") from None
     about = _built(content["config"].get("model", {}), path)
     about["duet"] = json.dumps({"lineage": recorded(content).document()})  # as an export has it
     return _plain_names(content["state"]["model_ema"]), about
@@ -246,11 +242,12 @@ def lineage_of(path: Path, about: Mapping[str, str]) -> Lineage:
 
     Raises UserError where it says so in a damaged way.
     """
-    try:
+    with explained(
+        (ValueError, AttributeError, RecursionError),
+        lambda why: f"{path}: its metadata are damaged ({why}); export it again",
+    ):
         if lineage := json.loads(about.get("duet", "{}")).get("lineage"):
             return Lineage.read(lineage, "lineage")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: its metadata are damaged ({error}); export it again") from None
     return Lineage.of(pretrained=[file_hash(path)])
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from duetgan import HOME as ROOT
 from duetgan.planning.plan import Plan, Training, replanned
 from duetgan.utils.distributed.launch import handling, obeyed_signals
-from duetgan.utils.errors import EXIT_SIGNAL, UserError
+from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.processes import die_with_parent
 from duetgan.utils.text import duration
@@ -292,10 +292,8 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
 def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
     """The plan that an earlier start made. Raises UserError if it is for something else."""
     another = "give another folder with --dir, or remove this one"
-    try:
+    with explained(ValueError, lambda why: f"{file}: is no plan of this version ({why}); {another}"):
         plan = Plan.read(json.loads(file.read_text()), "plan")
-    except ValueError as error:
-        raise UserError(f"{file}: is no plan of this version ({error}); {another}") from error
     if (plan.survey.source, plan.quick) != (source, options.quick):
         quick = " with --quick" if plan.quick else ""
         raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{quick}; {another}")

@@ -19,7 +19,7 @@ import numpy as np
 from duetgan.studies.subject import Job, Result, Settings, Subject, slug
 from duetgan.studies.verdict import document
 from duetgan.utils.distributed.launch import handling
-from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
@@ -101,10 +101,11 @@ class Study:
         Raises UserError if either is of other settings; of a place where no more than logs are left it is not asked.
         """
         if file.is_file():
-            try:
+            with explained(
+                (ValueError, KeyError, TypeError),
+                lambda why: f"{file}: cannot be read ({why}); remove it, and it is made again",
+            ):
                 same = json.loads(file.read_text())["key"] == key
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{file}: cannot be read ({error}); remove it, and it is made again") from error
             if not same:
                 raise UserError(
                     f"{file}: was made with other settings; choose another --out, or remove this study's folder"
@@ -156,12 +157,8 @@ class Study:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with (self.folder / ".lock").open("w") as lock:
-            try:
+            with explained(OSError, f"{self.folder}: another process makes this study; wait, or choose another --out"):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(
-                    f"{self.folder}: another process makes this study; wait, or choose another --out"
-                ) from error
             yield
 
 

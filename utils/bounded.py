@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 STEP = 1 << 20  # bytes read at a time from what does not say how long it is
 OTHERS = {"d": "a folder", "p": "a named pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l` has it
@@ -112,11 +112,9 @@ def read_stream(stream: Readable, kind: FileLimit) -> bytes:
 
 def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
     """The unpacked bytes of a gzip file. Raises OSError, also for what is damaged; at the kind's limit Refused."""
-    try:
-        with open_file(path, kind) as file, gzip.GzipFile(fileobj=file) as unpacked:
-            return read_stream(unpacked, kind)
-    except (EOFError, zlib.error) as error:
-        raise Refused(str(error), path) from None
+    damaged = explained((EOFError, zlib.error), lambda why: Refused(str(why), path))
+    with damaged, open_file(path, kind) as file, gzip.GzipFile(fileobj=file) as unpacked:
+        return read_stream(unpacked, kind)
 
 
 @contextmanager

@@ -1,5 +1,9 @@
 """Errors a user can act on, and the exit codes of the command line."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
 EXIT_OK = 0  # 1: a fault of ours
 EXIT_USER = 2  # the user's input or environment
 EXIT_SIGNAL = 3  # stopped by a signal, after saving
@@ -34,3 +38,16 @@ class TrainingHalted(Expected, RuntimeError):
     """Training cannot go on (non-finite cap, lost rank, memory, disk); the last checkpoint is intact."""
 
     exit_code = EXIT_HALTED
+
+
+@contextlib.contextmanager
+def explained(
+    faults: type[Exception] | tuple[type[Exception], ...],
+    words: str | Callable[[Any], str | Exception],
+) -> Iterator[None]:
+    """One of `faults` that is raised inside becomes a UserError of these words, or what `words` makes of it."""
+    try:
+        yield
+    except faults as error:
+        made = words if isinstance(words, str) else words(error)
+        raise (UserError(made) if isinstance(made, str) else made) from error

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import explained
 
 
 def replaceable(path: Path) -> Path:
@@ -63,14 +63,22 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def building(path: Path) -> Iterator[Path]:
-    """`replacing` for a result that the user asked for; makes missing folders. Raises UserError if the disk refuses."""
-    try:
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of a result that the user asked for; makes missing folders. Raises UserError if the disk
+    refuses.
+    """
+    with explained(
+        OSError, lambda why: f"cannot write {path}: {why.strerror or why}; choose another place or make room"
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            yield temporary
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another place or make room") from error
+        yield
+
+
+@contextmanager
+def building(path: Path) -> Iterator[Path]:
+    """`replacing` for a result that the user asked for, `writing` around it."""
+    with writing(path), replacing(path) as temporary:
+        yield temporary
 
 
 def write_atomic(path: str | Path, content: bytes) -> None:
@@ -82,8 +90,6 @@ def write_atomic(path: str | Path, content: bytes) -> None:
 def check_writable(folder: Path) -> None:
     """Raise UserError if `folder` cannot be made or written, before the work that fills it. Leaves nothing behind."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
+    refused = explained(OSError, lambda why: f"{folder}: cannot be written ({why.strerror}); choose another folder")
+    with refused, tempfile.TemporaryFile(dir=existing):
+        pass

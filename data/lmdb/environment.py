@@ -21,7 +21,7 @@ from duetgan.data.lmdb.tree import check_tree
 from duetgan.data.tar_files import TarFiles
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 GATHER_BYTES = 512 << 10  # gathered at once: NumPy makes a copy on the way, which should not leave the cache
 MAGIC = bytes.fromhex("dec0efbe")  # LMDB's, little-endian, 16 bytes into its first page
@@ -145,10 +145,10 @@ def _open(path: Path, size: int) -> lmdb.Environment:
     if not ours:
         raise UserError(f"{path} is not an LMDB file: give a file made by data.pack")
     ahead = size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
+    with explained(
+        lmdb.Error, lambda why: f"{path} cannot be opened ({why}), it is damaged or truncated: pack it again"
+    ):
         environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead)
-    except lmdb.Error as error:
-        raise UserError(f"{path} cannot be opened ({error}), it is damaged or truncated: pack it again") from None
     # A read beyond the end of a mapped file kills the process (SIGBUS): compare sizes before the first one.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:
@@ -165,12 +165,10 @@ def _open(path: Path, size: int) -> lmdb.Environment:
 
 def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
     """The metadata of an open file. Raises UserError if it is not ours, newer, not finished or damaged."""
-    try:
-        with environment.begin() as transaction:
-            mark, complete, meta_record = (transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY))
-            entries = transaction.stat()["entries"]
-    except lmdb.Error as error:
-        raise UserError(f"{path} is damaged ({error}); copy or pack it again") from None
+    damaged = explained(lmdb.Error, lambda why: f"{path} is damaged ({why}); copy or pack it again")
+    with damaged, environment.begin() as transaction:
+        mark, complete, meta_record = (transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY))
+        entries = transaction.stat()["entries"]
     name, _, version = (mark or b"").decode(errors="replace").partition(" ")
     if name != FORMAT or not version.isdecimal():
         raise UserError(f"{path} is an LMDB file but not a packed data set of this program: pack the images again")
@@ -179,7 +177,10 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
         raise UserError(f"{path} has {newer}: update it or pack again")
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run data.pack again")
-    try:
+    with explained(
+        (ValueError, RecursionError),
+        lambda why: f"{path}: its metadata record is damaged ({why}); copy or pack it again",
+    ):
         end = Completion.read(json.loads(complete), "the completion record")
         if end.meta_checksum != zlib.crc32(meta_record):
             raise ValueError("checksum does not match")
@@ -188,8 +189,6 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
             raise ValueError("the completion record has another count or content_hash")
         meta.check_room((environment.info()["last_pgno"] + 1) * environment.stat()["psize"], entries)
         return meta
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: its metadata record is damaged ({error}); copy or pack it again") from None
 
 
 def _forked_child() -> None:

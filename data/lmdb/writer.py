@@ -36,7 +36,7 @@ from duetgan.data.lmdb.format import (
 )
 from duetgan.data.lmdb.record import Layout, Record, mean_and_std
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import replaceable, sync_folder
 from duetgan.utils.provenance import Generated, Provenance
 
@@ -116,10 +116,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         with _writing(self._partial):
             replaceable(self._partial)  # a pipe would hang
             self._lock = self._undo.enter_context(self._partial.open("ab"))
-        try:
+        with explained(
+            BlockingIOError, f"{self.path} is being written by another process: wait or choose another name"
+        ):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path} is being written by another process: wait or choose another name") from None
         self._undo.callback(self._partial.unlink, missing_ok=True)
         os.truncate(self._partial, 0)  # what a killed run has left
         with _writing(self.path):
@@ -261,10 +261,8 @@ def check_target(path: Path, overwrite: bool) -> None:
     """Raise UserError if `path` must not be written. Of a link counts what it points to."""
     if path.is_dir():
         raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")
-    try:
+    with explained(bounded.Refused, lambda why: f"{path} {why}: choose another name"):
         replaceable(path)
-    except bounded.Refused as error:
-        raise UserError(f"{path} {error}: choose another name") from None
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name or add --overwrite")
 

@@ -31,7 +31,7 @@ from duetgan.data.sources.splits import check_complete, sharded, shards_by_split
 from duetgan.data.sources.tars import SUFFIX, TarSource
 from duetgan.data.tar_files import OPEN, state_of
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say
 
@@ -212,11 +212,11 @@ def _kept(path: Path, source: Callable[[], Source], known: list[Shard] | None) -
     """
     if _fits(path, known):
         return path
-    try:
+    with explained(
+        OSError, lambda why: f"{path.parent}: {why.strerror}; it is kept there: set {CACHE} to another folder"
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("ab")
-    except OSError as error:
-        raise UserError(f"{path.parent}: {error.strerror}; it is kept there: set {CACHE} to another folder") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _fits(path, known):

@@ -11,7 +11,7 @@ import numpy as np
 
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.seeding import numpy_generator
 
 ROUNDING = 1e-12  # relative; an expected number of draws as near as this to a whole number is that number
@@ -157,11 +157,12 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
 
 
 def _array_weights(path: Path) -> np.ndarray:
-    try:
+    with explained(
+        (ValueError, SyntaxError, TokenError),  # its header is Python's notation
+        lambda why: f"{path} is not a NumPy file of numbers ({why}); save it with numpy.save",
+    ):
         bounded.check(path, bounded.TABLE)
         array = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and sizes that the file does not have
-    except (ValueError, SyntaxError, TokenError) as error:  # its header is Python's notation
-        raise UserError(f"{path} is not a NumPy file of numbers ({error}); save it with numpy.save") from None
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UserError(f"{path} holds {array.dtype} {list(array.shape)}; it must be numbers in one dimension")
     return np.array(array, np.float64)

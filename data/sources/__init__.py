@@ -19,7 +19,7 @@ from duetgan.data.sources.tables import TableSource, open_tables
 from duetgan.data.sources.tars import TarSource
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]
 
@@ -118,11 +118,9 @@ def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
 
 def _open_file(path: Path, options: SourceOptions) -> Source:
     """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
-    try:
-        with bounded.open_file(path, bounded.ARCHIVE) as file:
-            is_zip = zipfile.is_zipfile(file)
-    except OSError as error:
-        raise UserError(f"{path} {error}; give {KINDS}") from None
+    refused = explained(OSError, lambda why: f"{path} {why}; give {KINDS}")
+    with refused, bounded.open_file(path, bounded.ARCHIVE) as file:
+        is_zip = zipfile.is_zipfile(file)
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
     if suffix not in READERS and is_zip:
         suffix = ".zip"

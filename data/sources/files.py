@@ -14,7 +14,7 @@ from duetgan.data.errors import ImageError
 from duetgan.data.sources.base import Source, SourceOptions
 from duetgan.data.sources.listing import Listing, arrange, kind_of
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import printable
 
 # A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
@@ -131,11 +131,9 @@ class ZipSource(ListedSource):
             raise ImageError("is not compressed by deflate; make the zip file again with an ordinary program")
         if member.flag_bits & 1:
             raise ImageError("is encrypted; make the zip file without a password")
-        try:
-            with self._archive.open(member) as file:  # the checksum is compared at the end
-                content = file.read(member.file_size + 1)  # a member may hold more than it declares
-        except UNPACKING_ERRORS as error:
-            raise ImageError(f"cannot be unpacked ({error})") from None
+        damaged = explained(UNPACKING_ERRORS, lambda why: ImageError(f"cannot be unpacked ({why})"))
+        with damaged, self._archive.open(member) as file:  # the checksum is compared at the end
+            content = file.read(member.file_size + 1)  # a member may hold more than it declares
         if len(content) != member.file_size:
             raise ImageError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
         return content

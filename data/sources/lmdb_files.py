@@ -19,7 +19,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.sources.base import Source, SourceOptions
 from duetgan.data.sources.splits import refuse_split
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 LENGTH_KEY = b"length"
 KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
@@ -57,10 +57,8 @@ class PackedSource(Source):
         self.passport, self._labels = reader.meta.passport, reader.labels()
 
     def content(self, index: int) -> np.ndarray:
-        try:
+        with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
             return stored_image(self.reader, index)[0]
-        except DamageError as error:
-            raise ImageError(f"is damaged: {error.reason}") from None
 
     def item_name(self, index: int) -> str:
         return f"{self.path}: record {index}"
@@ -116,12 +114,9 @@ class RosinalitySource(Source):
         self.resolution = size if size in sides else sides[-1]
 
     def content(self, index: int) -> bytes:
-        try:
-            handle = self._handle or acquire(self.path)
-            with handle.environment.begin() as transaction:
-                content: bytes | None = transaction.get(self._key(index).encode())
-        except lmdb.Error as error:
-            raise ImageError(f"cannot be read ({error})") from None
+        unread = explained(lmdb.Error, lambda why: ImageError(f"cannot be read ({why})"))
+        with unread, (self._handle or acquire(self.path)).environment.begin() as transaction:
+            content: bytes | None = transaction.get(self._key(index).encode())
         if content is None:
             raise ImageError("is missing")
         return content

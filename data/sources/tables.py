@@ -27,7 +27,7 @@ from duetgan.data.sources.base import Problem, Source, SourceOptions
 from duetgan.data.sources.labels import choose_label, looks_like_labels, text_classes
 from duetgan.data.sources.splits import choose_shards, sharded
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.memory import available_bytes
 from duetgan.utils.text import listed, printable
 
@@ -39,10 +39,8 @@ INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file wi
 
 def pyarrow(module: str = "") -> Any:
     """pyarrow or one of its modules. Raises UserError if it is not installed."""
-    try:
+    with explained(ImportError, "Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow"):
         return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
-    except ImportError:
-        raise UserError("Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow") from None
 
 
 class _Child:
@@ -295,11 +293,12 @@ def class_names(path: Path, schema: Any, column: str) -> list[str]:
     record = (schema.metadata or {}).get(b"huggingface")
     if record is None:
         return []
-    try:
+    with explained(
+        (ValueError, AttributeError, RecursionError),
+        lambda why: f"{path}: its metadata record huggingface is damaged ({why}); get it again",
+    ):
         content = json.loads(record)
         names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: its metadata record huggingface is damaged ({error}); get it again") from None
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         names = [unicodedata.normalize("NFC", name) for name in names]
         if len(set(names)) == len(names):

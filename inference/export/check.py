@@ -28,7 +28,7 @@ from duetgan.inference.export.subject import (
     generator_subject,
 )
 from duetgan.utils.errors import TrainingHalted, UserError
-from duetgan.utils.files import check_writable, replace_file
+from duetgan.utils.files import check_writable, replace_file, writing
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import columns
 
@@ -221,21 +221,15 @@ def export(job: Namespace, checkpoint: dict[str, Any]) -> tuple[list[Row], Subje
     check_job(job, checkpoint)
     form = FORMATS[job.format]
     subject = replace(open_subject(job, checkpoint), licence=job.licence)
-    try:
-        job.out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
-            written = Path(folder) / job.out.name
-            say(f"writing {job.format}")
-            form.write(subject, written)
-            files = [path for path in written.rglob("*") if path.is_file()] if form.folder else [written]
-            exported = (job.format, sum(path.stat().st_size for path in files), form.open(subject, written))
-            rows, wrong = examine(subject, exported, job)
-            if wrong is None and form.folder:
-                written.replace(job.out)
-            elif wrong is None:
-                replace_file(job.out, written.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"cannot write {job.out}: {error.strerror or error}; choose another place or make room"
-        ) from error
+    with writing(job.out), tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
+        written = Path(folder) / job.out.name
+        say(f"writing {job.format}")
+        form.write(subject, written)
+        files = [path for path in written.rglob("*") if path.is_file()] if form.folder else [written]
+        exported = (job.format, sum(path.stat().st_size for path in files), form.open(subject, written))
+        rows, wrong = examine(subject, exported, job)
+        if wrong is None and form.folder:
+            written.replace(job.out)
+        elif wrong is None:
+            replace_file(job.out, written.read_bytes())
     return rows, subject, wrong

@@ -19,7 +19,7 @@ from duetgan.models.restore import generator_from
 from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
 from duetgan.utils.config.build import build
 from duetgan.utils.config.model import Config
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.runlog.run_log import say
 
 WIDTHS = 512  # of rosinality's networks at 4 to 32 px; further up they are halved with each resolution
@@ -62,10 +62,8 @@ def write_nvidia(subject: Subject, path: Path) -> None:
 def write_rosinality(subject: Subject, path: Path) -> None:
     """What their torch.save would hold, without optimizers."""
     gan = networks(subject.checkpoint)
-    try:
+    with explained(Refused, lambda why: f"{why}; choose safetensors or nvidia"):
         content = rosinality.theirs(gan)
-    except Refused as error:
-        raise UserError(f"{error}; choose safetensors or nvidia") from None
     config, side = gan.generator, gan.shape["resolution"]
     base, top = config["channel_base"], config["channel_max"]
     if top != WIDTHS or base % 16384:

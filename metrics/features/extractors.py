@@ -22,7 +22,7 @@ from duetgan.models.restore import classifier_from
 from duetgan.models.weights import file_hash, fitted, read_state_dict
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import Lineage
 
 
@@ -150,21 +150,20 @@ def inception_features(weights: str | Path | None = None, *, device: torch.devic
 
     It does its own scaling to 299 px, bit for bit as the TensorFlow original.
     """
-    try:
+    with explained(ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"):
         library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
-    except ImportError as error:
-        raise UserError("extractor inception needs torch-fidelity; `pip install torch-fidelity`") from error
     path, source, place = None, "torch-fidelity's download", torch.device(device)
     if weights:
         path, source = str(weights), Path(weights).name
         read_state_dict(Path(weights))  # torch-fidelity itself would unpickle anything
-    try:
+    remedy = (
+        "give torch-fidelity's weights-inception-2015-12-05-6726825d.pth with --weights, or take --extractor resnet50"
+    )
+    with explained(  # no network (URLError is an OSError), or not Inception's state dict
+        (OSError, RuntimeError),
+        lambda why: f"Inception's weights could not be downloaded ({str(why).splitlines()[0]}); {remedy}",
+    ):
         network = library.FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=path)
-    except (OSError, RuntimeError) as error:  # no network (URLError is an OSError), or not Inception's state dict
-        raise UserError(
-            f"Inception's weights could not be downloaded ({str(error).splitlines()[0]}); give torch-fidelity's "
-            "weights-inception-2015-12-05-6726825d.pth with --weights, or take --extractor resnet50"
-        ) from error
     network = network.to(place)
 
     def compute(images: Tensor) -> Tensor:

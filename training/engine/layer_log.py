@@ -13,7 +13,7 @@ from duetgan.models.hooks import LayerStatistics, matching_layers, merge
 from duetgan.training.base.config import LogConfig
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.runlog.run_log import Events
 
 FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its own
@@ -32,10 +32,8 @@ class LayerLog:
         self._statistics: LayerStatistics | None = None
         if config.layers:
             networks = {name: part for name, part in registry.items() if isinstance(part, nn.Module)}
-            try:
+            with explained(UserError, lambda why: f"log.layers: {why}"):
                 self._statistics = LayerStatistics(matching_layers(nn.ModuleDict(networks), config.layers))
-            except UserError as error:
-                raise UserError(f"log.layers: {error}") from error
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:

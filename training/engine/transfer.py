@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import Lineage, recorded
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
@@ -113,11 +114,9 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
     fits = {}
     for name, network in networks.items():
         state = content["state"].get(name, {})
-        try:
+        words = "--init-from {}: its state of {!r} is not a network's ({}); give a checkpoint of train.py"
+        with explained(ValueError, partial(words.format, donor.file, name)):
             check_tensors(f"state.{name}", state)
-        except ValueError as error:
-            problem = f"its state of {name!r} is not a network's ({error})"
-            raise UserError(f"--init-from {donor.file}: {problem}; give a checkpoint of train.py") from None
         fits[name] = plan(state, network.state_dict(), name, resolutions)
     # a matrix or a filter: numbers and biases that happen to fit are no transfer
     weights = {name: {n for n, p in net.named_parameters() if p.ndim > 1} for name, net in networks.items()}

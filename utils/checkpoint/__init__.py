@@ -21,7 +21,7 @@ from pydantic import Field
 from duetgan.utils import bounded
 from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
-from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import replace_file, sync_folder
 from duetgan.utils.provenance import Lineage
 
@@ -258,7 +258,10 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
     if type(checkpoint["schema"]) is not int or checkpoint["schema"] > SCHEMA:
         schema = checkpoint["schema"] if type(checkpoint["schema"]) is int else repr(checkpoint["schema"])[:40]
         raise CorruptCheckpoint(f"{file}: schema {schema} is newer than this program's {SCHEMA}; update Duet")
-    try:
+    with explained(
+        (ValueError, RecursionError),
+        lambda why: CorruptCheckpoint(f"{file}: not a checkpoint of Duet ({why}); use an earlier one"),
+    ):
         Head.read(checkpoint)
         if checkpoint.get("lineage") is not None:
             Lineage.read(checkpoint["lineage"], "lineage")
@@ -266,8 +269,6 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
         if classes != named:
             raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
         ConfigHead.read(checkpoint["config"], "config")
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{file}: not a checkpoint of Duet ({error}); use an earlier one") from None
     return checkpoint | {"file": file}  # file: for messages
 
 

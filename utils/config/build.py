@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from duetgan.utils.config.cli import UnknownKey, normalise
 from duetgan.utils.config.model import Config, keys_of, refused, section_at
 from duetgan.utils.config.yaml_files import Tree, from_text
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 C = TypeVar("C", bound=Config)
 
@@ -33,14 +34,10 @@ def build(
             raise UnknownKey("command line", key, known)
         if text is None:
             raise UserError(f"command line: --{key} has no value; write --{key} VALUE")
-        try:
+        with explained(ValueError, partial("command line: {}: {}".format, key)):
             tree = _with(tree, key, from_text(text) if section_at(config_class, key) else text)
-        except ValueError as error:
-            raise UserError(f"command line: {key}: {error}") from None
-    try:
+    with explained(ValidationError, lambda why: refused(why, config_class, source, list(given))):
         return config_class.model_validate(tree, context=context)
-    except ValidationError as error:
-        raise refused(error, config_class, source, list(given)) from None
 
 
 def _given(overrides: Sequence[str]) -> dict[str, str | None]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 
 from duetgan.utils.config.cli import UnknownKey
 from duetgan.utils.config.yaml_files import from_text
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
@@ -232,10 +232,8 @@ class Config(_Strict):
     if not TYPE_CHECKING:  # type checkers shall see the fields
 
         def __init__(self, **values: Any) -> None:
-            try:
+            with explained(ValidationError, lambda why: refused(why, type(self))):
                 super().__init__(**values)
-            except ValidationError as error:
-                raise refused(error, type(self)) from None
 
         __init__.__pydantic_base_init__ = True  # sections inside are validated without it: their errors come together
 

@@ -10,11 +10,12 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from duetgan.utils import bounded
-from duetgan.utils.errors import Expected, UserError
+from duetgan.utils.errors import Expected, UserError, explained
 
 GROUP = "duetgan.plugins"
 _imported: dict[str, str] = {}  # as it was named -> SHA-256 of its file
@@ -26,17 +27,13 @@ def load(names: Iterable[str] = ()) -> dict[str, str]:
     Raises UserError for what is not there or cannot be imported.
     """
     for point in importlib.metadata.entry_points(group=GROUP):
-        try:
+        with explained(Exception, partial(_refused, f"plug-in {point.name} ({point.value})")):
             point.load()
-        except Exception as error:
-            raise _refused(f"plug-in {point.name} ({point.value})", error) from error
     result = {}
     for name in names:
         if name not in _imported:
-            try:
+            with explained(Exception, partial(_refused, f"--import {name}")):
                 _imported[name] = _file(Path(name).expanduser()) if name.endswith(".py") else _module(name)
-            except Exception as error:
-                raise _refused(f"--import {name}", error) from error
         result[name] = _imported[name]
     return result
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from duetgan.utils import threads
 from duetgan.utils.distributed.launch import AGAIN, LAUNCHED
 from duetgan.utils.distributed.rendezvous import fresh_store
-from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.errors import TrainingHalted, UserError, explained
 from duetgan.utils.processes import leave_threads
 
 T = TypeVar("T")
@@ -64,10 +64,8 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
     (see `own_devices`). Raises UserError when the device does not exist.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    try:
+    with explained(RuntimeError, f"--device {requested}: not a device; use cpu, cuda or cuda:0"):
         device = torch.device(requested) if requested else (accelerator or torch.device("cpu"))
-    except RuntimeError as error:
-        raise UserError(f"--device {requested}: not a device; use cpu, cuda or cuda:0") from error
     if device.type == "cpu":
         threads.settle()
         return torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any
 
 from duetgan.utils.config.build import differences
 from duetgan.utils.config.yaml_files import Tree, read_yaml, save_yaml
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import as_json, replace_file
 
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
@@ -49,12 +49,12 @@ class RunFolder:
         if self._lock is not None:
             return
         file = self.path / ".lock"
-        try:
+        with explained(
+            OSError, lambda why: f"{self.path}: cannot be written ({why.strerror}); choose another --run-dir"
+        ):
             self._made = [path for path in (file, *file.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}); choose another --run-dir") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -123,9 +123,7 @@ class RunFolder:
         if data is not None:
             replace_file(self.path / "data.json", as_json(data))
 
-    def write_status(
-        self, state: str, step: int, reason: str = "", exit_code: int | None = None, **more: Any
-    ) -> None:
+    def write_status(self, state: str, step: int, reason: str = "", exit_code: int | None = None, **more: Any) -> None:
         """`status.json`: state is running, finished, stopped or failed; `seconds` that its processes took in all."""
         status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code, **more}
         status["seconds"] = round(self._before + time.monotonic() - self._opened, 1)
