@@ -43,9 +43,8 @@ def main(argv: list[str]) -> int:
     with explained(ImportError, "the explorer needs waitress; `pip install 'waitress>=3.0'`"):
         from waitress.server import create_server
     with listen(options.host, options.port) as listener:  # before torch is imported
-        from duetgan.explorer.app import App
+        from duetgan.explorer.app import App, Worker
         from duetgan.explorer.runs import open_runs
-        from duetgan.explorer.worker import Worker
         from duetgan.utils.distributed.collectives import choose_device
 
         address, port = listener.getsockname()[:2]

@@ -32,7 +32,7 @@ from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of,
 from duetgan.data.decode import RandomCrop
 from duetgan.data.pack import pack
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.workers import choose_workers
+from duetgan.data.reading.loader import choose_workers
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.data.sources.named import CACHE

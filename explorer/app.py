@@ -1,4 +1,5 @@
-"""The explorer as a web application (WSGI): who may ask, what is asked, and the answers.
+"""The explorer as a web application (WSGI): who may ask, what is asked, and the answers; the one thread in which models
+compute, and the bounded queue before it.
 
 A browser names runs by their number and steps by their place: nothing that it sends is ever part of a file's name.
 """
@@ -7,12 +8,14 @@ import hmac
 import json
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound, Unauthorized
@@ -24,7 +27,6 @@ from duetgan.data.errors import ImageError
 from duetgan.explorer import classifier, generator
 from duetgan.explorer.generator import Source
 from duetgan.explorer.runs import Shown, compare_page
-from duetgan.explorer.worker import Unavailable, Worker
 from duetgan.inference.samples import parse_layers
 from duetgan.reporting.charts import number
 from duetgan.reporting.pictures import picture
@@ -32,6 +34,51 @@ from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import printable
+
+WAITING = 8  # requests that compute or wait, at most
+LOOK = 0.2  # s between two looks at whether all is to end
+
+T = TypeVar("T")
+
+
+class Unavailable(Exception):
+    """There is no place in the queue, or the explorer is ending; the message says which."""
+
+
+class Worker:
+    """Runs what it is given one after the other, in a thread of its own."""
+
+    def __init__(self, waiting: int = WAITING) -> None:
+        self._places = threading.Semaphore(waiting)
+        self._thread = ThreadPoolExecutor(1, "models")
+        self._ending = threading.Event()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work()` returns or raises. Raises Unavailable."""
+        if not self._places.acquire(blocking=False):
+            raise Unavailable("too many requests are waiting; try again in a moment")
+        try:
+            future = self._thread.submit(work)
+        except RuntimeError:
+            self._places.release()
+            raise Unavailable("the explorer is ending") from None
+        future.add_done_callback(lambda _: self._places.release())
+        while not future.done():
+            self.tick()
+            wait([future], timeout=LOOK)
+        with explained(CancelledError, lambda _: Unavailable("the explorer is ending")):
+            return future.result()
+
+    def tick(self) -> None:
+        """For work that takes long, to be called now and then: raises Unavailable where all is to end."""
+        if self._ending.is_set():
+            raise Unavailable("the explorer is ending")
+
+    def end(self) -> None:
+        """Let those who wait go at once, and start nothing more."""
+        self._ending.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
 
 HERE = Path(__file__).parent
 STATIC = {  # all the files that are served, read at the start

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.data.reading.loader import read_batch
-from duetgan.metrics.classification.answers import Answers, confused_pairs, outliers, per_class, reliability
-from duetgan.metrics.classification.calibration import judged_temperature, negative_log_likelihood
+from duetgan.metrics.classification.answers import (
+    Answers,
+    confused_pairs,
+    judged_temperature,
+    negative_log_likelihood,
+    outliers,
+    per_class,
+    reliability,
+)
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
 from duetgan.metrics.comparison.predictions import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input

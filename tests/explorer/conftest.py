@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 from werkzeug.test import Client
 
-from duetgan.explorer.app import App
+from duetgan.explorer.app import App, Worker
 from duetgan.explorer.runs import open_runs
-from duetgan.explorer.worker import Worker
 from duetgan.utils.images import save_png
 from tests.inference.conftest import gan_run, styled, without_w
 from tests.metrics.conftest import CLASSES, classifier_run, pack

@@ -7,8 +7,7 @@ import pytest
 from werkzeug.test import Client
 
 from duetgan.explorer import generator
-from duetgan.explorer.app import App
-from duetgan.explorer.worker import Unavailable, Worker
+from duetgan.explorer.app import App, Unavailable, Worker
 from tests.explorer.conftest import CLASSIFIER, grey, one_line, sample
 
 HOSTS = {"evil.example": 403, "localhost.evil.example": 403, "192.0.2.1:7870": 403, "[": 403, "": 403,

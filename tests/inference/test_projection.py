@@ -10,8 +10,19 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.autograd import gradcheck, gradgradcheck
 
-from duetgan.inference.perceptual import Distance, ResNetFeatures, build_features, feature_distance, resize, unit_length
-from duetgan.inference.projection import ProjectionConfig, Projector, correlation, normalise_, rate
+from duetgan.inference.projection import (
+    Distance,
+    ProjectionConfig,
+    Projector,
+    ResNetFeatures,
+    build_features,
+    correlation,
+    feature_distance,
+    normalise_,
+    rate,
+    resize,
+    unit_length,
+)
 from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.gan import to_uint8
@@ -257,7 +268,7 @@ def test_scaling_is_bilinear(before, side):
 @pytest.mark.parametrize(("channels", "side", "seen"), [(1, 8, 64), (3, 64, 64), (3, 96, 96), (1, 128, 112)])
 def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen, monkeypatch):
     """The oracle: hooks on the whole network, fed by hand."""
-    monkeypatch.setattr("duetgan.inference.perceptual.LARGEST", 112)
+    monkeypatch.setattr("duetgan.inference.projection.LARGEST", 112)
     images = draws(1, channels, side, side).clamp(-1, 1)
     caught, layers = [], ("bn1", "layer1", "layer2", "layer3", "layer4")
     hooks = [getattr(network, name).register_forward_hook(lambda *found: caught.append(found[2])) for name in layers]

@@ -11,8 +11,8 @@ from duetgan.metrics.features.extractors import Extractor, classifier_features, 
 from duetgan.metrics.features.sets import RealFeatures, select
 from duetgan.metrics.figures import GAN, Samples, history, measured
 from duetgan.metrics.samples.copies import neighbour_images
-from duetgan.metrics.samples.diversity import diversity_ratio
 from duetgan.metrics.samples.frechet import frechet_distance
+from duetgan.metrics.samples.judged import diversity_ratio
 from duetgan.metrics.samples.kernel import kernel_distance
 from duetgan.metrics.samples.memorisation import RealSet, memorisation
 from duetgan.models.classifier import Classifier, ModelConfig

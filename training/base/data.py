@@ -12,12 +12,11 @@ import torch
 from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import InfiniteLoader
+from duetgan.data.reading.loader import InfiniteLoader, choose_workers
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler, SyntheticSource
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.several_files import open_at_once, shard_paths
 from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
-from duetgan.data.reading.workers import choose_workers
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from duetgan.data.reading import workers as workers_module
+from duetgan.data.reading import loader as workers_module
 from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import candidates, choose_workers
 from duetgan.data.reading.sampler import SampleKeys
-from duetgan.data.reading.workers import candidates, choose_workers
 from duetgan.data.records import pack_arrays
 from duetgan.utils import memory
 from tests.data.conftest import CLASSES, sample_images

@@ -19,7 +19,7 @@ from sklearn.metrics import (
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from duetgan.metrics.classification import calibration
+from duetgan.metrics.classification import answers as calibration
 from duetgan.metrics.classification.answers import (
     Answers,
     auroc,
