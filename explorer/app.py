@@ -24,8 +24,8 @@ from werkzeug.wrappers import Request, Response
 
 import duetgan.reporting
 from duetgan.data.errors import ImageError
-from duetgan.explorer import classifier, generator
-from duetgan.explorer.generator import Source
+from duetgan.explorer import models
+from duetgan.explorer.models import Source
 from duetgan.explorer.runs import Shown, compare_page
 from duetgan.inference.samples import parse_layers
 from duetgan.reporting.charts import number
@@ -180,17 +180,17 @@ class App:
         self._static = {path: (bounded.read_file(file, bounded.CONFIG), kind) for path, (file, kind) in STATIC.items()}
         self._asks: dict[str, Callable[[Asked], Answer]] = {
             "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": bounded.UPLOAD.limit},
-            "/api/draw": self._of("gan", generator.draw, Asked.sources),
-            "/api/mix": self._of("gan", generator.mix, Asked.pair, Asked.layers),
-            "/api/walk": self._of("gan", generator.walk, Asked.pair),
-            "/api/edit": self._of("gan", generator.edit, Asked.source, Asked.target),
+            "/api/draw": self._of("gan", models.draw, Asked.sources),
+            "/api/mix": self._of("gan", models.mix, Asked.pair, Asked.layers),
+            "/api/walk": self._of("gan", models.walk, Asked.pair),
+            "/api/edit": self._of("gan", models.edit, Asked.source, Asked.target),
             "/api/history": self._history,
             "/api/compare": self._compare,
         }
         self._takes: dict[str, Callable[[Asked], Answer]] = {  # an image, by POST
-            "/api/name": self._of("classifier", classifier.name, Asked.image),
-            "/api/spoke": self._of("classifier", partial(classifier.spoke_for, data=data), Asked.image),
-            "/api/nearest": self._of("gan", partial(generator.nearest, tick=worker.tick), Asked.image),
+            "/api/name": self._of("classifier", models.name, Asked.image),
+            "/api/spoke": self._of("classifier", partial(models.spoke_for, data=data), Asked.image),
+            "/api/nearest": self._of("gan", partial(models.nearest, tick=worker.tick), Asked.image),
         }
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:

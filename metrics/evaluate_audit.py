@@ -20,7 +20,6 @@ from duetgan.metrics.features.sets import RealFeatures, Selection, chunk_size, f
 from duetgan.metrics.images import save_audit
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED
-from duetgan.metrics.samples.copies import neighbour_images, pairs, search_place
 from duetgan.metrics.samples.membership_inference import (
     NOT_SHOWN,
     SHARES,
@@ -29,7 +28,7 @@ from duetgan.metrics.samples.membership_inference import (
     halves,
     verdict,
 )
-from duetgan.metrics.samples.memorisation import nearest
+from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pairs, search_place
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.utils.checkpoint import Checkpoint

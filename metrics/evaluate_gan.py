@@ -23,8 +23,14 @@ from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.lineage import leaks, load_judge, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from duetgan.metrics.samples.copies import Drawn, neighbour_images, search_copies, search_place, training_selection
 from duetgan.metrics.samples.judged import class_score
+from duetgan.metrics.samples.memorisation import (
+    Drawn,
+    neighbour_images,
+    search_copies,
+    search_place,
+    training_selection,
+)
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator, generate

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.inference.export.folder import open_folder, write_folder
+from duetgan.inference.export.folder import open_folder, traced, write_folder
 from duetgan.inference.export.official import open_official, write_nvidia, write_rosinality
-from duetgan.inference.export.programs import traced
 from duetgan.inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject, as_runner
 from duetgan.inference.export.weights_file import contents, interface, write_weights
 from duetgan.models.ready_made import ENTRY, read_weights

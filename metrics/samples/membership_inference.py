@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.metrics.classification.ranking import Ranking
+from duetgan.metrics.classification.answers import Ranking
 from duetgan.metrics.intervals import normal_interval, wilson
 from duetgan.metrics.samples.memorisation import mann_whitney
 from duetgan.metrics.samples.neighbours import distance_blocks

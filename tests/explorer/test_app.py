@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.explorer import classifier, generator
+from duetgan.explorer import models
 from duetgan.explorer.app import MOST_DRAWN
-from duetgan.explorer.classifier import training_images
-from duetgan.explorer.generator import FRAMES, Source, address
+from duetgan.explorer.models import FRAMES, Source, address, training_images
 from duetgan.inference.editing import Editor
 from duetgan.inference.influence_scores import influence, passes, snapshot
 from duetgan.inference.samples import Sampler
@@ -37,7 +36,7 @@ def test_page_loads_nothing_from_elsewhere_and_its_headers_forbid_it(client):
         if place != "data:,":
             assert client.get(f"/{place}").status_code == 200
     for name in ("page.js", "page.css", "page.html"):
-        text = (Path(generator.__file__).parent / name).read_text()
+        text = (Path(models.__file__).parent / name).read_text()
         assert "//" not in re.sub(r"^\s*//.*|\s//\s.*", "", text, flags=re.M)
 
 
@@ -171,10 +170,10 @@ def test_training_images_that_spoke(client, shown, folder):
 def test_training_images_are_gathered_once(client, monkeypatch):
     first = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     with monkeypatch.context() as patch:
-        patch.setattr(classifier, "passes", lambda *_: pytest.fail("computed again"))
+        patch.setattr(models, "passes", lambda *_: pytest.fail("computed again"))
         again = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     assert first == again
-    monkeypatch.setattr(classifier, "MOST_KEPT", 0)  # too many to be kept
+    monkeypatch.setattr(models, "MOST_KEPT", 0)  # too many to be kept
     streamed = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     assert [one["record"] for one in streamed["found"]] == [one["record"] for one in first["found"]]
     pairs = zip(streamed["found"], first["found"], strict=True)
@@ -190,7 +189,7 @@ def test_training_images_that_are_not_there_or_others(shown, tmp_path):
 
 def test_nearest_image(client, monkeypatch):
     monkeypatch.setattr("duetgan.inference.projection.build_features", lambda *_: None)
-    monkeypatch.setattr(generator, "SEARCH", ProjectionConfig(steps=2))
+    monkeypatch.setattr(models, "SEARCH", ProjectionConfig(steps=2))
     found = client.post("/api/nearest", query_string={"run": GAN}, data=grey()).json
     assert (pixels(found["target"]) == 128).all()
     assert [entry["name"] for entry in found["found"]] == ["w", "w+"]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from werkzeug.test import Client
 
-from duetgan.explorer import generator
+from duetgan.explorer import models
 from duetgan.explorer.app import App, Unavailable, Worker
 from tests.explorer.conftest import CLASSIFIER, grey, one_line, sample
 
@@ -120,6 +120,6 @@ def test_the_end_frees_those_who_wait_and_stops_a_search():
 
 
 def test_a_fault_of_ours_is_one_line_and_a_traceback_in_the_terminal(client, monkeypatch, capsys):
-    monkeypatch.setattr(generator, "address", lambda *_: 1 / 0)
+    monkeypatch.setattr(models, "address", lambda *_: 1 / 0)
     assert "fault of the explorer" in one_line(client.get("/api/draw", query_string=sample()), 500)
     assert "ZeroDivisionError" in capsys.readouterr().err

@@ -10,11 +10,9 @@ from duetgan.metrics.evaluate_gan import evaluate_generator
 from duetgan.metrics.features.extractors import Extractor, classifier_features, extract, pixel_features
 from duetgan.metrics.features.sets import RealFeatures, select
 from duetgan.metrics.figures import GAN, Samples, history, measured
-from duetgan.metrics.samples.copies import neighbour_images
-from duetgan.metrics.samples.frechet import frechet_distance
+from duetgan.metrics.samples.distances import frechet_distance, kernel_distance
 from duetgan.metrics.samples.judged import diversity_ratio
-from duetgan.metrics.samples.kernel import kernel_distance
-from duetgan.metrics.samples.memorisation import RealSet, memorisation
+from duetgan.metrics.samples.memorisation import RealSet, memorisation, neighbour_images
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import classifier_from, generator_from

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from duetgan.metrics.classification.ranking import Ranking
+from duetgan.metrics.classification.answers import Ranking
 
 MEASURES = {"auroc": roc_auc_score, "average_precision": average_precision_score}
 

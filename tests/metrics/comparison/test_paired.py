@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm, t, ttest_rel, wilcoxon
 
-from duetgan.metrics.classification.ranking import Ranking
+from duetgan.metrics.classification.answers import Ranking
 from duetgan.metrics.comparison import paired
 from duetgan.metrics.intervals import wilson
 
