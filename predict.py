@@ -44,9 +44,8 @@ def main(argv: list[str]) -> int:
     """Predict, print; exit code 2 if an image could not be read."""
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
-    from duetgan.inference import outputs  # with torch, now that the options are known to be right
+    from duetgan.inference import predictions  # with torch, now that the options are known to be right
     from duetgan.inference.inputs import Inputs
-    from duetgan.inference.predictions import predict
     from duetgan.models.fast import faster
     from duetgan.models.ready_made import read
     from duetgan.models.restore import classifier_from
@@ -63,13 +62,13 @@ def main(argv: list[str]) -> int:
     quiet = not (options.csv or options.sort_into)  # the answers are printed as they come
     with ExitStack() as stack:
         inputs = Inputs(options.images, stack)
-        maps = outputs.gradcam(options, inputs, classes, classifier)
-        strips = outputs.counterfactuals(options, inputs, classes, classifier)
+        maps = predictions.gradcam(options, inputs, classes, classifier)
+        strips = predictions.counterfactuals(options, inputs, classes, classifier)
         top = options.top or (SHOWN if quiet and not options.json else len(classes))
         how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps, "fast": fast}
-        sinks = [*outputs.open_sinks(options, classes, stack)]
+        sinks = [*predictions.open_sinks(options, classes, stack)]
         bar = stack.enter_context(Bar(total=len(inputs), desc="predicting", unit="image", disable=quiet))
-        for given, answer in predict(classifier, checkpoint, inputs, **how):
+        for given, answer in predictions.predict(classifier, checkpoint, inputs, **how):
             if strips and "error" not in answer:
                 answer["counterfactual"] = strips.draw(given.name, answer["label"], resize=options.resize)
             parts = {"could not be read": answer, "have no counterfactual": answer.get("counterfactual", {})}

@@ -27,8 +27,7 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks.loading.images import write_jpeg_folder
 from duetgan.inference.inputs import Inputs
-from duetgan.inference.outputs import csv_file
-from duetgan.inference.predictions import predict
+from duetgan.inference.predictions import csv_file, predict
 from duetgan.models.ready_made import read
 from duetgan.models.restore import classifier_from
 from duetgan.utils.config.cli import Parser

@@ -1,14 +1,21 @@
 """Image files of a user's as a trained model takes them, what a classifier says of them, and Grad-CAM: which parts of
-an image are evidence for a class (Selvaraju et al., 1610.02391).
+an image are evidence for a class (Selvaraju et al., 1610.02391). Where predict.py's answers go, one by one: a table for
+people, JSON, CSV, images sorted into a folder a class, and what is drawn beside them.
 """
 
 import contextlib
+import csv
 import itertools
+import json
 import os
+import sys
+import textwrap
+from argparse import Namespace
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -16,16 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duetgan.data.errors import ImageError
-from duetgan.inference.inputs import Input, Transform
+from duetgan.inference.inputs import Input, Inputs, Transform
+from duetgan.inference.settings import label_of
+from duetgan.inference.strips import Counterfactuals
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.models.classifier import Classifier
 from duetgan.models.hooks import find_layer, output_gradient
-from duetgan.utils.errors import UserError
-from duetgan.utils.files import check_writable
-from duetgan.utils.images import save_captioned
+from duetgan.utils.errors import UserError, explained
+from duetgan.utils.files import building, check_writable, write_atomic
+from duetgan.utils.images import save_captioned, save_png
 from duetgan.utils.memory import cores
+from duetgan.utils.text import printable
 
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
 STRENGTH = 0.65  # opacity of the hottest part
@@ -217,3 +227,152 @@ def unused(path: Path, used: Callable[[Path], bool]) -> Path:
 
 def _identity(path: Path) -> str:
     return os.path.realpath(path).casefold()
+
+
+Sink = Callable[[Input, dict[str, Any]], object]  # takes an image and the answer of `predict`
+
+
+@contextmanager
+def json_array(stream: TextIO) -> Iterator[Sink]:
+    """An array of the answers, written as they come."""
+    before = itertools.chain(["[\n"], itertools.repeat(",\n"))
+
+    def write(_given: Input, answer: dict[str, Any]) -> None:
+        text = json.dumps(answer, indent=1, allow_nan=False)
+        stream.write(next(before) + textwrap.indent(text, " "))
+
+    yield write
+    stream.write("[]\n" if next(before) == "[\n" else "\n]\n")
+
+
+@contextmanager
+def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
+    """A row an image: `file`, `label`, `probability`, and a column a class; with `top` K instead `label_2`,
+    `probability_2`, ... up to K. Empty behind `file` where an image cannot be read. Raises UserError as `building`.
+    """
+    places = range(2, (top or 0) + 1)
+    more = [f"{name}_{place}" for place in places for name in ("label", "probability")] if top else classes
+    with _rows(path, ["file", "label", "probability", *more]) as add:
+
+        def write(given: Input, answer: dict[str, Any]) -> None:
+            shares: dict[str, float] = answer.get("probabilities", {})
+            pairs = list(itertools.chain(*shares.items()))
+            row = pairs if top else [*pairs[:2], *(shares[name] for name in classes if name in shares)]
+            add([given.name, *row, *[""] * (2 + len(more) - len(row))])
+
+        yield write
+
+
+@contextmanager
+def error_file(path: Path) -> Iterator[Sink]:
+    """`file` and `error` of the images that cannot be read, as CSV. Raises UserError as `building`."""
+    with _rows(path, ["file", "error"]) as add:
+        yield lambda given, answer: add([given.name, answer["error"]]) if "error" in answer else None
+
+
+@contextmanager
+def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object]], object]]:
+    with building(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(head)
+        yield writer.writerow
+
+
+def sorter(folder: Path) -> Sink:
+    """Puts each image into `folder`/CLASS: a link to its file, or a file where it lies in an archive. Raises UserError
+    where the disk refuses.
+    """
+    check_writable(folder)
+
+    def write(given: Input, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            return
+        path = Path(given.name)
+        label = answer["label"].replace(os.sep, "_").replace("\0", "")
+        label = label if label.strip(".") else f"_{label}"  # a checkpoint's word: it must not lead out of the folder
+        place = folder / label / path.name.replace(":", "_")
+        if path.is_file():
+            with explained(
+                OSError, lambda why: f"--sort-into: cannot link {place}: {why.strerror}; choose another place"
+            ):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                unused(place, os.path.lexists).symlink_to(path.resolve())
+            return
+        content = given.content()
+        if isinstance(content, np.ndarray):
+            save_png(content, unused(place.with_suffix(".png"), os.path.lexists))
+        else:
+            write_atomic(unused(place, os.path.lexists), content)
+
+    return write
+
+
+def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
+    """Where the answers go."""
+    if options.json:
+        yield stack.enter_context(json_array(sys.stdout))
+    elif not (options.csv or options.sort_into):
+        yield lambda _, answer: print(line(answer))
+    if options.csv:
+        yield stack.enter_context(csv_file(options.csv, classes, options.top))
+    if options.errors:
+        yield stack.enter_context(error_file(options.errors))
+    if options.sort_into:
+        yield sorter(options.sort_into)
+
+
+def line(result: dict[str, Any]) -> str:
+    """A result as text."""
+    if "error" in result:
+        return printable(f"{result['file']}: {result['error']}")
+    text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
+    text = f"{result['file']}: {text}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
+    strip = result.get("counterfactual")
+    if strip and "error" in strip:
+        text += f"; no counterfactual: {strip['error']}"
+    elif strip:
+        where = "" if strip["arrived"] else "never there, at best "
+        text += f"; {where}{strip['class']} {strip['probability']:.3f}"
+        text += f", pixels change by {strip['pixel_change']:.3f} ({strip['image']})"
+    return printable(text)
+
+
+# --- what is drawn beside the answers
+
+
+def asked(
+    options: Namespace, kind: str, other: str, inputs: Inputs, classes: list[str]
+) -> tuple[list[Path], int | None] | None:
+    """What `--KIND DIR` and `--KIND-class` ask for: each image's file, and the class; `other`: its further option.
+
+    Raises UserError for an unknown class, options without DIR, and a folder that cannot be written.
+    """
+    folder, name = getattr(options, kind), getattr(options, f"{kind}_class")
+    if folder is None:
+        if name is not None or getattr(options, other) is not None:
+            raise UserError(f"--{kind}-class and --{other.replace('_', '-')} belong to --{kind} DIR; add it")
+        return None
+    label = None if name is None else label_of(name, classes, f"--{kind}-class")
+    return output_files(folder, list(inputs.names()), kind), label
+
+
+def gradcam(options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier) -> Maps | None:
+    """What `--gradcam` asks for. Raises UserError as `asked`."""
+    if not (found := asked(options, "gradcam", "gradcam_layer", inputs, classes)):
+        return None
+    return Maps(iter(found[0]), found[1], options.gradcam_layer or default_layer(classifier))
+
+
+def counterfactuals(
+    options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
+) -> Counterfactuals | None:
+    """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does not fit."""
+    if options.counterfactual and options.generator is None:
+        raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
+    if options.counterfactual and not inputs.are_files:
+        raise UserError("--counterfactual is for image files and folders; unpack the images first")
+    if not (found := asked(options, "counterfactual", "generator", inputs, classes)):
+        return None
+    files = dict(zip(inputs.names(), found[0], strict=True))
+    how = {"target": found[1], "steps": options.steps, "batch_size": options.batch_size}
+    return Counterfactuals(options.generator, classifier, classes, files, **how)

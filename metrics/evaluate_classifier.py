@@ -21,7 +21,7 @@ from duetgan.metrics.classification.answers import (
     reliability,
 )
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
-from duetgan.metrics.comparison.predictions import keep_predictions
+from duetgan.metrics.comparison.compare import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.features.sets import shared_pass

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.comparison.predictions import keep_predictions
+from duetgan.metrics.comparison.compare import keep_predictions
 from duetgan.metrics.features.extractors import Extractor, build_extractors, classifier_input, fingerprint
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.features.sets import RealFeatures, Selection, feature_sets, select, shared_pass

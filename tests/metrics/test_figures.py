@@ -10,7 +10,7 @@ import torch
 import evaluate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics import evaluate_classifier, evaluate_gan, figures, tables
-from duetgan.metrics.comparison import compare, predictions
+from duetgan.metrics.comparison import compare
 from duetgan.metrics.evaluate_classifier import evaluate_classifier as evaluated
 from duetgan.metrics.figures import PAGE, Figure, history, written
 from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval, normal_interval, wilson
@@ -94,7 +94,7 @@ def test_keys_docs_comparisons_and_columns_come_from_the_table():
     page = PAGE.read_text()
     assert written(page) == page, "python -m metrics.figures writes it"
     assert compare.ROWS.keys() == {row.key for row in figures.FIGURES if row.better}
-    assert {row.key for row in figures.CLASSIFIER} < predictions.COLUMNS.keys()
+    assert {row.key for row in figures.CLASSIFIER} < compare.COLUMNS.keys()
     json.dumps({row.key: row.meaning for row in figures.FIGURES})
 
 

@@ -18,9 +18,9 @@ import generate
 import predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.inputs import Input, file_input
-from duetgan.inference.outputs import sorter
 from duetgan.inference.predictions import predict as predict_inputs
-from duetgan.metrics.comparison.predictions import Predictions
+from duetgan.inference.predictions import sorter
+from duetgan.metrics.comparison.compare import Predictions
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from

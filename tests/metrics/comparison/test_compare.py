@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import evaluate
-from duetgan.metrics.comparison.compare import compare, comparison_table
-from duetgan.metrics.comparison.predictions import save_predictions
+from duetgan.metrics.comparison.compare import compare, comparison_table, save_predictions
 from duetgan.metrics.evaluate_classifier import document_of
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from duetgan.metrics.comparison.predictions import FILE, Predictions, save_predictions
+from duetgan.metrics.comparison.compare import FILE, Predictions, save_predictions
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 
