@@ -83,7 +83,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     from duetgan.metrics.lineage import data_of, run_folder
     from duetgan.metrics.samples.membership_inference import audit_table
     from duetgan.metrics.tables import classifier_table, gan_table
-    from duetgan.models.ready_made import read
+    from duetgan.models.restore import read
     from duetgan.utils.distributed import collectives
 
     evaluations: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]] = {

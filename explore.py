@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         from waitress.server import create_server
     with listen(options.host, options.port) as listener:  # before torch is imported
         from duetgan.explorer.app import App, Worker
-        from duetgan.explorer.runs import open_runs
+        from duetgan.explorer.models import open_runs
         from duetgan.utils.distributed.collectives import choose_device
 
         address, port = listener.getsockname()[:2]

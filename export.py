@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     import torch  # now that the options are known to be right
 
     from duetgan.inference.export.check import CheckFailed, document, export, table
-    from duetgan.models.ready_made import read
+    from duetgan.models.restore import read
     from duetgan.reporting.report import refresh
 
     threads.settle()

@@ -22,8 +22,8 @@ from duetgan.inference.settings import (
     check_suffix,
 )
 from duetgan.utils.checkpoint import resolve_for_people
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.config.cli import Parser, add_model_options, number, positive
+from duetgan.utils.errors import require_same_classes
 from duetgan.utils.files import check_writable
 from duetgan.utils.script import run_cli
 
@@ -185,8 +185,7 @@ def edit(options: Namespace) -> str:
     from duetgan.inference.inputs import read_target
     from duetgan.inference.strips import counterfactual, make_strips, save_strips, summary
     from duetgan.metrics.lineage import load_judge
-    from duetgan.models.ready_made import read
-    from duetgan.models.restore import classifier_from
+    from duetgan.models.restore import classifier_from, read
 
     guide = read(resolve_for_people(options.classifier))
     names = guide["classes"]
@@ -232,8 +231,7 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     check_writable(options.out.parent)
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.inference.samples import Sampler, chosen_classes
-    from duetgan.models.ready_made import read
-    from duetgan.models.restore import generator_from
+    from duetgan.models.restore import generator_from, read
     from duetgan.utils.distributed.collectives import choose_device
 
     checkpoint = read(path)

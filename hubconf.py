@@ -12,7 +12,7 @@ from typing import Any as _Any
 from duetgan.models import classifier as _classifier
 from duetgan.models import registry as _registry
 from duetgan.models import restore as _restore
-from duetgan.models.ready_made import open_checkpoint as _open_checkpoint
+from duetgan.models.restore import open_checkpoint as _open_checkpoint
 from duetgan.models.weights import load_pretrained as _load_pretrained
 from duetgan.utils.config.build import build as _build
 from duetgan.utils.errors import UserError as _UserError

@@ -47,8 +47,7 @@ def main(argv: list[str]) -> int:
     from duetgan.inference import predictions  # with torch, now that the options are known to be right
     from duetgan.inference.inputs import Inputs
     from duetgan.models.fast import faster
-    from duetgan.models.ready_made import read
-    from duetgan.models.restore import classifier_from
+    from duetgan.models.restore import classifier_from, read
     from duetgan.reporting.report import refresh
     from duetgan.utils.distributed.collectives import choose_device
     from duetgan.utils.runlog.progress import Bar

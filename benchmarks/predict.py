@@ -28,8 +28,7 @@ from torchvision.datasets import ImageFolder
 from benchmarks.loading.images import write_jpeg_folder
 from duetgan.inference.inputs import Inputs
 from duetgan.inference.predictions import csv_file, predict
-from duetgan.models.ready_made import read
-from duetgan.models.restore import classifier_from
+from duetgan.models.restore import classifier_from, read
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.memory import cores

@@ -26,9 +26,8 @@ from duetgan.data.packing.split import publish_both, to_share, val_path, write_p
 from duetgan.data.packing.summary import Summary, Written, list_skipped, summary_lines
 from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.config.cli import Parser, add_import_option, number
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.script import run_cli

@@ -19,8 +19,7 @@ from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig, label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.gan import ImageGenerator, NoiseMode
-from duetgan.models.ready_made import open_checkpoint
-from duetgan.models.restore import classifier_from, generator_from
+from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid

@@ -25,8 +25,7 @@ from werkzeug.wrappers import Request, Response
 import duetgan.reporting
 from duetgan.data.errors import ImageError
 from duetgan.explorer import models
-from duetgan.explorer.models import Source
-from duetgan.explorer.runs import Shown, compare_page
+from duetgan.explorer.models import Shown, Source, compare_page
 from duetgan.inference.samples import parse_layers
 from duetgan.reporting.charts import number
 from duetgan.reporting.pictures import picture

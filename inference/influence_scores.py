@@ -27,9 +27,8 @@ from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from duetgan.inference.settings import check_suffix
 from duetgan.utils.checkpoint import file_sha256, resolve_for_people
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.config.cli import Parser, add_model_options, number
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.script import run_cli
 
 THRESHOLD = 0.95  # that of FixMatch (2001.07685)
@@ -40,8 +39,7 @@ def main(argv: list[str]) -> int:
     from duetgan.data.lmdb.writer import check_target
     from duetgan.data.reading.dataset import dataset_for_model
     from duetgan.inference.dataset import guesses, write_labelled
-    from duetgan.models.ready_made import read
-    from duetgan.models.restore import classifier_from
+    from duetgan.models.restore import classifier_from, read
     from duetgan.utils.distributed.collectives import choose_device
 
     check_target(options.out, options.overwrite)

@@ -17,11 +17,9 @@ from duetgan.inference.samples import Sampler, Start, with_styles
 from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.features.precision import device_of
 from duetgan.models.classifier import Classifier
-from duetgan.models.ready_made import read
-from duetgan.models.restore import generator_from
+from duetgan.models.restore import generator_from, read
 from duetgan.utils.checkpoint import resolve_for_people
-from duetgan.utils.classes import require_same_classes
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 

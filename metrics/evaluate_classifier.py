@@ -33,9 +33,8 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.fast import faster
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import Checkpoint
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:

@@ -36,9 +36,8 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned, save_rows
 from duetgan.utils.provenance import Lineage, recorded
 

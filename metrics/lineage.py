@@ -14,11 +14,9 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.classifier import Classifier
-from duetgan.models.ready_made import read
-from duetgan.models.restore import classifier_from
+from duetgan.models.restore import classifier_from, read
 from duetgan.utils.checkpoint import Checkpoint, resolve
-from duetgan.utils.classes import require_same_classes
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
 
 TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few

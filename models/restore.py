@@ -1,13 +1,36 @@
-"""Models out of a checkpoint's dict. No files are touched here: `utils.checkpoint.load` reads them."""
+"""Models out of a checkpoint's dict; and any trained network as a checkpoint: of a run, of export.py, or a classifier
+that somebody else trained.
 
+The last is `torchvision:NAME` or `torchvision:NAME.WEIGHTS`, `timm:NAME`, either with `=FILE`; a state dict of a
+network of torchvision's; or a folder as timm writes it for its hub (config.json, model.safetensors).
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from duetgan.models.backbones import timm
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
-from duetgan.models.registry import DEFAULT, architecture_of
-from duetgan.utils.checkpoint import Shape
+from duetgan.models.registry import DEFAULT, architecture_of, backbone_of
+from duetgan.models.weights import find_weights, fitted, likeness, lineage_of, network_of, read_state_dict, read_tensors
+from duetgan.utils import bounded
+from duetgan.utils.checkpoint import (
+    HUB_WEIGHTS,
+    READY_MADE,
+    SCHEMA,
+    Checkpoint,
+    CorruptCheckpoint,
+    Shape,
+    checked,
+    load,
+    resolve,
+)
 from duetgan.utils.checkpoint.state_schema import FAULTS, loaded
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
@@ -69,3 +92,133 @@ def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cp
     model = _restored(checkpoint, "model", "model_ema", device).requires_grad_(False)
     model.lineage = recorded(checkpoint)
     return model
+
+
+OPTION = "--checkpoint"
+ENTRY = "duet"  # of a file's metadata: what its weights are, as export.py writes it
+NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}  # the part of a checkpoint's state that is used
+KEYS = ("schema", "task", "step", "config", "classes", "shape")
+IMAGENET = 1000  # classes
+
+
+def open_checkpoint(given: str | Path, which: str) -> tuple[Path, Checkpoint]:
+    """The file that a run folder, a file, a folder of the hub or a name means, and the checkpoint in it."""
+    path = resolve(given, which)
+    return path, read(path)
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in what `resolve` gave, its tensors on the CPU. Nothing in it is executed.
+
+    Raises UserError if it is missing or damaged, and for weights that are not exactly those of a known network.
+    """
+    if str(path).startswith(READY_MADE):
+        return _named(str(path))
+    if path.suffix == ".safetensors":
+        state, about = read_state_dict(path, option=OPTION)
+        return read_weights(path) if ENTRY in about else _classifier(path, state, about, *_hub_config(path))
+    try:
+        return load(path)
+    except CorruptCheckpoint as error:
+        try:
+            state, about = read_state_dict(path, option=OPTION)
+        except UserError:
+            raise error from None
+    return _classifier(path, state, about, *_hub_config(path))
+
+
+def read_weights(path: Path) -> Checkpoint:
+    """The checkpoint in a .safetensors file of export.py.
+
+    Raises UserError if it is missing, damaged or was not written by export.py.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    tensors, metadata = read_tensors(path, "export it again")
+    with bounded.reading(path, "export it again", ValueError, RecursionError):
+        about = json.loads(metadata.get(ENTRY, "null"))
+    if not isinstance(about, dict) or any(key not in about for key in KEYS) or about["task"] not in tuple(NETWORKS):
+        raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
+    return checked(about | {"state": {NETWORKS[about["task"]]: tensors}}, str(path))
+
+
+def _named(given: str) -> Checkpoint:
+    """The checkpoint of a name, its weights from the file that it gives, else the published ones."""
+    name, _, file = given.partition("=")
+    member = "DEFAULT"
+    if not name.startswith(timm.PREFIX):
+        name, _, chosen = name.removeprefix("torchvision:").partition(".")
+        member = chosen or member
+    path = resolve(file) if file else find_weights(member, name, option=f"{OPTION} {given}:")
+    return _classifier(path, *read_state_dict(path, option=OPTION), name)
+
+
+def _hub_config(path: Path) -> tuple[str | None, list[Any]]:
+    """The network and the classes that the config.json beside a model.safetensors names, as timm writes it."""
+    beside = path.with_name("config.json")
+    if path.name not in HUB_WEIGHTS or not beside.is_file():
+        return None, []
+    with bounded.reading(beside, "fetch the folder again", ValueError, RecursionError, KeyError, TypeError):
+        config = json.loads(bounded.read_file(beside, bounded.CONFIG))
+        about = config.get("pretrained_cfg") or {}
+        tag = f".{about['tag']}" if about.get("tag") else ""
+        name = f"{timm.PREFIX}{config['architecture']}{tag}"
+        labels = list(config.get("label_names") or about.get("label_names") or [])
+    known = backbone_of(name)
+    for key, ours in (("mean", known.mean), ("std", known.std)):
+        if tuple(about.get(key) or ours) != tuple(ours):
+            raise UserError(f"{beside}: its images have {key} {about[key]}, timm's of {name} {list(ours)}; mend it")
+    return name, labels
+
+
+def _classifier(
+    path: Path,
+    state: dict[str, Tensor],
+    about: dict[str, str],
+    name: str | None = None,
+    labels: Sequence[Any] = (),
+) -> Checkpoint:
+    """The checkpoint of a classifier with these weights; `labels`: of its classes, if the file comes with any."""
+    name = name or network_of(state)
+    if name is None:
+        near, share = max(likeness(state), key=lambda found: found[1], default=("none", 0.0))
+        raise UserError(
+            f"{path}: these {len(state)} tensors are no known network's (nearest: {near}, {share:.0%} match); name it "
+            f"as {OPTION} timm:NAME={path}, or give a file of export.py"
+        )
+    backbone = backbone_of(name)
+    if backbone.network is not None and backbone.images is None:
+        raise UserError(f"{path}: {name} is neither torchvision's nor timm's; give its run folder or checkpoint")
+    head = state.get(f"{backbone.head}.weight", torch.empty(0))
+    classes = max(2, *head.shape[:1])
+    side, shorter, resample = backbone.images_of(name, path.name)
+    strides = about.get("stride", "").startswith("conv1")  # He's own, as such a file says
+    model = {"name": name, "he_strides": strides, "normalise": "imagenet", "input_size": side}
+    shape = {"channels": 3, "classes": classes, "resolution": side}
+    with torch.device("meta"):
+        expected = Classifier(build(ModelConfig, model, source=str(path)), **shape).network.state_dict()
+    weights = fitted(state, expected, path, name, option=OPTION)
+    content = {
+        "schema": SCHEMA,
+        "task": "classifier",
+        "step": 0,
+        "config": {"model": model, "data": {"resolution": side}},
+        "classes": _class_names(path, classes, labels),
+        "shape": shape,
+        "data": {"resize_filter": f"shorter-side-{shorter}+{resample}+centre-crop"},  # data/images.py reads it
+        "lineage": lineage_of(path, about).document(),
+        "state": {NETWORKS["classifier"]: {f"network.{key}": value for key, value in weights.items()}},
+    }
+    return checked(content, str(path))
+
+
+def _class_names(path: Path, count: int, labels: Sequence[Any]) -> list[str]:
+    """The classes' names: those of the file, ImageNet's for as many outputs, else numbers, which is told."""
+    if len({str(label) for label in labels}) == count:
+        return [str(label) for label in labels]
+    if count == IMAGENET:
+        from torchvision.models import ResNet18_Weights
+
+        return list(ResNet18_Weights.DEFAULT.meta["categories"])
+    print(f"{path}: names no classes; they are called 0 to {count - 1}", file=sys.stderr)
+    return [str(number) for number in range(count)]

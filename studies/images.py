@@ -12,8 +12,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import open_source
 from duetgan.inference.dataset import write_labelled
 from duetgan.studies.config import StudyData
-from duetgan.utils.classes import require_same_classes
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.seeding import numpy_generator
 
 PARTS = "parts"  # the job

@@ -30,9 +30,8 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.gan import draw, generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, newest_first
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_rows
 from duetgan.utils.runlog.progress import Bar
 

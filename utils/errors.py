@@ -1,8 +1,10 @@
-"""Errors a user can act on, and the exit codes of the command line."""
+"""Errors a user can act on, and the exit codes of the command line; whether two lists of class names are the same."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from duetgan.utils.text import listed
 
 EXIT_OK = 0  # 1: a fault of ours
 EXIT_USER = 2  # the user's input or environment
@@ -51,3 +53,19 @@ def explained(
     except faults as error:
         made = words if isinstance(words, str) else words(error)
         raise (UserError(made) if isinstance(made, str) else made) from error
+
+
+def require_same_classes(
+    who: str, names: Sequence[str], other: str, others: Sequence[str], remedy: str = "give those of the same classes"
+) -> None:
+    """Raise UserError unless two lists of classes are the same, order included; it says what differs."""
+    names, others = list(names), list(others)
+    if names == others:
+        return
+    sides = ((others, names, "missing here"), (names, others, "only here"))
+    odd = [(sorted(set(some) - set(rest)), where) for some, rest, where in sides]
+    differences = [f"{listed(those)} {where}" for those, where in odd if those]
+    if not differences:
+        place = next(i for i, (name, theirs) in enumerate(zip(names, others, strict=False)) if name != theirs)
+        differences = [f"class {place} is {names[place]!r} here and {others[place]!r} there"]
+    raise UserError(f"{who}: its classes are not those of {other}: {'; '.join(differences)}; {remedy}")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
 from duetgan.data.sources.base import Item, Problem, Source, SourceOptions
-from duetgan.data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
-from duetgan.data.sources.listing import CLASSES_FROM
+from duetgan.data.sources.files import CLASSES_FROM, ListedSource, LocalSource, ZipSource, open_folder
 from duetgan.data.sources.lmdb_files import open_lmdb
 from duetgan.data.sources.manifest import open_manifest
 from duetgan.data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample

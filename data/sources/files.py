@@ -1,26 +1,257 @@
-"""Images in a folder or a zip file. Nothing is ever extracted to disk."""
+"""Images in a folder or a zip file, of which nothing is ever extracted to disk; and from the names of files to images
+and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
 
+- Images at the top and in sub-folders are refused.
+- Split folders may have any case and "set" behind their names (`Test`, `training_set`). Others beside a train and a
+  test folder are left out if they hold no class folders; where it is unclear what the folders are, UserError asks for
+  the split or for `classes_from`. Without such folders everything is taken, unless the split asked for is test.
+- Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a class per folder at the
+  top) or "parent" (a class per name of the folder in which images lie).
+"""
+
+import json
 import os
 import stat
 import zipfile
 import zlib
 from abc import abstractmethod
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources.base import Source, SourceOptions
-from duetgan.data.sources.listing import Listing, arrange, kind_of
+from duetgan.data.images import SUFFIXES
+from duetgan.data.sources.base import Problem, Source, SourceOptions
+from duetgan.data.sources.labels import class_of_name, names_look_like_labels, text_classes
+from duetgan.data.sources.splits import SHARDED, TRAIN, choose_split, first_of, refuse_split, split_name
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.text import printable
+from duetgan.utils.text import listed, printable
 
 # A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
 # LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
+MANIFEST = "dataset.json"
+CLASSES_FROM = ("top", "parent", "name")
+LISTED = 4  # folders in a message
+
+
+@dataclass
+class Listing:
+    """Images in order, their labels (zeros if unlabelled), class names; the rest as in Source."""
+
+    names: list[str]
+    labels: list[int] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    splits: tuple[str, ...] = ()
+    remarks: list[str] = field(default_factory=list)
+
+
+def kind_of(name: str) -> bounded.FileLimit:
+    """What a file of a source is read as."""
+    return bounded.TABLE if name == MANIFEST else bounded.IMAGE
+
+
+def arrange(
+    where: str,  # the source, for errors
+    files: Collection[str],  # relative names with "/"
+    folders: Iterable[str],
+    options: SourceOptions,
+    read: Callable[[str], bytes],  # a file's bytes; raises ImageError
+) -> Listing:
+    """Sort files into images and classes.
+
+    Raises UserError if there is no image, if images lie both at the top and in sub-folders, if the split's folder is
+    missing, or if it is unclear what is a class; and for a `dataset.json` that cannot be read or does not fit.
+    """
+    images, ignored = _images(where, files)
+    if options.classes_from == "none":  # all images, wherever they lie
+        return Listing(images, [0] * len(images), ignored=ignored)
+    if MANIFEST in ignored:
+        ignored.remove(MANIFEST)
+        return _by_manifest(f"{where}: {MANIFEST}", Listing(images, ignored=ignored), read)
+    folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
+    prefix, splits, remarks = _enter(where, images, folders, options)
+    images = [name for name in images if name.startswith(prefix)]
+    listing = Listing(images, ignored=ignored, splits=splits, remarks=remarks)
+    paths = [name.removeprefix(prefix).split("/") for name in images]
+    loose = [name for name, path in zip(images, paths, strict=True) if len(path) == 1]
+    if options.classes_from == "name":
+        names = list(map(class_of_name, images))
+        if "" in names:
+            raise UserError(
+                f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has; rename it"
+            )
+    elif len(loose) == len(images):
+        listing.labels = [0] * len(images)
+        listing.remarks += _tables(where, prefix, ignored) or names_look_like_labels(where, images)
+        return listing
+    elif loose:
+        raise UserError(
+            f"{where} holds images both at the top ({loose[0]}) and in sub-folders;"
+            " move the loose ones into class folders or away"
+        )
+    else:
+        _check_depth(where, prefix, paths, options.classes_from)
+        parent = options.classes_from == "parent"
+        names = [path[-2 if parent else 0] for path in paths]
+        for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
+            instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
+            listing.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+    listing.classes, listing.labels, spellings = text_classes(where, names)
+    listing.remarks += spellings
+    return listing
+
+
+def _tables(where: str, prefix: str, ignored: list[str]) -> list[str]:
+    """A warning if a table, which may hold labels, lies beside images that have none."""
+    beside = [name for name in ignored if name.startswith(prefix) or "/" not in name]
+    return [
+        f"warning: {where}: packed without labels, although {name} lies there; if it holds labels, give it as the"
+        " source, with the columns path and label"
+        for name in beside
+        if PurePosixPath(name).suffix.lower() in (".csv", ".parquet")
+    ][:1]
+
+
+def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
+    """Raise UserError where class folders lie below every one of several folders, unless told what is a class."""
+    tops = sorted({path[0] for path in paths})
+    parents = sorted({tuple(path[:-1]) for path in paths})
+    if classes_from or len(tops) < 2 or len(parents) == len(tops) or any(len(path) == 2 for path in paths):
+        return
+    inner = sorted({parent[-1] for parent in parents})
+    raise UserError(
+        f"{where}: there are folders of images below every folder ({prefix}{'/'.join(parents[0])}, ...): pass"
+        f" --classes-from top for the classes {listed(tops, LISTED)}, or --classes-from parent for the classes"
+        f" {listed(inner, LISTED)}; or give one folder alone, for example {where}/{prefix}{tops[0]}"
+    )
+
+
+def _by_manifest(where: str, listing: Listing, read: Callable[[str], bytes]) -> Listing:
+    """Images and labels by StyleGAN's `dataset.json`; classes are called by their numbers.
+
+    Raises UserError if it is no such document, names an image that is not there, leaves one out, or if its labels are
+    not whole numbers from 0.
+    """
+    try:
+        pairs = [(str(name), label) for name, label in json.loads(read(MANIFEST))["labels"] or []]
+    except ImageError as error:
+        raise UserError(f"{where} {error}; fix it") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f'{where} is not {{"labels": [["name", class], ...]}} ({error})') from None
+    known: dict[str, Any] = {}
+    for name, label in pairs:
+        if known.setdefault(name, label) != label:
+            raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
+        if not isinstance(label, int) or isinstance(label, bool) or label < 0:
+            raise UserError(f"{where}: the label of {name} is {label!r}; labels are whole numbers from 0")
+    odd = sorted(set(known) ^ set(listing.names)) if known else []
+    if odd:
+        raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
+    largest = max(known.values(), default=-1)
+    if largest >= len(known):
+        raise UserError(f"{where}: labels go up to {largest}, but there are only {len(known)} images")
+    listing.classes = [str(label) for label in range(largest + 1)]
+    listing.labels = [known.get(name, 0) for name in listing.names]
+    return listing
+
+
+def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The visible files in order of name: images by their suffix, and the others."""
+    images: list[str] = []
+    others: list[str] = []
+    for name in sorted(name for name in files if not _hidden(name)):
+        is_image = PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
+        (images if is_image else others).append(name)
+    if images:
+        return images, others
+    below = next((name for name in others if name.endswith(tuple(SHARDED)) and "/" in name), None)
+    if below is not None:  # a snapshot of the Hugging Face hub
+        inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
+        raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
+    raise UserError(f"{where} holds no images{_what_instead(others)}; supported are {' '.join(sorted(SUFFIXES))}")
+
+
+def _hidden(name: str) -> bool:
+    return any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/"))
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a zip member's name is no place inside the archive; it belongs to no class."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
+def _what_instead(ignored: list[str]) -> str:
+    if not ignored:
+        return " (it is empty)"
+    kinds = Counter(PurePosixPath(name).suffix or PurePosixPath(name).name for name in ignored)
+    return f" (only {', '.join(f'{count} {kind}' for kind, count in kinds.most_common(3))})"
+
+
+def _tops(prefix: str, names: Iterable[str]) -> set[str]:
+    """First parts of the names below `prefix`."""
+    return {name[len(prefix) :].split("/")[0] for name in names if name.startswith(prefix) and name != prefix}
+
+
+def _enter(
+    where: str, images: list[str], folders: list[str], options: SourceOptions
+) -> tuple[str, tuple[str, ...], list[str]]:
+    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end; the
+    splits that there are; remarks.
+    """
+    prefix: str = ""
+    splits: tuple[str, ...] = ()
+    remarks: list[str] = []
+    while True:
+        below = [name[len(prefix) :].split("/") for name in images if name.startswith(prefix)]
+        tops = {path[0] for path in below} | _tops(prefix, folders)
+        nested = all(len(path) > 1 for path in below)
+        if nested and not splits and _are_splits(where, below, tops, options):
+            splits = tuple(sorted(filter(split_name, tops)))
+            chosen = choose_split(where, options.split, splits)
+            others = sorted({path[0] for path in below} - set(splits))
+            remarks += [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
+            prefix += chosen + "/"
+            if not any(name.startswith(prefix) for name in images):
+                raise UserError(f"{where}: the folder {prefix} holds no images")
+        elif len(tops) == 1 and all(len(path) > 2 for path in below):
+            prefix += tops.pop() + "/"
+        else:
+            if not splits:
+                refuse_split(where, options.split, "split folders")
+            return prefix, splits, remarks
+
+
+def _are_splits(where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions) -> bool:
+    """Whether the folders at the top are splits, maybe with others beside them. Raises UserError if it is unclear."""
+    named = sorted(filter(split_name, tops))
+    if not named or (options.classes_from == "top" and options.split is None):
+        return False
+    others = {path[0] for path in paths} - set(named)
+    both = all(first_of(side, named) for side in ("train", "test"))
+    classes = {path[0] for path in paths if len(path) > 2}  # folders with class folders
+    if not others:
+        return both or len(named) == len(tops) or bool(classes)
+    if both and not others & classes and classes:
+        return True
+    if not both and not (others <= classes and classes & set(named)):  # a class that is called train
+        return False
+    if options.split is not None:
+        return True
+    side = "train" if split_name(named[0]) in TRAIN else "test"  # what --split calls it
+    raise UserError(
+        f"{where}: {' and '.join(named)} may be splits, but there are other folders with images:"
+        f" {listed(sorted(others), LISTED)}; pass --split {side} to take {named[0]} alone, or"
+        " --classes-from top if every folder is a class"
+    )
 
 
 class ListedSource(Source):

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from duetgan.data.sources.base import Problem, SourceOptions
-from duetgan.data.sources.files import LocalSource
+from duetgan.data.sources.files import Listing, LocalSource
 from duetgan.data.sources.labels import MOST_VALUES, choose_label, classes_of, looks_like_labels
-from duetgan.data.sources.listing import Listing
 from duetgan.data.sources.splits import SPLIT_NAMES, choose_split, refuse_split, split_name
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean

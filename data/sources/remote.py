@@ -1,6 +1,6 @@
 """Images below a URL (s3://, gs://, hf://, http://, file://, ...), through the library fsspec.
 
-What lies there is arranged by the rules of folders (data/sources/listing.py) and read file by file; nothing is kept on
+What lies there is arranged by the rules of folders (data/sources/files.py) and read file by file; nothing is kept on
 disk. fsspec's drivers for object storage are packages of their own, which find their credentials themselves.
 """
 
@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from duetgan.data.errors import ImageError
 from duetgan.data.sources.base import SourceOptions
-from duetgan.data.sources.files import ListedSource
-from duetgan.data.sources.listing import arrange, kind_of
+from duetgan.data.sources.files import ListedSource, arrange, kind_of
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 

@@ -27,9 +27,8 @@ from duetgan.models.convert import checkpoint_of, read
 from duetgan.models.official import nvidia, rosinality
 from duetgan.models.official.names import Converted
 from duetgan.models.official.unpickle import Refused
-from duetgan.models.ready_made import ENTRY, read_weights
 from duetgan.models.registry import DEFAULT
-from duetgan.models.restore import classifier_from, generator_from
+from duetgan.models.restore import ENTRY, classifier_from, generator_from, read_weights
 from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
 from duetgan.utils.config.build import build
 from duetgan.utils.config.model import Config

@@ -16,8 +16,7 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.gan import ImageGenerator, draw
 from duetgan.models.restore import classifier_from, generator_from
-from duetgan.utils.classes import require_same_classes
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.seeding import numpy_generator
 
 Inputs = tuple[Tensor, ...]

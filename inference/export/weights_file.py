@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from duetgan.models.ready_made import ENTRY, KEYS, NETWORKS
+from duetgan.models.restore import ENTRY, KEYS, NETWORKS
 
 SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
 MORE = ("stage", "teachers", "lineage")  # keys that not every checkpoint has

@@ -17,8 +17,7 @@ from duetgan.metrics.features.precision import device_of, evaluating, full_float
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
-from duetgan.models.ready_made import read
-from duetgan.models.restore import classifier_from
+from duetgan.models.restore import classifier_from, read
 from duetgan.models.weights import file_hash, fitted, read_state_dict
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import did_you_mean

@@ -12,7 +12,7 @@ from PIL import Image
 from werkzeug.test import Client
 
 from duetgan.explorer.app import App, Worker
-from duetgan.explorer.runs import open_runs
+from duetgan.explorer.models import open_runs
 from duetgan.utils.images import save_png
 from tests.inference.conftest import gan_run, styled, without_w
 from tests.metrics.conftest import CLASSES, classifier_run, pack

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from duetgan.explorer.runs import _told_apart, open_runs
+from duetgan.explorer.models import _told_apart, open_runs
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from explore import listen, main

@@ -23,7 +23,7 @@ from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.subject import classifier_subject, generator_subject
 from duetgan.inference.samples import Sampler
 from duetgan.metrics.evaluate_gan import judge_images
-from duetgan.models.ready_made import read_weights
+from duetgan.models.restore import read_weights
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises

@@ -21,8 +21,7 @@ from duetgan.inference.inputs import file_input
 from duetgan.inference.predictions import predict
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.models.gan import draw
-from duetgan.models.ready_made import read_weights
-from duetgan.models.restore import classifier_from, generator_from
+from duetgan.models.restore import classifier_from, generator_from, read_weights
 from duetgan.utils.checkpoint import SCHEMA, load, resolve
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises

@@ -20,8 +20,7 @@ import predict
 from duetgan.data.images import fit, trained_mode
 from duetgan.library import Transform, load_classifier
 from duetgan.metrics.features.extractors import fingerprint
-from duetgan.models.ready_made import open_checkpoint
-from duetgan.models.restore import classifier_from
+from duetgan.models.restore import classifier_from, open_checkpoint
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli

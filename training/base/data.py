@@ -20,9 +20,8 @@ from duetgan.data.reading.weighted_sampling import balanced_weights, class_weigh
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
-from duetgan.utils.classes import require_same_classes
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_log import say
 
