@@ -24,8 +24,7 @@ import numpy as np
 
 from duetgan.data.reading.dataset import dataset_for_model
 from duetgan.metrics.evaluate_gan import evaluate_generator, flattered
-from duetgan.metrics.features.extractors import build_extractors
-from duetgan.metrics.features.sets import RealFeatures
+from duetgan.metrics.features.extractors import RealFeatures, build_extractors
 from duetgan.metrics.lineage import training_images
 from duetgan.metrics.protocol import GAN_IMAGES
 from duetgan.models.restore import generator_from

@@ -184,7 +184,7 @@ class App:
             "/api/walk": self._of("gan", models.walk, Asked.pair),
             "/api/edit": self._of("gan", models.edit, Asked.source, Asked.target),
             "/api/history": self._history,
-            "/api/compare": self._compare,
+            "/api/compare": lambda asked: worker.run(partial(compare_page, asked.run(name="a"), asked.run(name="b"))),
         }
         self._takes: dict[str, Callable[[Asked], Answer]] = {  # an image, by POST
             "/api/name": self._of("classifier", models.name, Asked.image),
@@ -264,10 +264,6 @@ class App:
             raise UserError("this run has kept no samples")
         path = samples[asked.number("place", 0, len(samples) - 1)]
         return {**picture(path, f"step {number(int(path.stem.removeprefix('step-')))}")}
-
-    def _compare(self, asked: Asked) -> Answer:
-        a, b = asked.run(name="a"), asked.run(name="b")
-        return self.worker.run(lambda: compare_page(a, b))
 
 
 def _line(text: str, status: int) -> Response:

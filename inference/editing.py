@@ -62,7 +62,8 @@ class Editor:
         in_w = self.space == "w"
         self.size = with_styles(self.generator, "--space w").w_avg.numel() if in_w else self.generator.z_dim
         self.direction = cache(self._direction)  # what is found is kept
-        self._samples = cache(self._draw_samples)
+        other = seed_of(sampler.seed, "edit") % 2**32  # directions are learned from other samples than are shown
+        self._samples = cache(lambda label: self.starts(label, self.config.samples, seed=other))
 
     # --- images
 
@@ -131,10 +132,6 @@ class Editor:
         return first_reached(share, torch.full([len(start)], self.config.reach, dtype=torch.float64), steps)
 
     # --- directions
-
-    def _draw_samples(self, label: int) -> Start:
-        """Those that directions are learned from: others than the same seed's samples that are shown."""
-        return self.starts(label, self.config.samples, seed=seed_of(self.sampler.seed, "edit") % 2**32)
 
     def _direction(self, source: int, target: int) -> Direction:
         """The way from a class to another. Raises UserError where there is none."""

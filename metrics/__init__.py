@@ -9,5 +9,5 @@ if TYPE_CHECKING:
     from duetgan.metrics.samples.distances import frechet_distance, kernel_distance
 
 __all__ = ["Figure", "Measured", "frechet_distance", "kernel_distance"]
-_PLACES = {"figures": __all__, "samples.frechet": ["frechet_distance"], "samples.kernel": ["kernel_distance"]}
+_PLACES = {"figures": __all__, "samples.distances": ["frechet_distance", "kernel_distance"]}
 __getattr__ = lazily("duetgan.metrics", _PLACES)

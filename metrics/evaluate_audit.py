@@ -14,9 +14,17 @@ from torch import Tensor
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import Sampler
-from duetgan.metrics.features.extractors import Extractor, build_extractors, find_weights
+from duetgan.metrics.features.extractors import (
+    Extractor,
+    RealFeatures,
+    Selection,
+    build_extractors,
+    chunk_size,
+    feature_sets,
+    find_weights,
+    shared_pass,
+)
 from duetgan.metrics.features.precision import evaluating, full_float32
-from duetgan.metrics.features.sets import RealFeatures, Selection, chunk_size, feature_sets, shared_pass
 from duetgan.metrics.images import save_audit
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED

@@ -22,9 +22,8 @@ from duetgan.metrics.classification.answers import (
 )
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
 from duetgan.metrics.comparison.compare import keep_predictions
-from duetgan.metrics.features.extractors import classifier_input
+from duetgan.metrics.features.extractors import classifier_input, shared_pass
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
-from duetgan.metrics.features.sets import shared_pass
 from duetgan.metrics.figures import CLASSIFIER, measured
 from duetgan.metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
 from duetgan.metrics.lineage import leaks, training_images
@@ -156,7 +155,7 @@ def open_others(path: str, checkpoint: Checkpoint, reader: Dataset) -> Dataset:
 
 def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What a classifier's document says of its answers, and what is kept of every image: the columns of
-    `metrics.comparison.predictions`, each [n]. `seed`: of the halves for the temperature.
+    `metrics.comparison.compare`, each [n]. `seed`: of the halves for the temperature.
     """
     results = {row: row.measure(answers) for row in CLASSIFIER}
     ranked = {row.key: result.by_class for row, result in results.items() if result.by_class}

@@ -15,9 +15,18 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.comparison.compare import keep_predictions
-from duetgan.metrics.features.extractors import Extractor, build_extractors, classifier_input, fingerprint
+from duetgan.metrics.features.extractors import (
+    Extractor,
+    RealFeatures,
+    Selection,
+    build_extractors,
+    classifier_input,
+    feature_sets,
+    fingerprint,
+    select,
+    shared_pass,
+)
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
-from duetgan.metrics.features.sets import RealFeatures, Selection, feature_sets, select, shared_pass
 from duetgan.metrics.figures import GAN, Samples, measured
 from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
@@ -83,7 +92,7 @@ def evaluate_generator(
 
     Returns `n`, `seed`, `distances` (a list of `extractor`, `weights`, `n` and the figures of that extractor), the
     judge's figures and, once more, those of the first extractor (`metrics.figures.GAN`), `memorisation` (see
-    `metrics.samples.copies.search_copies`), `notes`. What cannot be computed is None, and `notes` says why.
+    `metrics.samples.memorisation.search_copies`), `notes`. What cannot be computed is None, and `notes` says why.
 
     All ranks must call this, and get the same. They share the passes over the images; rank 0 computes the figures.
     Raises UserError where images or classes of a file or the judge do not fit the generator; for less than two images.

@@ -54,11 +54,6 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def use_fastest_kernels() -> None:
-    """Let accelerators choose each convolution's algorithm by speed: shapes are the same step after step."""
-    torch.backends.cudnn.benchmark = True
-
-
 def without_kernel(error: BaseException) -> str | None:
     """The operation that has no deterministic kernel, if that is what `error` says."""
     text = str(error)

@@ -13,8 +13,7 @@ import yaml
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_classifier import classify, evaluate_classifier
 from duetgan.metrics.evaluate_gan import evaluate_generator
-from duetgan.metrics.features.extractors import classifier_features, pixel_features
-from duetgan.metrics.features.sets import RealFeatures
+from duetgan.metrics.features.extractors import RealFeatures, classifier_features, pixel_features
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed import collectives

@@ -147,7 +147,7 @@ PATCHES: dict[str, Callable[[Any, Set], None]] = {
     "duetgan.training.optim.updater": patch_updater,
     "duetgan.training.classifier.task": patch_classifier,
     "duetgan.utils.checkpoint.writer": patch_writer,
-    "duetgan.metrics.features.sets": patch_passes,
+    "duetgan.metrics.features.extractors": patch_passes,
 }
 
 

@@ -65,7 +65,7 @@ def test_logits_and_progress_are_of_every_image_in_order(tmp_path, monkeypatch):
         bars.append(tqdm(**named | {"disable": False, "file": io.StringIO()}))
         return bars[-1]
 
-    monkeypatch.setattr("duetgan.metrics.features.sets.Bar", bar)
+    monkeypatch.setattr("duetgan.metrics.features.extractors.Bar", bar)
     model = ByBrightness().eval()
     with Dataset(pack(tmp_path / "many.lmdb", count=150)) as reader:
         logits = classify(model, reader, batch_size=25, what="images")

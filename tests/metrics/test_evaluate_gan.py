@@ -7,8 +7,14 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import evaluate_generator
-from duetgan.metrics.features.extractors import Extractor, classifier_features, extract, pixel_features
-from duetgan.metrics.features.sets import RealFeatures, select
+from duetgan.metrics.features.extractors import (
+    Extractor,
+    RealFeatures,
+    classifier_features,
+    extract,
+    pixel_features,
+    select,
+)
 from duetgan.metrics.figures import GAN, Samples, history, measured
 from duetgan.metrics.samples.distances import frechet_distance, kernel_distance
 from duetgan.metrics.samples.judged import diversity_ratio

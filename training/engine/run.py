@@ -85,7 +85,7 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
     if config.deterministic:
         seeding.use_deterministic_kernels()
     elif device.type != "cpu":
-        seeding.use_fastest_kernels()
+        torch.backends.cudnn.benchmark = True  # algorithms by speed: shapes are the same step after step
     collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
     return device
 

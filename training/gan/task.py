@@ -12,9 +12,8 @@ from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.metrics.evaluate_gan import evaluate_generator
-from duetgan.metrics.features.extractors import build, fingerprint
+from duetgan.metrics.features.extractors import RealFeatures, build, fingerprint, shared_pass
 from duetgan.metrics.features.precision import evaluating
-from duetgan.metrics.features.sets import RealFeatures, shared_pass
 from duetgan.metrics.figures import GAN, history
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import StageGenerator, generate

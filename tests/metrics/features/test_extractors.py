@@ -12,6 +12,7 @@ from duetgan.data.augment.transforms import to_float
 from duetgan.metrics.features.extractors import (
     Extractor,
     build,
+    chunk_size,
     classifier_features,
     classifier_input,
     extract,
@@ -20,9 +21,9 @@ from duetgan.metrics.features.extractors import (
     load_resnet50,
     pixel_features,
     resnet50_features,
+    shared_pass,
 )
 from duetgan.metrics.features.precision import evaluating, full_float32
-from duetgan.metrics.features.sets import chunk_size, shared_pass
 from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
