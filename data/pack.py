@@ -22,8 +22,16 @@ from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.format import ENCODINGS
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter, check_target
-from duetgan.data.packing.split import publish_both, to_share, val_path, write_parts
-from duetgan.data.packing.summary import Summary, Written, list_skipped, summary_lines
+from duetgan.data.packing import (
+    Summary,
+    Written,
+    list_skipped,
+    publish_both,
+    summary_lines,
+    to_share,
+    val_path,
+    write_parts,
+)
 from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from duetgan.utils.config.cli import Parser, add_import_option, number
@@ -101,7 +109,7 @@ def pack(
     similar: bool = False,  # and those that look alike
     drop_duplicates: bool = False,  # keep only the first of equal images
     val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
-    val_dest: str | Path | None = None,  # that file; None: data.packing.split.val_path
+    val_dest: str | Path | None = None,  # that file; None: data.packing.val_path
     seed: int = 0,  # of the draw of held-out images
 ) -> Summary:
     """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.

@@ -1,4 +1,4 @@
-"""Held-out images: which ones (data/packing/split.py), and `data.pack --val-share` from a source to two files (U3)."""
+"""Held-out images: which ones (data/packing.py), and `data.pack --val-share` from a source to two files (U3)."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +17,7 @@ from duetgan.data.lmdb.format import Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.pack import main, pack
-from duetgan.data.packing.split import draw, look_alikes, quotas, to_share, val_path
+from duetgan.data.packing import draw, look_alikes, quotas, to_share, val_path
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
@@ -252,7 +252,7 @@ def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, cap
     capsys.readouterr()
     pack(open_source(str(pets)), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]
-    for fault in ("duetgan.data.packing.split.draw", "duetgan.data.pack.publish_both"):
+    for fault in ("duetgan.data.packing.draw", "duetgan.data.pack.publish_both"):
         with monkeypatch.context() as patch:
             patch.setattr(fault, lambda *arguments: (_ for _ in ()).throw(UserError("a fault")))
             assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == EXIT_USER
