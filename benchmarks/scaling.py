@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from duetgan.data.augment.mixing import MixingAugment
-from duetgan.data.augment.transforms import Augment
+from duetgan.data.augment.transforms import Augment, MixingAugment
 from duetgan.data.reading.loader import Batch
 from duetgan.models.registry import architecture_of
 from duetgan.training.base.config import RunConfig

@@ -25,9 +25,8 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.records import converted, make_plan, thread_count
 from duetgan.data.sources import PACKED_TARS, open_source
-from duetgan.data.sources.base import Problem, Source, SourceOptions
+from duetgan.data.sources.base import Problem, Source, SourceOptions, check_complete, sharded, shards_by_split
 from duetgan.data.sources.named import CACHE, cache_folder
-from duetgan.data.sources.splits import check_complete, sharded, shards_by_split
 from duetgan.data.sources.tars import SUFFIX, TarSource
 from duetgan.data.tar_files import OPEN, state_of
 from duetgan.utils import bounded

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
-from duetgan.data.sources.base import Item, Problem, Source, SourceOptions
+from duetgan.data.sources.base import SPLITS, Item, Problem, Source, SourceOptions, sharded
 from duetgan.data.sources.files import CLASSES_FROM, ListedSource, LocalSource, ZipSource, open_folder
 from duetgan.data.sources.lmdb_files import open_lmdb
 from duetgan.data.sources.manifest import open_manifest
 from duetgan.data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
 from duetgan.data.sources.remote import RemoteSource
-from duetgan.data.sources.splits import SPLITS, sharded
 from duetgan.data.sources.tables import TableSource, is_saved, open_arrow, open_tables
 from duetgan.data.sources.tars import TarSource
 from duetgan.utils import bounded

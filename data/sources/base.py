@@ -1,16 +1,29 @@
-"""What a source of images is. A new kind of source is one new file and one line in data/sources/__init__.py."""
+"""What a source of images is. A new kind of source is one new file and one line in data/sources/__init__.py.
 
+Which column of a table holds the labels, and what looks like labels but is not used: columns, names of files.
+
+Which files or folders belong to a split: by their names. Shards are taken in order of name. Names with a split's
+(`train-00000-of-00002.parquet`) are its shards; `-of-N` says that there are N of them.
+"""
+
+import re
+import unicodedata
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from duetgan.data.images import SUFFIXES
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Provenance
-from duetgan.utils.text import printable
+from duetgan.utils.text import listed, printable
 
 
 class SourceOptions(NamedTuple):
@@ -115,3 +128,198 @@ class ArraySource(Source):
 
     def content(self, index: int) -> np.ndarray:
         return np.asarray(self.images[index])
+
+
+# --- labels
+
+LABEL = "label"
+LABEL_COLUMNS = ("labels", "label_name", "fine_label", "class", "class_name", "category", "target")
+NO_LABELS = "none"  # asked for: pack without labels
+MOST_VALUES = 1000  # different ones, of a column that is taken for labels
+# Words before numbers in files' names that are no classes.
+NUMBERED = {"dsc", "dscf", "dscn", "frame", "image", "img", "mvi", "photo", "picture", "pxl", "screenshot"}
+NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+SHOWN = 4  # classes in a message
+
+
+def choose_label(
+    where: str,
+    columns: Sequence[str],
+    asked: str | None,
+    declared: Iterable[str] = (),  # columns that the file itself calls labels
+) -> tuple[str | None, list[str]]:
+    """The column of labels (None: unlabelled) and remarks: the one that is asked for, else `label`, else the only one
+    of LABEL_COLUMNS, else of the declared ones. Raises UserError if it is not there, or if there are several.
+    """
+    if asked == NO_LABELS:
+        return None, []
+    text = ", ".join(columns)
+    if asked is not None and asked not in columns:
+        hint = did_you_mean(asked, columns)
+        raise UserError(f"{where}: --label-column {asked}: no such column{hint}; there are {text or 'none'}")
+    if asked is not None:
+        return asked, []
+    if LABEL in columns:
+        return LABEL, []
+    fitting = [name for name in LABEL_COLUMNS if name in columns] or list(declared)
+    if len(fitting) > 1:
+        raise UserError(
+            f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, call one label, or"
+            f" pass --label-column {NO_LABELS}; its columns are {text}"
+        )
+    remark = "{}: the labels are those of the column {}; without: --label-column none"
+    return next(iter(fitting), None), [remark.format(where, name) for name in fitting]
+
+
+def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
+    """A warning if a column of an unlabelled set has the values of labels: few different ones, most several times."""
+    return [
+        f"warning: {where}: packed without labels, although the column {name} has {len(counts):,} values for"
+        f" {counts.total():,} images; if they are labels, pass --label-column {name}"
+        for name, counts in columns.items()
+        if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2)
+    ][:1]
+
+
+def class_of_name(name: str) -> str:
+    """The class in a file's name, what stands before its number: `cat` of `cat.12.jpg`, "" of `12.jpg`."""
+    return re.sub(r"[\W\d_]+$", "", unicodedata.normalize("NFC", PurePosixPath(name).stem))
+
+
+def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
+    """A warning if the names of unlabelled images begin with one of a few words, as in `cat.0.jpg`, `dog.0.jpg`."""
+    counts = Counter(map(class_of_name, names))
+    few = 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2)
+    if not few or "" in counts or all(word.lower() in NUMBERED for word in counts):
+        return []
+    return [
+        f"warning: {where}: packed without labels, although all names begin with one of {len(counts):,} words; for the"
+        f" classes {listed(sorted(counts), SHOWN)} pass --classes-from name"
+    ]
+
+
+def text_classes(where: str, labels: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
+    """Classes in text order, the number of each label, and remarks. Labels are compared in Unicode's form NFC: "é" may
+    be one character or two, as macOS writes it, and looks the same.
+    """
+    spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
+    counts = Counter(spelled.values())
+    numbers = {name: number for number, name in enumerate(sorted(counts))}
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
+    return list(numbers), [numbers[spelled[label]] for label in labels], [remark] if twice else []
+
+
+def classes_of(where: str, labels: Sequence[str], lines: Sequence[int] = ()) -> tuple[list[str], list[int], list[str]]:
+    """As `text_classes`, but whole numbers are the classes "0" to the largest. Raises UserError for a number that is
+    negative or larger than the number of labels, with its line if `lines` has one for each label.
+    """
+    if not all(map(NUMBER.fullmatch, set(labels))):
+        return text_classes(where, labels)
+    numbers = [int(label) for label in labels]
+    if numbers and (min(numbers) < 0 or max(numbers) >= len(numbers)):
+        odd = min(numbers) if min(numbers) < 0 else max(numbers)
+        place = f"{where} line {lines[numbers.index(odd)]}" if lines else where
+        raise UserError(
+            f"{place}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
+        )
+    return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []
+
+
+# --- splits
+
+TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
+SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
+SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
+SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # what a folder of shards holds
+NAMES = "|".join(sorted(SPLIT_NAMES, key=len, reverse=True))
+SPLIT_PREFIX = re.compile(rf"({NAMES})(?=[-_.]|$)")
+SPLIT_INSIDE = re.compile(rf"(?:^|[-_.])({NAMES})(?=[-_.]|$)")
+SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
+
+
+def split_name(text: str) -> str:
+    """The name of SPLIT_NAMES that a folder's name, or another text, stands for, or ""."""
+    name = re.sub(r"[-_ ]?set$", "", text.strip().lower())
+    return name if name in SPLIT_NAMES else ""
+
+
+def first_of(split: str, names: Iterable[str]) -> str | None:
+    """Which of the names stands for the split: the first by SPLITS."""
+    ranks = {name: SPLITS[split].index(split_name(name)) for name in names if split_name(name) in SPLITS[split]}
+    return min(sorted(ranks), key=lambda name: ranks[name], default=None)
+
+
+def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
+    """The name that stands for the split; None: for train. Raises UserError if there is none."""
+    names = sorted(names)
+    name = first_of(split or "train", names)
+    if name is None:
+        raise UserError(f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another --split")
+    return name
+
+
+def refuse_split(where: str | Path, split: str | None, what: str = "splits") -> None:
+    """Raise UserError for held-out images of what has no splits."""
+    if split in ("test", "val"):
+        raise UserError(f"{where} has no {what}: leave --split out to take all of it, or add --val-share 0.1")
+
+
+def sharded(folder: Path) -> str:
+    """The suffix of SHARDED of a folder that holds such files and neither images nor visible sub-folders; else ""."""
+    with bounded.reading(folder, "check its permissions"):
+        visible = _visible(folder)
+        suffixes = {entry.suffix.lower() for entry in visible}
+        if suffixes & SUFFIXES or any(entry.is_dir() for entry in visible):
+            return ""
+    return next((suffix for suffix in SHARDED if suffix in suffixes), "")
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], list[str]]:
+    """The shards of each split, under "" those of none, and the names of other files, for a file of the suffix or a
+    folder of such files. Raises UserError if only some name a split.
+    """
+    # A split's name may stand anywhere in a tar's: `imagenet1k-train-0000.tar`.
+    split_of = SPLIT_INSIDE.search if suffix == ".tar" else SPLIT_PREFIX.match
+    groups: dict[str, list[Path]] = defaultdict(list)
+    ignored = []
+    for path in _visible(where) if where.is_dir() else [where]:
+        if path.suffix.lower() == suffix:
+            match = split_of(path.stem.lower())
+            groups[match[1] if match else ""].append(path)
+        else:
+            ignored.append(path.name)
+    if "" in groups and len(groups) > 1:
+        first = next(iter(groups[name] for name in groups if name))[0]
+        raise UserError(f"{where}: {first.name} names a split, {groups[''][0].name} does not: rename or remove one")
+    return groups, ignored
+
+
+def choose_shards(where: Path, suffix: str, split: str | None) -> tuple[list[Path], tuple[str, ...], list[str]]:
+    """The files of a split (None: train, if there are splits), the splits that there are, and the names of other files;
+    arguments as above. Raises UserError if it has none, or if a shard is missing.
+    """
+    groups, ignored = shards_by_split(where, suffix)
+    if "" in groups:
+        refuse_split(where, split, "splits in its files' names")
+    # A file that is named is meant, whatever its split.
+    single = "" in groups or (where.is_file() and split in (None, "train"))
+    chosen = groups[next(iter(groups)) if single else choose_split(where, split, groups)]
+    if where.is_file():
+        return chosen, (), []
+    check_complete(where, chosen)
+    return chosen, tuple(sorted(filter(None, groups))), ignored
+
+
+def check_complete(where: Path, paths: Sequence[Path]) -> None:
+    """Raise UserError if the files' names say that there are more."""
+    names, suffix = {path.stem for path in paths}, paths[0].suffix
+    for match in filter(None, map(SHARD.fullmatch, sorted(names))):
+        for number in range(int(match[3])):
+            wanted = f"{match[1]}-{number:05d}-of-{match[3]}"
+            if wanted not in names:
+                raise UserError(f"{where}: {wanted}{suffix} is missing beside {match[0]}{suffix}: add it")

@@ -25,9 +25,20 @@ import numpy as np
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources.base import Problem, Source, SourceOptions
-from duetgan.data.sources.labels import class_of_name, names_look_like_labels, text_classes
-from duetgan.data.sources.splits import SHARDED, TRAIN, choose_split, first_of, refuse_split, split_name
+from duetgan.data.sources.base import (
+    SHARDED,
+    TRAIN,
+    Problem,
+    Source,
+    SourceOptions,
+    choose_split,
+    class_of_name,
+    first_of,
+    names_look_like_labels,
+    refuse_split,
+    split_name,
+    text_classes,
+)
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable

@@ -16,8 +16,7 @@ from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.sources.base import Source, SourceOptions
-from duetgan.data.sources.splits import refuse_split
+from duetgan.data.sources.base import Source, SourceOptions, refuse_split
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 

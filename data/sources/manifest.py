@@ -1,6 +1,6 @@
 """CSV manifests: a header with the column `path` and, if wanted, `label` and `split`; then a row for each image.
 
-Without `label` the only column that has the name of one is taken for it (data/sources/labels.py).
+Without `label` the only column that has the name of one is taken for it (data/sources/base.py).
 
 Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems, named
 with their line. Rows that contradict each other are refused. docs/lmdb.md has the other rules.
@@ -14,10 +14,19 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from duetgan.data.sources.base import Problem, SourceOptions
+from duetgan.data.sources.base import (
+    MOST_VALUES,
+    SPLIT_NAMES,
+    Problem,
+    SourceOptions,
+    choose_label,
+    choose_split,
+    classes_of,
+    looks_like_labels,
+    refuse_split,
+    split_name,
+)
 from duetgan.data.sources.files import Listing, LocalSource
-from duetgan.data.sources.labels import MOST_VALUES, choose_label, classes_of, looks_like_labels
-from duetgan.data.sources.splits import SPLIT_NAMES, choose_split, refuse_split, split_name
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError

@@ -1,7 +1,7 @@
 """Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own (table_child.py).
 
 Images are binary, or a struct with the field `bytes`. Labels are the column that has the name of one
-(data/sources/labels.py), else the only ClassLabel: text, or whole numbers, whose names may stand in the schema's
+(data/sources/base.py), else the only ClassLabel: text, or whole numbers, whose names may stand in the schema's
 metadata (key "huggingface"). pyarrow is imported at the first use.
 
 Hugging Face's `save_to_disk` writes a folder of Arrow files whose `state.json` names them in order, or a folder of such
@@ -26,9 +26,18 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources.base import Problem, Source, SourceOptions
-from duetgan.data.sources.labels import choose_label, looks_like_labels, text_classes
-from duetgan.data.sources.splits import choose_shards, choose_split, refuse_split, sharded
+from duetgan.data.sources.base import (
+    Problem,
+    Source,
+    SourceOptions,
+    choose_label,
+    choose_shards,
+    choose_split,
+    looks_like_labels,
+    refuse_split,
+    sharded,
+    text_classes,
+)
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.memory import available_bytes

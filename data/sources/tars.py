@@ -16,10 +16,18 @@ from pathlib import Path
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
-from duetgan.data.sources.base import Problem, SourceOptions
+from duetgan.data.sources.base import (
+    LABEL,
+    LABEL_COLUMNS,
+    Problem,
+    SourceOptions,
+    choose_label,
+    choose_shards,
+    classes_of,
+    looks_like_labels,
+    refuse_split,
+)
 from duetgan.data.sources.files import ListedSource, Listing, arrange, kind_of
-from duetgan.data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
-from duetgan.data.sources.splits import choose_shards, refuse_split
 from duetgan.data.tar_files import Member, TarFiles, read_members
 from duetgan.utils.errors import UserError
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from duetgan.data.augment.mixing import draw_mixing
+from duetgan.data.augment.transforms import draw_mixing
 from tests.oracle.optimizer import Optimizer
 
 DEFAULTS: dict[str, dict[str, Any]] = {

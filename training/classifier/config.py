@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal, Self
 
-from duetgan.data.augment.mixing import MixingAugment
+from duetgan.data.augment.transforms import MixingAugment
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.classifier import ModelConfig
 from duetgan.models.weights import trained_symmetric

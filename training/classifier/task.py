@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from duetgan.data.augment.mixing import Mixing, draw_mixing, mix_images, partners
-from duetgan.data.augment.transforms import draw_and_apply, to_float
+from duetgan.data.augment.transforms import Mixing, draw_and_apply, draw_mixing, mix_images, partners, to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier

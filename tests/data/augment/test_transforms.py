@@ -9,11 +9,16 @@ import torch.nn.functional as F
 from torchvision.transforms.v2 import InterpolationMode, TrivialAugmentWide
 
 from duetgan.data.augment import transforms
-from duetgan.data.augment.mixing import Mixing, MixingAugment, cut_boxes, draw_mixing, mix_images, partners
 from duetgan.data.augment.transforms import (
     Augment,
+    Mixing,
+    MixingAugment,
+    cut_boxes,
     draw_and_apply,
+    draw_mixing,
     erase_boxes,
+    mix_images,
+    partners,
     random_erase,
     random_flip,
     random_shift,

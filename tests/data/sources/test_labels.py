@@ -8,8 +8,8 @@ import pytest
 
 from duetgan.data.pack import main
 from duetgan.data.sources import open_source
+from duetgan.data.sources.base import looks_like_labels
 from duetgan.data.sources.files import first_of, split_name
-from duetgan.data.sources.labels import looks_like_labels
 from duetgan.utils.errors import EXIT_OK
 from duetgan.utils.script import run_cli
 from tests.data.conftest import save
