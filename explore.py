@@ -13,8 +13,7 @@ from duetgan.utils import bounded
 from duetgan.utils.config.cli import Parser, add_import_option, number
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import EXIT_OK, UserError, explained
-from duetgan.utils.processes import leave_threads
-from duetgan.utils.script import exit_cli
+from duetgan.utils.script import exit_cli, leave_threads
 
 PORT = 7870
 CONNECTIONS = 50

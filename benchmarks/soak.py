@@ -35,8 +35,7 @@ from duetgan.utils.checkpoint import load
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import save_yaml
 from duetgan.utils.errors import UserError
-from duetgan.utils.processes import die_with_parent, process_state
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import die_with_parent, process_state, run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = "DUET_SOAK_DISK"  # set in the process that has the disk of its own: its folder

@@ -27,8 +27,7 @@ from duetgan.data.errors import ImageError
 from duetgan.explorer import models
 from duetgan.explorer.models import Shown, Source, compare_page
 from duetgan.inference.samples import parse_layers
-from duetgan.reporting.charts import number
-from duetgan.reporting.pictures import picture
+from duetgan.reporting.pictures import number, picture
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError, explained

@@ -19,7 +19,7 @@ from duetgan.planning.plan import Plan, Training, replanned
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
-from duetgan.utils.processes import die_with_parent
+from duetgan.utils.script import die_with_parent
 from duetgan.utils.text import duration
 
 CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from duetgan.reporting.charts import Chart
-from duetgan.reporting.pictures import CAPTIONS, picture
+from duetgan.reporting.pictures import CAPTIONS, Chart, picture
 from duetgan.reporting.run_files import Run
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.files import as_json, check_writable, write_atomic

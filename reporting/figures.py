@@ -11,7 +11,7 @@ from typing import Any
 
 from duetgan.metrics.figures import FIGURES
 from duetgan.metrics.figures import Figure as Row
-from duetgan.reporting.charts import number
+from duetgan.reporting.pictures import number
 from duetgan.reporting.run_files import Run
 from duetgan.utils.text import duration
 

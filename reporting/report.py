@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 
 from duetgan.reporting import figures, pictures
-from duetgan.reporting.charts import Chart
 from duetgan.reporting.figures import headline
+from duetgan.reporting.pictures import Chart
 from duetgan.reporting.run_files import Run
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError

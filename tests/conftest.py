@@ -48,7 +48,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
     if "reporting" not in request.path.parts:
-        monkeypatch.setattr("duetgan.reporting.charts._svg", no_curves)
+        monkeypatch.setattr("duetgan.reporting.pictures._svg", no_curves)
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def slim(name: str) -> Any:
 
 CHEAPER: dict[str, Callable[[Any, Set], None]] = {  # in all processes of the suite
     "duetgan.models.backbones.base": lambda module, put: put(module, "make", slim("make")),
-    "duetgan.reporting.charts": lambda module, put: put(module, "_svg", slim("no_curves")),
+    "duetgan.reporting.pictures": lambda module, put: put(module, "_svg", slim("no_curves")),
 }
 PATCHES: dict[str, Callable[[Any, Set], None]] = {
     "duetgan.training.engine.loop": patch_loop,

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from duetgan.metrics.comparison.compare import compare
-from duetgan.reporting.charts import Chart, number, thin
 from duetgan.reporting.compare import main
+from duetgan.reporting.pictures import Chart, number, thin
 from duetgan.utils.script import run_cli
 from tests.metrics.comparison.test_compare import classified
 

@@ -50,7 +50,7 @@ OWN = {  # what opens files otherwise, and why
     # runs elsewhere, in the folder that it came with; code of one's own, which is run
     *("inference/export/page.py", "utils/config/plugins.py"),
     # the kernel's figures, the null device, the recipes, the place itself
-    *("utils/memory.py", "utils/processes.py", "utils/versions.py", "utils/script.py", "utils/config/recipes.py"),
+    *("utils/memory.py", "utils/script.py", "utils/versions.py", "utils/script.py", "utils/config/recipes.py"),
     *("utils/bounded.py", "utils/threads.py", "training/base/pace.py"),
     "train.py",  # takes the lock
 }

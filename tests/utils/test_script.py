@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from duetgan.utils import processes
+from duetgan.utils import script as processes
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.script import run_cli
@@ -191,7 +191,7 @@ def test_a_reader_that_has_seen_enough_is_no_fault():
 SCRIPT = """
 import sys, threading
 import torch
-from duetgan.utils import processes
+from duetgan.utils import script as processes
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import exit_cli
 

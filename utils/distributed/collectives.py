@@ -16,7 +16,7 @@ from duetgan.utils import threads
 from duetgan.utils.distributed.launch import AGAIN, LAUNCHED
 from duetgan.utils.distributed.rendezvous import fresh_store
 from duetgan.utils.errors import TrainingHalted, UserError, explained
-from duetgan.utils.processes import leave_threads
+from duetgan.utils.script import leave_threads
 
 T = TypeVar("T")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from duetgan.utils.processes import process_state
+from duetgan.utils.script import process_state
 
 FILE = "rank-{}.json"
 KEYS = {"pid", "host", "step", "beats", "left", "lost_peer"}

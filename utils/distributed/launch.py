@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from duetgan.utils.errors import StoppedBySignal, UserError
 from duetgan.utils.memory import cores
-from duetgan.utils.processes import die_with_parent, leave_imports, process_state
+from duetgan.utils.script import die_with_parent, leave_imports, process_state
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
