@@ -24,7 +24,7 @@ import torch
 from benchmarks.classifying.images import make
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.pace import Pace
+from duetgan.training.base.monitors import Pace
 from duetgan.training.engine import speed
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils import threads

@@ -11,6 +11,7 @@ import numpy as np
 from duetgan.data.reading.dataset import Dataset
 from duetgan.studies.config import Recipe, StudyConfig
 from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, write_subset
+from duetgan.studies.runner import difference
 from duetgan.studies.samples import Drawing, draw_rows, last_checkpoints
 from duetgan.studies.subject import (
     GENERATOR,
@@ -25,7 +26,6 @@ from duetgan.studies.subject import (
     Subject,
     ended,
 )
-from duetgan.studies.verdict import difference
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.model import PositiveInt
 from duetgan.utils.errors import UserError

@@ -18,8 +18,16 @@ from torch.func import functional_call
 
 from duetgan.data.images import RESIZE_FILTERS, trained_mode
 from duetgan.inference.export import page
-from duetgan.inference.export.subject import EXAMPLES, Drawing, Runner, Subject, as_runner
-from duetgan.inference.export.weights_file import contents, interface, write_weights
+from duetgan.inference.export.subject import (
+    EXAMPLES,
+    Drawing,
+    Runner,
+    Subject,
+    as_runner,
+    contents,
+    interface,
+    write_weights,
+)
 from duetgan.inference.samples import Sampler, draw_grid
 from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
 from duetgan.metrics.lineage import run_folder

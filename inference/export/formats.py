@@ -21,8 +21,18 @@ import torch
 from torch import Tensor
 
 from duetgan.inference.export.folder import open_folder, traced, write_folder
-from duetgan.inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject, as_runner
-from duetgan.inference.export.weights_file import contents, interface, write_tensors, write_weights
+from duetgan.inference.export.subject import (
+    EXAMPLES,
+    Drawing,
+    Inputs,
+    Runner,
+    Subject,
+    as_runner,
+    contents,
+    interface,
+    write_tensors,
+    write_weights,
+)
 from duetgan.models.convert import checkpoint_of, read
 from duetgan.models.official import nvidia, rosinality
 from duetgan.models.official.names import Converted

@@ -15,8 +15,14 @@ from safetensors.torch import save_file
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export.formats import FORMATS, import_extra
-from duetgan.inference.export.subject import SAMPLES, classifier_subject, generator_subject
-from duetgan.inference.export.weights_file import ENTRY, contents, write_weights
+from duetgan.inference.export.subject import (
+    ENTRY,
+    SAMPLES,
+    classifier_subject,
+    contents,
+    generator_subject,
+    write_weights,
+)
 from duetgan.inference.inputs import file_input
 from duetgan.inference.predictions import predict
 from duetgan.metrics.features.extractors import classifier_input

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, safe_open
 
 import generate
 from duetgan.data.reading.dataset import Dataset
-from duetgan.inference.export.weights_file import write_weights
+from duetgan.inference.export.subject import write_weights
 from duetgan.inference.projection import Projector
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.runlog.progress import Bar

@@ -12,9 +12,8 @@ from duetgan.metrics.comparison.paired import holm
 from duetgan.reporting.study import write_study_page
 from duetgan.studies.config import StudyConfig
 from duetgan.studies.images import groups_of
-from duetgan.studies.runner import Study, packed, unpacked
+from duetgan.studies.runner import Study, checked, compared, in_words, packed, unpacked
 from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Subject
-from duetgan.studies.verdict import checked, compared, in_words
 from duetgan.utils.errors import StoppedBySignal, UserError
 from tests.reporting.test_report import page
 

@@ -51,7 +51,7 @@ OWN = {  # what opens files otherwise, and why
     *("inference/export/page.py", "utils/config/plugins.py"),
     # the kernel's figures, the null device, the recipes, the place itself
     *("utils/memory.py", "utils/script.py", "utils/versions.py", "utils/script.py", "utils/config/recipes.py"),
-    *("utils/bounded.py", "utils/threads.py", "training/base/pace.py"),
+    *("utils/bounded.py", "utils/threads.py", "training/base/monitors.py"),
     "train.py",  # takes the lock
 }
 OPENERS = {

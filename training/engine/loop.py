@@ -11,14 +11,13 @@ from typing import Any, NoReturn
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import EarlyStopping, Fields, MetricWindow, SpikeDetector
-from duetgan.training.base.pace import Pace
+from duetgan.training.base.monitors import EarlyStopping, Fields, MetricWindow, Pace, SpikeDetector
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Task
 from duetgan.training.engine import health
 from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.checkpoints import CheckpointManager
-from duetgan.training.engine.layer_log import LayerLog
+from duetgan.training.engine.health import LayerLog
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat

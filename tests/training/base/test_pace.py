@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.training.base import pace
-from duetgan.training.base.pace import Pace
+from duetgan.training.base import monitors as pace
+from duetgan.training.base.monitors import Pace
 from duetgan.training.engine import speed
 from duetgan.utils import threads
 from duetgan.utils.config.yaml_files import read_yaml

@@ -11,7 +11,7 @@ from tensorboard.summary.writer import event_file_writer
 from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.config import LogConfig
 from duetgan.training.base.monitors import MetricWindow
-from duetgan.training.engine import layer_log
+from duetgan.training.engine import health as layer_log
 from tests.end_to_end.helpers import differing, log_of, rows, state_of, train_in_process, write_config
 from tests.utils.runlog.test_run_log import no_file_larger_than
 
