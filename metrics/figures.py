@@ -14,8 +14,9 @@ from duetgan.metrics.classification import answers
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import PER_CLASS
 from duetgan.metrics.samples import judged, neighbours
-from duetgan.metrics.samples.distances import frechet_distance, intra_class_frechet, kernel_distance
+from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class
+from duetgan.metrics.samples.kernel import kernel_distance
 
 Place = Literal["headline", "tile", "column", ""]
 

@@ -1,10 +1,7 @@
-"""Batches to the device: an endless training loader whose position is state, and a plain pass for evaluation; the
-stages of progressive growing, and how many threads decode images here (`data.workers: auto`).
-"""
+"""Batches to the device: an endless training loader whose position is state, and a plain pass for evaluation."""
 
 import contextlib
 import copy
-import itertools
 import queue
 import sys
 import threading
@@ -13,15 +10,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.dataset import Dataset, Stage, at_resolution, checked_stages
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.utils.errors import UserError
-from duetgan.utils.memory import cores
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -267,114 +263,3 @@ def evaluation_batches(reader: Dataset, batch_size: int) -> Iterator[Batch]:
     """Every sample once, in order, on the CPU; the last batch may be smaller."""
     for start in range(0, len(reader), batch_size):
         yield read_batch(reader, np.arange(start, min(start + batch_size, len(reader))))
-
-
-class Stage(NamedTuple):
-    """From a step on, up to the next stage's: images of one resolution in batches of one size."""
-
-    first_step: int
-    resolution: int  # px
-    batch_size: int  # global
-
-
-def checked_stages(stages: Sequence[tuple[int, int, int]], world_size: int) -> list[Stage]:
-    """Raises UserError for a batch size that the ranks cannot share, ValueError for steps that do not rise from 0."""
-    checked = [Stage(*stage) for stage in stages]
-    firsts = [stage.first_step for stage in checked]
-    if firsts and (firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts))):
-        raise ValueError(f"stages that begin at steps {firsts}")
-    for stage in checked:
-        if stage.batch_size < 1 or stage.batch_size % world_size:
-            raise UserError(
-                f"the batches of {stage.batch_size} images of {stage.resolution} px are not divisible by "
-                f"{world_size} processes; make progressive.batch_sizes and batch_size multiples of {world_size}"
-            )
-    return checked
-
-
-def at_resolution(reader: Dataset, resolution: int) -> Dataset:
-    """The images of `reader` at another resolution, read in the same manner; itself at its own.
-
-    Raises UserError if the files have changed since `reader` was opened.
-    """
-    if resolution == reader.resolution:
-        return reader
-    other = Dataset(
-        [shard.path for shard in reader.shards],
-        resolution=resolution,
-        crop=reader.crop,
-        workers=reader.workers,
-        on_damage=reader.on_damage,
-    )
-    if other.meta.content_hash != reader.meta.content_hash:
-        raise UserError(f"{reader.path}: was changed during the training; put it back, or use a new run folder")
-    return other
-
-
-def stages_text(reader: Dataset, resolutions: Sequence[int]) -> str:
-    """What the plan says of the resolutions that are read: stored ones, and those that are scaled while training."""
-    stored = reader.meta.resolutions
-    if reader.crop is not None or stored == [0]:
-        what = "random crops" if reader.crop is not None else "images of sizes of their own"
-        return f"{_sides(resolutions)} scaled from {what}"
-    found = [side for side in resolutions if side in stored]
-    texts = [f"{_sides(found)} as stored"] if found else []
-    missing = [side for side in resolutions if side not in stored]
-    for source, sides in itertools.groupby(missing, lambda side: min(other for other in stored if other > side)):
-        texts.append(f"{_sides(list(sides))} scaled from {source} px while reading")
-    hint = f" (data.pack --pyramid {min(missing)} stores them)" if missing else ""
-    return ", ".join(texts) + hint
-
-
-def _sides(resolutions: Sequence[int]) -> str:
-    return ", ".join(map(str, resolutions)) + " px"
-
-
-MEASURED_IMAGES = 64  # read for one at most
-REPEATS = 3
-GAIN = 1.1  # another thread count must be so much faster to be taken
-
-
-def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The number of decoding threads that reads batches fastest, and the images per second of each number tried.
-
-    Raw images need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of this process read
-    the same few images; the count grows as long as it pays. The dataset's own number stays as it was.
-    """
-    if dataset.gathers or len(dataset) == 0:
-        return 0, {}
-    count = min(len(dataset), batch_size, MEASURED_IMAGES)
-    records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    before = dataset.workers
-    rates: dict[int, float] = {}
-    best = 0
-    try:
-        dataset.read(records)  # opens the file, warms the page cache
-        for workers in candidates(cores()):
-            dataset.workers = workers
-            rates[workers] = count / _seconds(dataset, records)
-            if rates[workers] > GAIN * rates[best]:
-                best = workers
-            elif workers:
-                break
-    finally:
-        dataset.workers = before
-    return best, rates
-
-
-def candidates(limit: int) -> list[int]:
-    """0 and the powers of two from 2 up to the number of cores, which itself is the last."""
-    powers = [2**power for power in range(1, limit.bit_length()) if 2**power < limit]
-    return [0, *powers, *([limit] if limit > 1 else [])]
-
-
-def _seconds(dataset: Dataset, records: np.ndarray) -> float:
-    """The median time of reading the records; once before, to start the threads."""
-    zeros = np.zeros(len(records), np.int64)
-    keys = SampleKeys(0, zeros, zeros)
-    times = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
-        dataset.read(records, keys=keys)
-        times.append(time.perf_counter() - started)
-    return float(np.median(times[1:]))

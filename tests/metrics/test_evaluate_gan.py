@@ -16,8 +16,9 @@ from duetgan.metrics.features.extractors import (
     select,
 )
 from duetgan.metrics.figures import GAN, Samples, history, measured
-from duetgan.metrics.samples.distances import frechet_distance, kernel_distance
+from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.metrics.samples.judged import diversity_ratio
+from duetgan.metrics.samples.kernel import kernel_distance
 from duetgan.metrics.samples.memorisation import RealSet, memorisation, neighbour_images
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import ImageGenerator, generate

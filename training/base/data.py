@@ -11,8 +11,8 @@ import torch
 
 from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
-from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import InfiniteLoader, choose_workers
+from duetgan.data.reading.dataset import Dataset, choose_workers
+from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler, SyntheticSource
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.several_files import open_at_once, shard_paths

@@ -1,5 +1,5 @@
-"""What keeps and watches a training's figures: those since the last row of the log, spikes, early stopping; and how fast
-a run goes: the threads of each step, and a line where it falls to half its speed that says why.
+"""What keeps and watches a training's figures: those since the last row of the log, spikes, early stopping; and how
+fast a run goes: the threads of each step, and a line where it falls to half its speed that says why.
 """
 
 import copy

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import stages_text
+from duetgan.data.reading.dataset import Dataset, stages_text
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import data_text, mixture_text
 from duetgan.training.base.task import Outline, Task

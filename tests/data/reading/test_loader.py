@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duetgan.data.decode import RandomCrop
-from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import Batch, InfiniteLoader, at_resolution, mirror_in_turn, stages_text
+from duetgan.data.reading.dataset import Dataset, at_resolution, stages_text
+from duetgan.data.reading.loader import Batch, InfiniteLoader, mirror_in_turn
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.records import pack_arrays
 from duetgan.utils.errors import UserError

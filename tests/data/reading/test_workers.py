@@ -7,9 +7,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from duetgan.data.reading import loader as workers_module
-from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import candidates, choose_workers
+from duetgan.data.reading import dataset as workers_module
+from duetgan.data.reading.dataset import Dataset, candidates, choose_workers
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import pack_arrays
 from duetgan.utils import memory

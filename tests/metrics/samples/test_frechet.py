@@ -9,14 +9,9 @@ import torch
 from scipy.spatial.distance import pdist
 from sklearn.metrics.pairwise import polynomial_kernel as sklearn_kernel
 
-from duetgan.metrics.samples.distances import (
-    frechet_distance,
-    intra_class_frechet,
-    kernel_distance,
-    polynomial_kernel,
-    squared_mmd,
-)
+from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, mean_distances
+from duetgan.metrics.samples.kernel import kernel_distance, polynomial_kernel, squared_mmd
 
 
 def normal(n, dim, seed, *, scale=1.0, shift=0.0, dtype=torch.float64):
