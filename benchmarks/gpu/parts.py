@@ -19,7 +19,7 @@ from benchmarks.gpu import peers, ranks, steps, trainings
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, first_line
 from benchmarks.gpu.wheels import ROOT
 from duetgan.utils.errors import Expected
-from duetgan.utils.processes import die_with_parent
+from duetgan.utils.script import die_with_parent
 
 OUTCOME = re.compile(r"^(\S*::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 NOT_THERE = 77  # exit code of a part
