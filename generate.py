@@ -8,19 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duetgan.data.lmdb.writer import check_target
-from duetgan.inference.settings import (
-    DATASET,
-    ENCODINGS,
-    FEATURES,
-    FPS,
-    FRAMES,
-    GRID,
-    SPACES,
-    EditConfig,
-    ProjectionConfig,
-    check_film,
-    check_suffix,
-)
+from duetgan.inference import settings
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, number, positive
 from duetgan.utils.errors import require_same_classes
@@ -30,7 +18,7 @@ from duetgan.utils.script import run_cli
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from duetgan.inference.samples import Sampler
 
-SEARCH, EDIT = ProjectionConfig(), EditConfig()  # the defaults
+SEARCH, EDIT = settings.ProjectionConfig(), settings.EditConfig()  # the defaults
 PSI, WEIGHT, ABOVE_0 = number(float, -10, 10), number(float, 0), number(float, 0, inner=True)
 
 
@@ -60,7 +48,7 @@ def parser() -> Parser:
 
     in_all = "images in all (default: {} a class; {} without classes)"
     add = begin(draw_table, "grid", "a grid of samples; a row for each class")
-    add("--n", type=positive, metavar="N", help=in_all.format(*GRID))
+    add("--n", type=positive, metavar="N", help=in_all.format(*settings.GRID))
 
     add = begin(draw_table, "truncation", "the same samples at several truncations", without="psi")
     add("--psis", type=psis, default="0,0.3,0.5,0.7,1", metavar="X,Y", help="rows")
@@ -78,8 +66,8 @@ def parser() -> Parser:
     add_edit_options(begin(edit, "edit", text, without="classes"))
 
     add = begin(write_dataset, "dataset", "a packed data set of samples, for train.py")
-    add("--n", type=positive, metavar="N", help=in_all.format(*DATASET))
-    add("--encoding", choices=ENCODINGS, default="raw", help="how they are stored")
+    add("--n", type=positive, metavar="N", help=in_all.format(*settings.DATASET))
+    add("--encoding", choices=settings.ENCODINGS, default="raw", help="how they are stored")
     add("--overwrite", action="store_true", help="replace --out if it exists")
     return options
 
@@ -88,16 +76,18 @@ def add_film_options(add: Callable[..., Any]) -> None:
     add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
     through = "samples to go through (default: 8, or one a class up to 16)"
     add("--n", type=number(int, 2), metavar="N", help=through)
-    add("--frames", type=positive, default=FRAMES, help="from one to the next")
-    add("--fps", type=positive, default=FPS, help="frames a second")
+    add("--frames", type=positive, default=settings.FRAMES, help="from one to the next")
+    add("--fps", type=positive, default=settings.FPS, help="frames a second")
     add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")
 
 
 def add_projection_options(add: Callable[..., Any]) -> None:
     add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
-    add("--space", choices=tuple(SPACES), default="both", help="one w for all layers, or one each")
-    add("--features", choices=FEATURES, help="what is compared (default: resnet50, without its weights pixels)")
+    add("--space", choices=tuple(settings.SPACES), default="both", help="one w for all layers, or one each")
+    add(
+        "--features", choices=settings.FEATURES, help="what is compared (default: resnet50, without its weights pixels)"
+    )
     add("--weights", metavar="FILE", help="ResNet-50's weights (default: $DUET_WEIGHTS, weights/)")
     add("--pixel-weight", type=WEIGHT, default=SEARCH.pixel_weight)
     add("--steps", type=positive, default=SEARCH.steps, help="in each space")
@@ -137,7 +127,7 @@ def psis(text: str) -> list[float]:
 def draw_table(options: Namespace) -> str:
     """`grid`, `truncation` or `mix`: a PNG file; of `grid` also a folder of single ones."""
     if options.command != "grid" or options.out.suffix:
-        check_suffix(options.out, ".png")
+        settings.check_suffix(options.out, ".png")
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
 
@@ -153,7 +143,7 @@ def draw_table(options: Namespace) -> str:
 
 
 def interpolate(options: Namespace) -> str:
-    check_film(options.out, fps=options.fps)
+    settings.check_film(options.out, fps=options.fps)
     sampler, *_ = open_sampler(options)
     from duetgan.inference.interpolate import Journey, draw_film
 
@@ -163,10 +153,10 @@ def interpolate(options: Namespace) -> str:
 
 
 def find_image(options: Namespace) -> str:
-    check_suffix(options.out, ".png")
+    settings.check_suffix(options.out, ".png")
     if options.save is not None:
-        check_suffix(options.save, ".safetensors", "latents are kept in a .safetensors file", option="--save")
-    config = chosen(options, ProjectionConfig)
+        settings.check_suffix(options.save, ".safetensors", "latents are kept in a .safetensors file", option="--save")
+    config = chosen(options, settings.ProjectionConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.inputs import read_target
     from duetgan.inference.projection import project
@@ -178,8 +168,8 @@ def find_image(options: Namespace) -> str:
 
 def edit(options: Namespace) -> str:
     """Images on their way from a class to another."""
-    check_suffix(options.out, ".png")
-    config = chosen(options, EditConfig)
+    settings.check_suffix(options.out, ".png")
+    config = chosen(options, settings.EditConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.editing import Editor, pair_of
     from duetgan.inference.inputs import read_target
@@ -209,7 +199,7 @@ def edit(options: Namespace) -> str:
 
 
 def write_dataset(options: Namespace) -> str:
-    check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
+    settings.check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     check_target(options.out, options.overwrite)
     sampler, checkpoint, path = open_sampler(options)
     from duetgan.inference import dataset

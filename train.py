@@ -10,13 +10,7 @@ from typing import Any
 from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, did_you_mean, number, positive
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.distributed.launch import (
-    add_options,
-    leaving_on_signals,
-    start_processes,
-    under_launcher,
-    wanted_device,
-)
+from duetgan.utils.distributed import launch
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.script import exit_cli
@@ -30,7 +24,7 @@ def parser() -> Parser:
     add = parse.add_argument
     add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
     add("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
-    add_options(add)
+    launch.add_options(add)
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     steps = "stop after saving at step N; schedules keep the config's length"
     add("--max-steps", type=int, metavar="N", help=steps)
@@ -95,11 +89,11 @@ def main(argv: list[str]) -> int:
     overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run
     if options.max_steps is not None and options.max_steps < 1:
         raise UserError("--max-steps must be 1 or more")
-    code = start_processes(__file__, argv, options.gpus, options.procs)
+    code = launch.start_processes(__file__, argv, options.gpus, options.procs)
     if code is not None:
         return code
     # a process of a launcher ends as it is told to, and the launcher says so
-    with nullcontext() if under_launcher() else leaving_on_signals():
+    with nullcontext() if launch.under_launcher() else launch.leaving_on_signals():
         return train_here(options, overrides, sweep)
 
 
@@ -115,7 +109,7 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) 
                 options.config,
                 overrides,
                 run_dir=folder,
-                device=wanted_device(options.device, options.gpus, options.procs),
+                device=launch.wanted_device(options.device, options.gpus, options.procs),
                 max_steps=options.max_steps,
                 profile_steps=options.profile,
                 sweep=sweep if options.lr_find else None,

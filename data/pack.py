@@ -17,21 +17,12 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from duetgan.data import packing
 from duetgan.data.duplicates import LISTED, Name, Report, find, lines, write_lines
 from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.format import ENCODINGS
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter, check_target
-from duetgan.data.packing import (
-    Summary,
-    Written,
-    list_skipped,
-    publish_both,
-    summary_lines,
-    to_share,
-    val_path,
-    write_parts,
-)
 from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from duetgan.utils.config.cli import Parser, add_import_option, number
@@ -111,14 +102,14 @@ def pack(
     val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
     val_dest: str | Path | None = None,  # that file; None: data.packing.val_path
     seed: int = 0,  # of the draw of held-out images
-) -> Summary:
+) -> packing.Summary:
     """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.
 
     Raises UserError for anything that is wrong with source, images, options or target; then nothing is left behind
     and existing files are as they were.
     """
     started = time.perf_counter()
-    share = None if val_share is None else to_share(val_share)
+    share = None if val_share is None else packing.to_share(val_share)
     targets = _targets(source, Path(dest), share, val_dest)
     skipped = _Skipped(source, on_error, max_skipped)
     _check_classes(source, against, targets)
@@ -133,18 +124,18 @@ def pack(
             return source.item_name(written.rows[record])
 
         if share is not None:
-            metas, report = write_parts(whole.path, written.records, writers, share, seed, name)
-            publish_both(writers)
+            metas, report = packing.write_parts(whole.path, written.records, writers, share, seed, name)
+            packing.publish_both(writers)
         packed = time.perf_counter()
         search = duplicates or similar
         text = _find_duplicates(whole.path, targets[0], against, similar, name, report) if search else None
-    return Summary(
+    return packing.Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
         held_out_path=targets[-1] if len(targets) > 1 else None,
         written=written,
         problems=skipped.problems,
-        listed=list_skipped(skipped.problems, targets[0]),
+        listed=packing.list_skipped(skipped.problems, targets[0]),
         ignored=source.ignored,
         workers=workers,
         seconds=packed - started,
@@ -162,7 +153,7 @@ def _targets(source: Source, dest: Path, share: Fraction | None, val_dest: str |
             what = "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
             remedy = f"--val-share {float(share)} needs two images of a class, there is {what}; add some"
             raise UserError(f"{source.name}: {remedy}")
-        targets.append(val_path(dest) if val_dest is None else Path(val_dest))
+        targets.append(packing.val_path(dest) if val_dest is None else Path(val_dest))
         if targets[0].absolute() == targets[1].absolute():
             raise UserError(f"--val-dest {val_dest} is the file of the training images: name another one")
     elif val_dest is not None:
@@ -192,9 +183,9 @@ def _open_writers(
 
 def _write(
     source: Source, images: Generator[Converted], writer: LMDBWriter, skipped: _Skipped, drop: bool, keep: bool
-) -> Written:
+) -> packing.Written:
     """Write every usable image, with `drop` without exact duplicates; `keep` what a split needs."""
-    written = Written()
+    written = packing.Written()
     labels: dict[int, int] = {}  # by the digest of their pixels, for `drop`
     with contextlib.closing(images):
         for row, record in enumerate(Bar(images, "packing", len(source), unit="image")):
@@ -308,7 +299,7 @@ def main(argv: list[str]) -> None:
         for remark in source.remarks:
             print(remark, file=sys.stderr)
         summary = pack(source, **options)
-    print("\n".join(summary_lines(summary, dest)))
+    print("\n".join(packing.summary_lines(summary, dest)))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.comparison.paired import (
-    LEVEL,
-    Difference,
-    by_seeds,
-    holm,
-    independent_figures,
-    paired_figures,
-    paired_shares,
-)
+from duetgan.metrics.comparison import paired
 from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, Figure
 from duetgan.utils import bounded
 from duetgan.utils.config.model import PositiveInt, Stored, Whole
@@ -196,10 +188,10 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
     tables = [_differences(sets[0], other) for other in sets[1:]]
     for name in dict.fromkeys(name for table in tables for name in table):
         rows = [table[name] for table in tables if name in table]
-        holm(rows)
+        paired.holm(rows)
         for row in rows:
             better = (row["difference"] > 0) == (_row(name).better == "larger")
-            unsure = row["p"] is None or row["p"] >= LEVEL
+            unsure = row["p"] is None or row["p"] >= paired.LEVEL
             row["verdict"] = "cannot tell" if unsure else "better" if better else "worse"
     about = first.about
     return {
@@ -253,7 +245,7 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
         if None in values or (_row(name).by_judge and len(judges) > 1):
             continue
         one, other = ([run.figures[name][0] for run in group] for group in (first, second))
-        difference = by_seeds(one, other) if len(first) > 1 else _difference(name, first[0], second[0])
+        difference = paired.by_seeds(one, other) if len(first) > 1 else _difference(name, first[0], second[0])
         rows[name] = {
             "figure": name,
             "first": float(np.mean(one)),
@@ -269,18 +261,18 @@ def _row(name: str) -> Figure:
     return ROWS[name.partition(" ")[0]]
 
 
-def _difference(name: str, first: Evaluated, second: Evaluated) -> Difference:
+def _difference(name: str, first: Evaluated, second: Evaluated) -> paired.Difference:
     """Of one figure of two runs, by the sharpest way that what they kept allows."""
     hits, others = first.predictions.hits, second.predictions.hits
     if name in SHARES and hits is not None and others is not None:
-        return paired_shares(hits, others)
+        return paired.paired_shares(hits, others)
     (value, interval), (its_value, its_interval) = first.figures[name], second.figures[name]
     own, its = (run.predictions.columns.get(name) for run in (first, second))  # each image's influence
     if own is not None and its is not None:
-        return paired_figures(its_value - value, own, its)
+        return paired.paired_figures(its_value - value, own, its)
     if interval is not None and its_interval is not None:
-        return independent_figures(value, interval, its_value, its_interval)
-    return Difference(its_value - value, None, None, "no interval")
+        return paired.independent_figures(value, interval, its_value, its_interval)
+    return paired.Difference(its_value - value, None, None, "no interval")
 
 
 def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:

@@ -252,7 +252,7 @@ def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, cap
     capsys.readouterr()
     pack(open_source(str(pets)), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]
-    for fault in ("duetgan.data.packing.draw", "duetgan.data.pack.publish_both"):
+    for fault in ("duetgan.data.packing.draw", "duetgan.data.packing.publish_both"):
         with monkeypatch.context() as patch:
             patch.setattr(fault, lambda *arguments: (_ for _ in ()).throw(UserError("a fault")))
             assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == EXIT_USER
