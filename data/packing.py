@@ -144,7 +144,6 @@ def write_parts(
 
 
 def _payload(level: LMDBReader, index: int) -> bytes:
-    """The payload of an image at a resolution. Raises DamageError."""
     if level.meta.encoding == "raw":
         return level.raw_image(index).transpose(2, 0, 1).tobytes()
     with level.encoded(index) as (_, payload, _):

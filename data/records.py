@@ -200,7 +200,6 @@ def make_plan(
 
 
 def _first_shape(source: Source, channels: int) -> tuple[int, int]:
-    """Height and width of the first image that can be read."""
     problem = None
     for index in range(len(source)):
         try:

@@ -14,18 +14,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from duetgan.data.sources.base import (
-    MOST_VALUES,
-    SPLIT_NAMES,
-    Problem,
-    SourceOptions,
-    choose_label,
-    choose_split,
-    classes_of,
-    looks_like_labels,
-    refuse_split,
-    split_name,
-)
+from duetgan.data.sources import base
 from duetgan.data.sources.files import Listing, LocalSource
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -44,7 +33,7 @@ class Row(NamedTuple):
     split: str = ""
 
 
-def open_manifest(path: Path, options: SourceOptions) -> LocalSource:
+def open_manifest(path: Path, options: base.SourceOptions) -> LocalSource:
     """The images that a CSV file names. Raises UserError if it cannot be used."""
     listing = Listing([])
     columns, rows = _parse(path, options.label_column, listing)
@@ -52,15 +41,15 @@ def open_manifest(path: Path, options: SourceOptions) -> LocalSource:
         raise UserError(f"{path} has no rows below its header: add a row for each image")
     if "label" in columns:
         lines, labels = [row.line for row in rows], [row.label for row in rows]
-        listing.classes, numbers, spellings = classes_of(str(path), labels, lines)
+        listing.classes, numbers, spellings = base.classes_of(str(path), labels, lines)
         rows = [row._replace(label=listing.classes[number]) for row, number in zip(rows, numbers, strict=True)]
         listing.remarks += spellings
     rows = _without_repeats(path, rows, listing.problems)
     listing.splits = tuple(sorted({row.split for row in rows} - {""}))
     if "split" not in columns:
-        refuse_split(path, options.split, "column split")
+        base.refuse_split(path, options.split, "column split")
     elif rows:
-        chosen = choose_split(path, options.split, listing.splits)
+        chosen = base.choose_split(path, options.split, listing.splits)
         rows = [row for row in rows if row.split == chosen]
     number = {name: place for place, name in enumerate(listing.classes or [""])}
     for row in rows:
@@ -69,7 +58,7 @@ def open_manifest(path: Path, options: SourceOptions) -> LocalSource:
             listing.names.append(row.path)
             listing.labels.append(number[row.label])
         else:
-            listing.problems.append(Problem(str(place), f"is no file (line {row.line} of {path.name})"))
+            listing.problems.append(base.Problem(str(place), f"is no file (line {row.line} of {path.name})"))
     return LocalSource(path.parent, path.name, listing)
 
 
@@ -84,25 +73,25 @@ def _parse(path: Path, label_column: str | None, listing: Listing) -> tuple[Coll
         where = f"{path} line {line}"
         if len(fields) != len(names):
             reason = f"has {len(fields)} fields where the header has {len(names)}"
-            listing.problems.append(Problem(where, reason))
+            listing.problems.append(base.Problem(where, reason))
             continue
         values = {name: fields[place].strip() for name, place in columns.items()}
         empty = next((name for name, text in values.items() if not text), None)
         if empty is not None:
-            listing.problems.append(Problem(where, f"has an empty {empty}"))
+            listing.problems.append(base.Problem(where, f"has an empty {empty}"))
             continue
         if split := values.get("split", "").lower():
-            values["split"] = split_name(split)
+            values["split"] = base.split_name(split)
             if not values["split"]:
-                known = sorted(SPLIT_NAMES)
+                known = sorted(base.SPLIT_NAMES)
                 hint = did_you_mean(split, known)
                 raise UserError(f"{where}: split {split!r}{hint} is none of {', '.join(known)}")
         rows.append(Row(line, **values))
         for place, counts in others.items():
-            if len(counts) <= MOST_VALUES:
+            if len(counts) <= base.MOST_VALUES:
                 counts[fields[place].strip()] += 1
     if "label" not in columns and label_column is None:
-        listing.remarks += looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
+        listing.remarks += base.looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
     return columns, rows
 
 
@@ -138,7 +127,7 @@ def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dic
     """Where path, label and split stand in the header, and remarks. A near miss is refused: without it images would
     lose their labels unseen.
     """
-    label, remarks = choose_label(str(path), names, label_column and label_column.lower())
+    label, remarks = base.choose_label(str(path), names, label_column and label_column.lower())
     path_column = next((name for name in PATHS if name in names), "path")
     columns = {"path": path_column, "label": label or "label", "split": "split"}
     others = [name for name in names if name not in columns.values()]
@@ -155,7 +144,7 @@ def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dic
     return {column: names.index(name) for column, name in columns.items() if name in names}, remarks
 
 
-def _without_repeats(path: Path, rows: list[Row], problems: list[Problem]) -> list[Row]:
+def _without_repeats(path: Path, rows: list[Row], problems: list[base.Problem]) -> list[Row]:
     """The first row of each file. Rows that give one file two labels or put it into two splits raise UserError."""
     first: dict[str, Row] = {}
     for row in rows:
@@ -165,5 +154,5 @@ def _without_repeats(path: Path, rows: list[Row], problems: list[Problem]) -> li
         for what, one, other in (("label", known.label, row.label), ("split", known.split, row.split)):
             if one != other:
                 raise UserError(f"{path} line {row.line}: {row.path} has {what} {other}, in line {known.line} {one}")
-        problems.append(Problem(f"{path} line {row.line}", f"repeats {row.path} of line {known.line}"))
+        problems.append(base.Problem(f"{path} line {row.line}", f"repeats {row.path} of line {known.line}"))
     return list(first.values())

@@ -160,7 +160,6 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
 
 
 def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
-    """The set from its batches as PNG or binary files."""
     parts, png = [], paths[0].suffix == ".png"
     for path in paths:
         with bounded.reading(path, "get it again", *DAMAGED):

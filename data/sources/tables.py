@@ -26,18 +26,7 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.errors import ImageError
-from duetgan.data.sources.base import (
-    Problem,
-    Source,
-    SourceOptions,
-    choose_label,
-    choose_shards,
-    choose_split,
-    looks_like_labels,
-    refuse_split,
-    sharded,
-    text_classes,
-)
+from duetgan.data.sources import base
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.memory import available_bytes
@@ -109,7 +98,7 @@ def _stop(process: "subprocess.Popen[bytes]", connection: Any, pid: int) -> None
 _child = _Child()
 
 
-class TableSource(Source):
+class TableSource(base.Source):
     """The images of some files of one kind. Raises UserError for what cannot be used, by name.
 
     Rows are read forward, as packing goes; a step back begins anew.
@@ -149,7 +138,7 @@ class TableSource(Source):
         labels = np.zeros(self._starts[-1], np.int64) if label is None else self._read_labels(path, label)
         self.classes = list(map(printable, self.classes))
         self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
-        self.problems = [Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
+        self.problems = [base.Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
         self._labels = labels[self._rows]
         self._piece: tuple[int, int, Any] = (0, 0, [])  # the shard, the first row in it, and the images there
 
@@ -168,13 +157,13 @@ class TableSource(Source):
         fitting = [field.name for field in schema if field.name == "label" or _may_label(field.type)]
         names = fitting if label_column is None else schema.names
         declared = (name for name in fitting if class_names(path, schema, name))
-        label, self.remarks = choose_label(str(path), names, label_column, declared)
+        label, self.remarks = base.choose_label(str(path), names, label_column, declared)
         if label is None:
             if label_column is None and fitting and self._starts[1]:
                 with _reading(path):
                     first = next(iter(_child.ask(path, fitting, 0, LOOKED_AT, bounded.TABLE)))
                     values = {name: Counter(map(str, first[name].to_pylist())) for name in fitting}
-                self.remarks = looks_like_labels(str(path), values)
+                self.remarks = base.looks_like_labels(str(path), values)
         elif not _may_label(kind := schema.field(label).type):
             raise UserError(f"{path}: the column {label} is {kind}; labels are whole numbers or text")
         return images[0], label
@@ -191,7 +180,7 @@ class TableSource(Source):
         if text:  # null and empty text are no labels
             with _reading(where):
                 names = sorted(filter(None, values.unique().to_pylist()))
-            self.classes, numbers, remarks = text_classes(str(where), names)
+            self.classes, numbers, remarks = base.text_classes(str(where), names)
             self.remarks += remarks
             values = pyarrow("compute").index_in(values, value_set=arrow.array(names, kind))
         labels = values.fill_null(-1).to_numpy().astype(np.int64)
@@ -262,10 +251,10 @@ class TableSource(Source):
         return f"{self.shards[shard]}: row {row}"
 
 
-def open_tables(path: Path, options: SourceOptions) -> TableSource:
+def open_tables(path: Path, options: base.SourceOptions) -> TableSource:
     """A Parquet or Arrow file, or a folder of one kind of them."""
-    suffix = sharded(path) if path.is_dir() else path.suffix.lower()
-    shards, splits, ignored = choose_shards(path, suffix, options.split)
+    suffix = base.sharded(path) if path.is_dir() else path.suffix.lower()
+    shards, splits, ignored = base.choose_shards(path, suffix, options.split)
     return TableSource(path, shards, options.label_column, splits, ignored)
 
 
@@ -325,12 +314,12 @@ def is_saved(folder: Path) -> bool:
     return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 
-def open_arrow(path: Path, options: SourceOptions) -> TableSource:
+def open_arrow(path: Path, options: base.SourceOptions) -> TableSource:
     """The images of an Arrow file or of a folder of `save_to_disk`. Raises UserError for what cannot be used."""
     if not is_saved(path):
         return open_tables(path, options)
     if not (path / SPLITS).is_file():
-        refuse_split(path, options.split)
+        base.refuse_split(path, options.split)
         return TableSource(path, _shards(path), options.label_column)
     splits = _document(path / SPLITS).get("splits")
     if not isinstance(splits, list) or not splits or not all(map(_is_name, splits)):
@@ -338,7 +327,7 @@ def open_arrow(path: Path, options: SourceOptions) -> TableSource:
     if options.split in splits or (options.split is None and len(splits) == 1):
         chosen = options.split or splits[0]
     else:
-        chosen = choose_split(path, options.split, splits)
+        chosen = base.choose_split(path, options.split, splits)
     source = TableSource(path, _shards(path / chosen), options.label_column, splits=tuple(sorted(splits)))
     source.name = f"{path.name} {chosen}"
     others = [name for name in source.splits if name != chosen]
