@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
     out = options.out or str(Path("runs") / (file.stem + "_quick" * options.quick))
     tree = read_yaml(file)
 
-    from duetgan.reporting.study import write_study_page
-    from duetgan.studies.config import quickened
+    from duetgan.reporting.report import write_study_page
+    from duetgan.studies.images import quickened
     from duetgan.studies.runner import Study
 
     config_class, subject_class = load_subject(options.subject)

@@ -28,14 +28,7 @@ from duetgan.metrics.features.precision import evaluating, full_float32
 from duetgan.metrics.images import save_audit
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED
-from duetgan.metrics.samples.membership_inference import (
-    NOT_SHOWN,
-    SHARES,
-    attack,
-    detection,
-    halves,
-    verdict,
-)
+from duetgan.metrics.samples import membership_inference
 from duetgan.metrics.samples.memorisation import nearest, neighbour_images, pairs, search_place
 from duetgan.models.gan import ImageDiscriminator, ImageGenerator, generate
 from duetgan.models.restore import discriminator_from, generator_from
@@ -84,8 +77,10 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
             scores = {"generator": -near.distances} | ({} if logits is None else {"discriminator": logits})
             document = audit_scores(scores, members=count, seed=seed)
             document["planted"] = [
-                detection(real, near.distances, members=count, samples=n, share=share, generator=key(number))
-                for number, share in enumerate(SHARES)
+                membership_inference.detection(
+                    real, near.distances, members=count, samples=n, share=share, generator=key(number)
+                )
+                for number, share in enumerate(membership_inference.SHARES)
             ]
             closest = near.distances[:count].sort(stable=True).indices[:PAIRS].numpy()
             indices = near.indices.numpy()[closest]
@@ -97,8 +92,8 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
             save_captioned(*neighbour_images(generator, train, copies, seed=seed), out / "audit_nearest.png")
             save_audit(scores, count, out / "audit.png")
             head = {"n": n, "extractor": place.name, "weights": place.source, "dropped": dropped}
-            tail = {"not_shown": NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
-            return head | document | {"verdict": verdict(document)} | tail
+            tail = {"not_shown": membership_inference.NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
+            return head | document | {"verdict": membership_inference.verdict(document)} | tail
 
         return collectives.from_main_process(finish)
 
@@ -108,9 +103,9 @@ def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[
     document: dict[str, Any] = {"attacks": {}, "controls": {}}
     for name, score in scores.items():
         held_out = score[members:]
-        one, other = halves(len(held_out), keyed_generator(seed, "eval", "audit", "halves"))
-        document["attacks"][name] = attack(score[:members], held_out)
-        document["controls"][name] = attack(held_out[one], held_out[other])
+        one, other = membership_inference.halves(len(held_out), keyed_generator(seed, "eval", "audit", "halves"))
+        document["attacks"][name] = membership_inference.attack(score[:members], held_out)
+        document["controls"][name] = membership_inference.attack(held_out[one], held_out[other])
     return document
 
 

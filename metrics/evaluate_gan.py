@@ -32,14 +32,8 @@ from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.lineage import leaks, load_judge, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.metrics.samples import memorisation
 from duetgan.metrics.samples.judged import class_score
-from duetgan.metrics.samples.memorisation import (
-    Drawn,
-    neighbour_images,
-    search_copies,
-    search_place,
-    training_selection,
-)
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator, generate
@@ -132,8 +126,8 @@ def gather(
             raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
         side = select(_fitting_labels(generator, reader, "test"), n=n, seed=seed, role="test", per_class=per_class)
         known = None if train is None else _fitting_labels(generator, train, "train")
-        drawn = None if known is None else training_selection(known, n=n, searched=searched, seed=seed)
-    place = search_place(extractors, generator.channels) if train is not None and searched else None
+        drawn = None if known is None else memorisation.training_selection(known, n=n, searched=searched, seed=seed)
+    place = memorisation.search_place(extractors, generator.channels) if train is not None and searched else None
     spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
     tests = real.get(reader, side, spaces)
     trains: dict[str, Tensor] = {}
@@ -158,8 +152,9 @@ def gather(
         notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
     else:
         index = spaces.index(place)
-        held_out, searched_in = Drawn(reader, side, tests[index]), Drawn(train, drawn, trains[place.name])
-        search = partial(search_copies, place, fakes[index][:n], held_out, searched_in)
+        held_out = memorisation.Drawn(reader, side, tests[index])
+        searched_in = memorisation.Drawn(train, drawn, trains[place.name])
+        search = partial(memorisation.search_copies, place, fakes[index][:n], held_out, searched_in)
     return Gathered(records, list(extractors), search, notes)
 
 
@@ -273,7 +268,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             document = gathered.document(details=True)
             images = [*board.save(out), "real.png"]
             if train is not None and document["memorisation"] is not None:
-                pairs = neighbour_images(generator, train, document["memorisation"], seed=options.seed)
+                pairs = memorisation.neighbour_images(generator, train, document["memorisation"], seed=options.seed)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
             save_real(reader, names, board.columns, out / "real.png")

@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.config import StudyConfig
-from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TEST, TRAIN, even, expected_counts, write_subset
+from duetgan.studies.images import (
+    HELD_BACK,
+    HELD_OUT,
+    PARTS,
+    TEST,
+    TRAIN,
+    StudyConfig,
+    even,
+    expected_counts,
+    write_subset,
+)
 from duetgan.studies.samples import Drawing, draw_rows, share_of_batch
 from duetgan.studies.subject import (
     GENERATOR,

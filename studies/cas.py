@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.config import Recipe, StudyConfig
-from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, write_subset
+from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.studies.runner import difference
 from duetgan.studies.samples import Drawing, draw_rows, last_checkpoints
 from duetgan.studies.subject import (

@@ -13,8 +13,7 @@ from duetgan.inference.samples import Sampler
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.reporting.figures import percent
-from duetgan.studies.config import StudyConfig
-from duetgan.studies.images import PARTS, TRAIN, write_subset
+from duetgan.studies.images import PARTS, TRAIN, StudyConfig, write_subset
 from duetgan.studies.samples import share_of_batch
 from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Job, Result, Results, Settings, Subject
 from duetgan.utils.checkpoint import load, resolve

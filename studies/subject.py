@@ -19,8 +19,7 @@ from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
 from duetgan.models.restore import classifier_from
 from duetgan.reporting.figures import percent
-from duetgan.studies.config import Recipe, tokens
-from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, groups_of, make_parts
+from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens
 from duetgan.studies.samples import Drawing, Selector, draw_samples, last_checkpoints
 from duetgan.training.engine.run import train
 from duetgan.utils.checkpoint import load, resolve

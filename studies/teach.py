@@ -13,8 +13,7 @@ from duetgan.metrics.lineage import load_judge
 from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.reporting.figures import plain
-from duetgan.studies.config import StudyConfig
-from duetgan.studies.images import HELD_BACK, PARTS, TEST, TRAIN
+from duetgan.studies.images import HELD_BACK, PARTS, TEST, TRAIN, StudyConfig
 from duetgan.studies.samples import COLUMNS, save_table
 from duetgan.studies.subject import (
     SEED,

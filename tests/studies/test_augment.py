@@ -20,8 +20,7 @@ from duetgan.studies.augment import (
     AugmentConfig,
     choose,
 )
-from duetgan.studies.config import quickened
-from duetgan.studies.images import HELD_OUT, TEST, TRAIN
+from duetgan.studies.images import HELD_OUT, TEST, TRAIN, quickened
 from duetgan.studies.subject import Result, Results, require_trained_on
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml

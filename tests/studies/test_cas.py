@@ -13,7 +13,7 @@ from duetgan.data.reading.loader import read_batch
 from duetgan.data.records import pack_arrays
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.studies.cas import CONTROL, NOISE, PLAIN, REAL, TOGETHER, Cas, CasConfig
-from duetgan.studies.config import Recipe, StudyData
+from duetgan.studies.images import Recipe, StudyData
 from duetgan.studies.runner import Study
 from duetgan.studies.samples import Drawing
 from duetgan.studies.subject import Result

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from duetgan.metrics.comparison.paired import holm
-from duetgan.reporting.study import write_study_page
-from duetgan.studies.config import StudyConfig
-from duetgan.studies.images import groups_of
+from duetgan.reporting.report import write_study_page
+from duetgan.studies.images import StudyConfig, groups_of
 from duetgan.studies.runner import Study, checked, compared, in_words, packed, unpacked
 from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Subject
 from duetgan.utils.errors import StoppedBySignal, UserError

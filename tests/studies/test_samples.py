@@ -16,15 +16,18 @@ from duetgan.inference.samples import Sampler
 from duetgan.models.gan import draw, generate, to_uint8
 from duetgan.models.restore import generator_from
 from duetgan.studies.augment import sample_counts
-from duetgan.studies.config import StudyConfig, StudyData, quickened, tokens
 from duetgan.studies.images import (
     HELD_BACK,
     HELD_OUT,
     TEST,
     TRAIN,
+    StudyConfig,
+    StudyData,
     divide,
     expected_counts,
     make_parts,
+    quickened,
+    tokens,
     training_counts,
 )
 from duetgan.studies.samples import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints

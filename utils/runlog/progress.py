@@ -1,5 +1,4 @@
-"""How far something is that takes a while: a bar on a terminal, elsewhere a line now and then with clock and time left.
-"""
+"""How far something is that takes a while: a bar on a terminal, else a line now and then with clock and time left."""
 
 import os
 import sys
