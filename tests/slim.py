@@ -49,7 +49,7 @@ def make(name: str, **options: Any) -> nn.Module:
 
 
 def no_curves(curves: Any, *, log: bool) -> str:
-    """What stands in for reporting.charts._svg."""
+    """What stands in for reporting.pictures._svg."""
     return "<svg></svg>"
 
 
@@ -57,7 +57,7 @@ def slim_down() -> None:
     """From now on every classifier of this process is slim, whatever its name, and its reports have no curves. For
     processes of a test's own.
     """
-    from duetgan.reporting import charts  # here: the fault suite patches modules while they are imported, by this one
+    from duetgan.reporting import pictures  # here: the fault suite patches modules while they are imported, by this one
 
     base.make = make
-    charts._svg = no_curves
+    pictures._svg = no_curves

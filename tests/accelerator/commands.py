@@ -25,16 +25,15 @@ import generate
 import predict
 from duetgan.data.images import encode
 from duetgan.data.reading.dataset import Dataset
-from duetgan.explorer import generator as of_generator
-from duetgan.explorer.app import App
-from duetgan.explorer.runs import open_runs
-from duetgan.explorer.worker import Worker
+from duetgan.explorer import models as of_generator
+from duetgan.explorer.app import App, Worker
+from duetgan.explorer.models import open_runs
 from duetgan.inference import influence
 from duetgan.inference.editing import Editor
 from duetgan.inference.settings import EditConfig, ProjectionConfig
 from duetgan.metrics.features import extractors
 from duetgan.models.backbones import base
-from duetgan.reporting import charts
+from duetgan.reporting import pictures
 from duetgan.utils.script import run_cli
 from tests import slim
 from tests.accelerator import device
@@ -174,7 +173,7 @@ def compared(run: Callable[[str], tuple[str, dict[str, bytes]]]) -> dict[str, An
 
 
 def main(folder: Path, names: list[str]) -> None:
-    base.make, charts._svg = slim.make, lambda curves, *, log: "<svg></svg>"  # small classifiers, no curves
+    base.make, pictures._svg = slim.make, lambda curves, *, log: "<svg></svg>"  # small classifiers, no curves
     extractors.PLACES = ()  # type: ignore[assignment]  # no ResNet-50, wherever its weights lie
     of_generator.SEARCH = ProjectionConfig(steps=3)
     of_generator.Editor = partial(Editor, config=EditConfig(samples=4))  # type: ignore[misc,assignment]
