@@ -133,9 +133,8 @@ def gather(
     trains: dict[str, Tensor] = {}
     if train is not None and drawn is not None:
         few = replace(drawn, indices=drawn.indices[:n], labels=drawn.labels[:n], key=f"{drawn.key}, the first {n}")
-        for space in spaces:
-            if space is place or floor:
-                (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
+        for space in spaces if floor else filter(None, [place]):
+            (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
     samples = Sampler(generator, side, seed=seed, judge=classifier, observe=observe)
     with evaluating(generator):
         how: Any = {"total": len(side.indices), "side": generator.resolution, "batch_size": batch_size}

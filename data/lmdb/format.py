@@ -52,7 +52,7 @@ Side = Annotated[int, Interval(ge=0, le=MOST_SIDE)]  # px
 
 
 class Split(Stored):
-    """How a file was drawn from a larger set (data/packing.py)."""
+    """How a file was drawn from a larger set (data/packing)."""
 
     part: Literal["train", "val"]
     share: Probability
@@ -83,7 +83,7 @@ class Meta(Stored):
     `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
     `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the images
     have sizes of their own (encoding "source"). `split` says how the file was drawn from a larger set
-    (data/packing.py), `passport` which generator drew the images (utils/provenance.py), `shards` which tar files
+    (data/packing), `passport` which generator drew the images (utils/provenance.py), `shards` which tar files
     hold the images' bytes (data/reading/several_files.py).
     """
 

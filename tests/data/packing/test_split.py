@@ -1,4 +1,4 @@
-"""Held-out images: which ones (data/packing.py), and `data.pack --val-share` from a source to two files (U3)."""
+"""Held-out images: which ones (data/packing), and `data.pack --val-share` from a source to two files (U3)."""
 
 from fractions import Fraction
 from pathlib import Path
