@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from duetgan.models import model_parallel as split
-from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
-from tests.end_to_end.helpers import differing
 from tests.models.helpers import draw, kept_bytes
 
 CPU = torch.device("cpu")
@@ -135,23 +133,6 @@ def test_where_each_device_begins_and_moved_as_a_whole_it_works_there() -> None:
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2
     assert str(split.Share(FAKE[1], ("head",), 3 * 2**30)) == "meta:1: head, about 3.00 GiB"
     assert len(split.place(build(split="auto"), [CPU] * 12, samples=2)) == 10  # more devices than parts
-
-
-@pytest.mark.parametrize(("checkpointing", "setting"), [(False, "auto"), (True, {"layer1.1": 1})])
-def test_split_over_one_device_twice_gives_the_same_bits(checkpointing: bool, setting: Any) -> None:
-    found: list[dict[str, Any]] = []
-    for each in ("off", setting):
-        model = build(split=each, activation_checkpointing=checkpointing, normalise="imagenet")
-        if each != "off":
-            split.place(model, [CPU, CPU], samples=4)
-            model = synchronise_batchnorm(model, CPU)
-        for key in ("a", "b"):
-            model(draw(4, 3, 32, 32, key=key).float()).square().sum().backward()
-        logits = model.eval()(draw(2, 3, 32, 32, key="c").float())
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert gradients.keys() == dict(model.named_parameters()).keys()
-        found.append({"logits": logits, "state": dict(model.state_dict()), "gradients": gradients})
-    assert differing(found[0], found[1]) == []
 
 
 @pytest.mark.parametrize(

@@ -79,17 +79,3 @@ def test_labels_seeds_and_settings_reach_the_images(model):
         assert (other != first).float().mean() > 0.1, change
     assert torch.random.get_rng_state().equal(before)
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize(("cutoff", "psi"), [(0, 0.3), (2, 0.3), (None, 0.3), (4, 0.3), (2, 1.0)])
-def test_truncation_reaches_the_first_layers_alone(model, cutoff, psi):
-    labels = torch.tensor([0, 1, 2])
-    with torch.no_grad():
-        model.w_avg.fill_(0.7)
-    options: dict[str, Any] = {"labels": labels, "indices": range(3), "seed": 1, "noise_mode": "none"}
-    found = generate(model, truncation_psi=psi, truncation_cutoff=cutoff, **options)
-    z, _ = draw(model, range(3), 1)
-    ws = model.mapping(z, labels)[:, None].repeat(1, model.num_ws, 1)
-    stop = model.num_ws if cutoff is None else cutoff
-    ws[:, :stop] = model.w_avg + psi * (ws[:, :stop] - model.w_avg)
-    same(found, to_uint8(model.synthesis(ws, "none").detach()))

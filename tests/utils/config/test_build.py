@@ -163,25 +163,6 @@ def test_what_is_refused_is_named(tree, overrides, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("max_step", "--max-steps"),
-        ("proc", "--procs"),
-        ("gpu", "--gpus"),
-        ("devise", "--device"),
-        ("steps_", "steps"),  # the nearer of both
-        ("ratess", "inner.rate"),
-        ("rte", "inner.rate"),
-    ],
-)
-def test_options_of_the_script_are_candidates_too(name, near):
-    with pytest.raises(UnknownKey) as error:
-        build(Outer, {}, [f"--{name}", "1"])
-    told = error.value.among(["--max-steps", "--procs", "--gpus", "--device", "--run-dir"])
-    assert str(told) == f"command line: unknown key {name!r} (did you mean {near!r}?)"
-
-
-@pytest.mark.parametrize(
     "config",
     [
         Outer(steps=3, path="a: b #c", inner=Inner(rate=1e-8, names=["null", "1", "yes"])),
