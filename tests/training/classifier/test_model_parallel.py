@@ -185,7 +185,7 @@ def two_cpus(monkeypatch, slim):
     monkeypatch.setattr(collectives, "own_devices", lambda device: [device, device])
 
 
-def test_a_split_run_is_one_that_was_not_to_the_bit_and_either_goes_on_as_the_other(packed, tmp_path, two_cpus, capsys):
+def test_a_split_run_is_the_whole_one_to_the_bit_and_goes_on(packed, tmp_path, two_cpus, capsys):
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     one, two = ((recipe, tmp_path / name, "--steps", "3", "--max-steps") for name in ("one", "two"))
     assert train_in_process(*one, "3") == 0
