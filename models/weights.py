@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import re
-import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,13 +26,13 @@ from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.files import downloading
 from duetgan.utils.provenance import Lineage, recorded
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "net", "network")
 SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".bin", ".ckpt")
-SECONDS = 30  # without an answer before a download is given up
 
 State = dict[str, Tensor]
 
@@ -181,22 +180,12 @@ def _in_cache(url: str) -> Path:
 def _download(url: str, what: str) -> str:
     """The file of `url` in torch's cache, fetched if it is not there and checked by the hash in its name."""
     path = _in_cache(url)
-    if path.is_file():
-        return str(path)
-    before = socket.getdefaulttimeout()
-    try:
-        socket.setdefaulttimeout(SECONDS)  # a network that swallows packets must not hang the start
-        path.parent.mkdir(parents=True, exist_ok=True)
-        hashed = torch.hub.HASH_REGEX.search(path.name)
-        torch.hub.download_url_to_file(url, str(path), hashed[1] if hashed else None, progress=False)
-    except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{what}: is not at {path} and cannot be downloaded ({reason}); fetch {url} on a machine with a network "
-            "and put it there"
-        ) from error
-    finally:
-        socket.setdefaulttimeout(before)
+    remedy = f"fetch {url} on a machine with a network and put it there"
+    if not path.is_file():
+        with downloading(lambda why: f"{what}: is not at {path} and cannot be downloaded ({why}); {remedy}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            hashed = torch.hub.HASH_REGEX.search(path.name)
+            torch.hub.download_url_to_file(url, str(path), hashed[1] if hashed else None, progress=False)
     return str(path)
 
 

@@ -2,13 +2,31 @@
 
 import json
 import os
+import socket
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from duetgan.utils import bounded
-from duetgan.utils.errors import explained
+from duetgan.utils.errors import UserError, explained
+
+TIMEOUT = 30  # seconds without an answer before a download is given up
+
+
+@contextmanager
+def downloading(words: Callable[[str], str]) -> Iterator[None]:
+    """Around a download: output goes to stderr, no endless waiting; a failure is a UserError of `words` of it."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT)  # a network that swallows packets must not hang the start
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
+        raise UserError(words((str(error).strip().splitlines() or [type(error).__name__])[-1])) from error
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def replaceable(path: Path) -> Path:

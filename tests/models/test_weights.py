@@ -3,6 +3,7 @@
 import argparse
 import io
 import re
+import socket
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -337,7 +338,7 @@ def test_without_a_network_there_is_a_remedy(hub):
     )
     assert_raises(UserError, told, find_weights, "IMAGENET1K_V2", "resnet50")
     assert hub[1] == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
-    assert module.socket.getdefaulttimeout() is None
+    assert socket.getdefaulttimeout() is None
 
 
 def test_a_download_is_made_once(hub, monkeypatch, donor):
