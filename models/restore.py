@@ -34,7 +34,7 @@ from duetgan.utils.checkpoint import (
 from duetgan.utils.checkpoint.state_schema import FAULTS, loaded
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import recorded
 
 
@@ -73,13 +73,9 @@ def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu
     side, alpha = checkpoint.get("stage", [model.resolution, 1.0])
     if (side, alpha) == (model.resolution, 1.0):
         return model
-    try:
+    stage = f"{checkpoint.get('file', 'the checkpoint')}: stage [{side}, {alpha}]"
+    with explained(FAULTS, lambda why: f"{stage} is none of its network ({why}); use another checkpoint"):
         return StageGenerator(model, side, alpha, shown=model.resolution).eval()
-    except FAULTS as error:
-        file = checkpoint.get("file", "the checkpoint")
-        raise UserError(
-            f"{file}: stage [{side}, {alpha}] is none of its network ({error}); use another checkpoint"
-        ) from error
 
 
 def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageDiscriminator:

@@ -140,12 +140,10 @@ ONNX = ("onnx", "onnxscript", "onnxruntime")
 
 def import_extra(name: str) -> Any:
     """An optional package. Raises UserError, with what to install, where it is missing."""
-    try:
+    package = name.partition(".")[0]
+    remedy = "onnx onnxruntime onnxscript" if package in ONNX else package
+    with explained(ImportError, lambda why: f"this format needs {package} ({why}); `pip install {remedy}`"):
         return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        remedy = "onnx onnxruntime onnxscript" if package in ONNX else package
-        raise UserError(f"this format needs {package} ({error}); `pip install {remedy}`") from error
 
 
 def open_safetensors(subject: Subject, path: Path) -> Runner:
