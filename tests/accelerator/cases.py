@@ -16,7 +16,7 @@ import torch
 from duetgan.training.gan import context
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint import writer
-from tests.accelerator import device, trainings
+from tests.accelerator import autocast, device, trainings
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.slim import slim_down
 
@@ -135,6 +135,8 @@ def main(part: str, folder: Path) -> None:
             result["train.py"] = resumed(folder)
             result["device"] = shown()
             result["faults"] = {fault: noticed(folder, fault) for fault in FAULTS}
+    if part == "fast":
+        result["autocast"] = autocast.disagreeing(device.Mode())
     print(json.dumps(result))
 
 

@@ -75,6 +75,11 @@ def test_a_run_goes_on_on_the_other_device(seen):
     assert seen["fast"]["train.py"] == {"differing": [], "resumed": []}
 
 
+def test_autocast_casts_what_torch_says_that_cuda_casts(seen):
+    """By torch's own kernels, asked with tensors without numbers. What no list holds is refused when it is called."""
+    assert seen["fast"]["autocast"] == []
+
+
 def test_what_the_device_refuses_and_counts(seen):
     assert seen["fast"]["device"] == [
         "Expected all tensors to be on the same device, but found ['sim:0', 'sim:1']: aten.add.Tensor",
