@@ -1,6 +1,7 @@
 """The device: its tensors, what they refuse, what is waited for, what is allocated. See the package's docstring."""
 
 import ctypes
+import functools
 import linecache
 import sys
 import threading
@@ -16,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.accelerator import autocast
+from tests.accelerator import autocast, streams
 
 ROOT = Path(__file__).parents[2]
 NAME, COUNT, BYTES = "sim", 2, 80 << 30
@@ -38,6 +39,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.holders: Counter[int] = Counter()  # tensors of each storage
+        self.uses: dict[int, streams.Use] = {}
         self.allocated = self.peak = 0
 
     def hold(self, tensor: "Sim") -> None:
@@ -48,7 +50,9 @@ class Memory:
                 raise torch.OutOfMemoryError(f"sim out of memory. Tried to allocate {size} bytes")
             self.allocated += size
             self.peak = max(self.peak, self.allocated)
+            self.uses[key] = streams.Use(tensor.index)
         self.holders[key] += 1
+        tensor.use = self.uses[key]
         weakref.finalize(tensor, self._release, key, size)
 
     def forget(self) -> None:
@@ -60,6 +64,7 @@ class Memory:
         if not self.holders[key]:
             del self.holders[key]
             self.allocated -= size
+            self.uses.pop(key).freed()
 
 
 memory = [Memory() for _ in range(COUNT)]
@@ -70,6 +75,7 @@ class Sim(torch.Tensor):
 
     inner: torch.Tensor
     index: int
+    use: streams.Use
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, index: int = 0, requires_grad: bool = False) -> "Sim":
@@ -105,8 +111,8 @@ class Sim(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Sim({tuple(self.shape)}, {self.dtype}, {self.index})"
 
-    def record_stream(self, *_: Any) -> None:
-        """All work is done when a call returns."""
+    def record_stream(self, stream: streams.Stream) -> None:
+        self.use.kept_for.add(stream.line)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,8 +139,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
     if func not in TRANSFERS:
         _check_devices(func, sims, others)
-    if (func in WAITS and sims) or _copies_with_a_wait(func, args, kwargs, device):
-        _wait(func.name().removeprefix("aten::"))
     target = device if device is not None else (sims[0].device if sims else None)
     if func is aten.copy_.default:
         target = args[0].device
@@ -142,12 +146,18 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     plain = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if device is not None:
         plain["device"] = torch.device("cpu")
+    used = {each.index for each in sims} | ({target.index or 0} if target and target.type == NAME else set())
+    _order(func, args, kwargs, sims, used)
+    if (func in WAITS and sims) or _copies_with_a_wait(func, args, kwargs, device):
+        _wait(func.name().removeprefix("aten::"))
+        for index in used:
+            streams.host_waits(streams.current(index).clock)
     found = func(*tree_map(_inner, args), **tree_map(_inner, plain))
     if sims and torch.Tag.inplace_view in func.tags:  # what `squeeze_` says of the tensor: of the outer one, too
         with no_dispatch():
             func(*args, **kwargs)
     if target is None or target.type != NAME:
-        return found
+        return streams.pinned.add(found) if kwargs.get("pin_memory") else found
     known, index = {id(each.inner): each for each in sims}, target.index or 0
     return tree_map(lambda each: known[id(each)] if id(each) in known else _outer(each, index), found)
 
@@ -194,6 +204,32 @@ def _check_devices(func: Any, sims: list[Sim], others: list[torch.Tensor]) -> No
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {sorted(places)}: {func}")
 
 
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Which arguments an operation writes."""
+    each = enumerate(func._schema.arguments)
+    return [(place, argument.name) for place, argument in each if argument.alias_info and argument.alias_info.is_write]
+
+
+def _order(func: Any, args: Any, kwargs: dict[str, Any], sims: list[Sim], used: set[int]) -> None:
+    """Give the operation to the current stream of its device; a copy from another one to both, in step."""
+    if streams.faults:
+        raise streams.OrderError(streams.faults.pop())
+    lines = [streams.current(index) for index in used]
+    for line in lines:
+        line.tick()
+    for line in lines:
+        for other in lines:
+            line.wait(other.clock)
+    parts = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    written = {id(each) for each in tree_flatten(parts)[0]}
+    for each in sims:
+        each.use.note(streams.current(each.index), write=id(each) in written)
+    source = args[min(1, len(args) - 1)] if func in TRANSFERS[:2] else None
+    if lines and isinstance(source, torch.Tensor) and source in streams.pinned:
+        streams.pinned.copy(source, lines[0])
+
+
 def _copies_with_a_wait(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device | None) -> bool:
     """Whether a transfer keeps the host: all do but those that may not (`non_blocking`) from or to pinned memory."""
     if func is aten._to_copy.default and device is not None:
@@ -230,7 +266,7 @@ class _Module(backend_registration._DummyBackendModule):
         pass
 
     def synchronize(self, device: Any = None) -> None:
-        pass
+        _synchronize(device)
 
     def get_rng_state(self, device: Any = 0) -> torch.Tensor:
         return torch.get_rng_state()
@@ -242,25 +278,9 @@ class _Module(backend_registration._DummyBackendModule):
         return "pretend accelerator"
 
 
-class _Ordered:
-    """A stream or an event: all work before it is done."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> "_Ordered":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def nothing(self, *_: Any) -> "_Ordered":
-        return self
-
-    wait_event = wait_stream = record_event = record = wait = synchronize = nothing
+def _synchronize(device: Any = None) -> None:
+    _wait("synchronize")
+    streams.host_waits(streams.everything(_index(device)))
 
 
 def install() -> None:
@@ -278,9 +298,9 @@ def install() -> None:
         "device_count": lambda: COUNT,
         "current_device_index": lambda: 0,
         "set_device_index": lambda _: None,
-        "synchronize": lambda _=None: None,
+        "synchronize": _synchronize,
         "empty_cache": lambda: None,
-        "current_stream": lambda _=None: _Ordered(),
+        "current_stream": lambda device=None: streams.Stream(line=streams.current(_index(device))),
         "get_memory_info": lambda device=None: (limit - memory[_index(device)].allocated, limit),
         "max_memory_allocated": lambda device=None: memory[_index(device)].peak,
         "memory_allocated": lambda device=None: memory[_index(device)].allocated,
@@ -290,9 +310,10 @@ def install() -> None:
         setattr(torch.accelerator, name, function)
     torch.tensor, torch.as_tensor = _from_data(torch.tensor), _from_data(torch.as_tensor)
     torch.Generator = Generator
-    torch.Stream = torch.Event = _Ordered
+    torch.Stream, torch.Event = streams.Stream, streams.Event
+    streams.Stream.waited = staticmethod(_wait)
     torch.Tensor.pin_memory = _pin
-    torch.Tensor.is_pinned = lambda tensor, *_: getattr(tensor, "pinned", False)
+    torch.Tensor.is_pinned = lambda tensor, *_: tensor in streams.pinned
     run = threading.Thread.run
 
     def within(thread: threading.Thread) -> None:
@@ -352,9 +373,7 @@ def _from_data(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _pin(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    copy = tensor.clone()
-    copy.pinned = True
-    return copy
+    return tensor if tensor in streams.pinned else streams.pinned.add(tensor.clone())
 
 
 def _index(device: Any) -> int:

@@ -1,0 +1,89 @@
+"""Planted faults of streams, indices and casts, each seen by what it does; and the order that streams keep."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.accelerator.faults import IN_COMMANDS, IN_TRAINING
+from tests.accelerator.test_accelerator import python
+
+TOLD = {
+    "a buffer filled again before its copy ended": "pinned memory was written while stream",
+    "a batch that is not waited for": "still writes it: wait for an event of it first",
+    "memory freed while another stream uses it": "call tensor.record_stream",
+    "a penalty that autocast casts": "R1 in torch.float16",
+    "a missing map_location": "bytes on sim:0",
+    "a device index ignored": "found ['sim:0', 'sim:1']",
+}
+
+
+@pytest.fixture(scope="module")
+def seen(packed, tmp_path_factory) -> Any:
+    folder = tmp_path_factory.mktemp("faults")
+    for file in packed.iterdir():
+        (folder / file.name).symlink_to(file)
+    return json.loads(python("-m", "tests.accelerator.faults", str(folder)).splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TOLD)
+def test_planted_faults_are_seen(seen, fault):
+    assert TOLD.keys() | {"nothing"} == IN_TRAINING.keys() | IN_COMMANDS.keys()
+    assert seen["nothing"] == ""
+    assert TOLD[fault] in seen[fault]
+
+
+ORDERED = """
+import gc, torch
+from tests.accelerator import device, streams
+device.install()
+side, now = torch.Stream(torch.device("sim")), torch.accelerator.current_stream()
+
+def tell(action, *arguments):
+    gc.collect()
+    streams.faults.clear()
+    try: action(*arguments); print("in order")
+    except streams.OrderError as error: print(error)
+
+def fill_again(end):
+    host = torch.ones(4).pin_memory()
+    with side: host.to("sim", non_blocking=True)
+    copied = side.record_event()
+    if end: end(copied)
+    host.numpy()[:] = 2  # where no mode sees it
+    host.to("sim")
+
+def hand_over(wait, keep):
+    with side: there = torch.ones(4).pin_memory().to("sim", non_blocking=True)
+    if wait: now.wait_event(side.record_event())
+    if keep: there.record_stream(now)
+    more = there + 1
+    del there
+    return more + 1
+
+def write_what_is_read(wait):
+    there = torch.ones(4, device="sim")
+    side.wait_stream(now)
+    there.record_stream(side)
+    with side: there.sum()
+    if wait: now.wait_stream(side)
+    there.add_(1)
+
+with device.Mode():
+    for end in (None, torch.Event.synchronize, lambda _: side.synchronize(), lambda _: torch.accelerator.synchronize()):
+        tell(fill_again, end)
+    for wait, keep in ((True, True), (False, True), (True, False)): tell(hand_over, wait, keep)
+    for wait in (True, False): tell(write_what_is_read, wait)
+"""
+
+
+def test_the_order_of_streams():
+    assert python("-c", ORDERED).splitlines() == [
+        "pinned memory was written while stream 1 of sim:0 copies it: wait for an event of it first",
+        *["in order"] * 4,
+        "memory is read by stream 0 of sim:0 while stream 1 of sim:0 still writes it: wait for an event of it first",
+        "memory of stream 1 of sim:0 was freed while stream 0 of sim:0 uses it: call tensor.record_stream",
+        "in order",
+        "memory is written by stream 0 of sim:0 while stream 1 of sim:0 still reads it",
+    ]
