@@ -12,7 +12,7 @@ from torch import Tensor
 
 from duetgan.inference.settings import GRID, label_of
 from duetgan.metrics.features.precision import device_of, full_float32
-from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
+from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8, upload
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
@@ -97,8 +97,8 @@ class Sampler:
         """z [n, z_dim], labels [n] or None, and the noise (maps [n, 1, H, W] for each layer, or the mode's name)."""
         z, maps = draw(self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers))
         labels = self.labels(numbers)
-        noise = [m.to(self.device) for m in maps] if self.noise_mode == "random" else self.noise_mode
-        return z.to(self.device), None if labels is None else labels.to(self.device), noise
+        noise = [upload(m, self.device) for m in maps] if self.noise_mode == "random" else self.noise_mode
+        return upload(z, self.device), None if labels is None else upload(labels, self.device), noise
 
 
 def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:

@@ -22,6 +22,7 @@ from duetgan.metrics.features.precision import device_of, evaluating, full_float
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.gan import upload
 from duetgan.models.restore import classifier_from, read
 from duetgan.models.weights import file_hash, fitted, read_state_dict
 from duetgan.utils.checkpoint import resolve
@@ -80,7 +81,7 @@ def fingerprint(module: nn.Module) -> str:
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
     """Images uint8 [n, C, H, W] as the classifier wants them: on its device, in [-1, 1], fitted by `fit_images`."""
-    return fit_images(to_float(images.to(device_of(classifier))), classifier.resolution, classifier.channels)
+    return fit_images(to_float(upload(images, device_of(classifier))), classifier.resolution, classifier.channels)
 
 
 FILE_NAME = "resnet50-imagenet.safetensors"
@@ -125,7 +126,7 @@ def resnet50_features(weights: str | Path | None = None, *, device: torch.device
     network = load_resnet50(path).to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def compute(images: Tensor) -> Tensor:
-        inputs = images.to(place, torch.float32) / 255  # [n, C, H, W] in [0, 1]
+        inputs = upload(images, place).float() / 255  # [n, C, H, W] in [0, 1]
         side = 64 if max(inputs.shape[-2:]) <= 64 else 224
         if inputs.shape[-2:] != (side, side):
             # antialias matters only when shrinking; without it a large image would lose detail by aliasing

@@ -111,12 +111,35 @@ class Sim(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Sim({tuple(self.shape)}, {self.dtype}, {self.index})"
 
+    def untyped_storage(self) -> Any:
+        return Storage(self)
+
     def record_stream(self, stream: streams.Stream) -> None:
         self.use.kept_for.add(stream.line)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+class Storage:
+    """Of a tensor on the device: as much of one as a checkpoint's copy asks for."""
+
+    def __init__(self, tensor: Sim) -> None:
+        self.tensor, self.device, self.inner = tensor, tensor.device, tensor.inner.untyped_storage()
+        self.nbytes, self._cdata = self.inner.nbytes, self.inner._cdata
+
+    def sent(self, target: torch.UntypedStorage, non_blocking: bool) -> torch.UntypedStorage:
+        """Copied to main memory, where it arrives when the host has waited for it."""
+        line = streams.current(self.tensor.index)
+        line.tick()
+        self.tensor.use.note(line, write=False)
+        content = self.inner.clone()
+        streams.on_their_way.append((line, line.clock[line], lambda: target.copy_(content)))
+        if not non_blocking:
+            _wait("copy_")
+            streams.host_waits(line.clock)
+        return target
 
 
 def _wait(what: str) -> None:
@@ -310,6 +333,10 @@ def install() -> None:
         setattr(torch.accelerator, name, function)
     torch.tensor, torch.as_tensor = _from_data(torch.tensor), _from_data(torch.as_tensor)
     torch.Generator = Generator
+    copy = torch.UntypedStorage.copy_
+    torch.UntypedStorage.copy_ = lambda to, source, non_blocking=False: (
+        source.sent(to, non_blocking) if isinstance(source, Storage) else copy(to, source, non_blocking)
+    )
     torch.Stream, torch.Event = streams.Stream, streams.Event
     streams.Stream.waited = staticmethod(_wait)
     torch.Tensor.pin_memory = _pin

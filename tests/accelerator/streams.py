@@ -45,6 +45,7 @@ class Line:
 lines: weakref.WeakSet[Line] = weakref.WeakSet()
 defaults: dict[int, Line] = {}
 host: Clock = {}
+on_their_way: list[tuple[Line, int, Callable[[], Any]]] = []  # copies to main memory, and what lets them arrive
 faults: list[str] = []  # found where nothing can be raised
 _current = threading.local()
 
@@ -62,6 +63,9 @@ def current(index: int) -> Line:
 
 def host_waits(seen: Clock) -> None:
     _merge(host, seen)
+    for each in [one for one in on_their_way if host.get(one[0], 0) >= one[1]]:
+        on_their_way.remove(each)
+        each[2]()
     pinned.look()
 
 

@@ -1,10 +1,12 @@
-"""Planted faults of streams, indices and casts, each seen by what it does; and the order that streams keep."""
+"""Planted faults of streams, indices and casts, each seen by what it does; the order of streams; waits beside steps."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.accelerator.budgets import WATCHED
 from tests.accelerator.faults import IN_COMMANDS, IN_TRAINING
 from tests.accelerator.test_accelerator import python
 
@@ -18,12 +20,28 @@ TOLD = {
 }
 
 
-@pytest.fixture(scope="module")
-def seen(packed, tmp_path_factory) -> Any:
-    folder = tmp_path_factory.mktemp("faults")
+def told(module: str, packed: Path, folder: Path) -> Any:
+    """What a module of this folder prints of a folder with these files."""
     for file in packed.iterdir():
         (folder / file.name).symlink_to(file)
-    return json.loads(python("-m", "tests.accelerator.faults", str(folder)).splitlines()[-1])
+    return json.loads(python("-m", f"tests.accelerator.{module}", str(folder)).splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def seen(packed, tmp_path_factory) -> Any:
+    return told("faults", packed, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.slow
+def test_outside_of_steps_the_host_waits_once_for_each_result(packed, tmp_path):
+    """Whole trainings with their evaluations on `sim:1`; and a checkpoint that is written before its copies ended."""
+    found = told("budgets", packed, tmp_path)
+    assert found["differing"] == []
+    assert found["early"] > 0
+    for name, kind in found["seen"].items():
+        assert kind["calls"] >= 4, name
+        assert sum(kind["waits"].values()) == 1, name
+    assert found["seen"].keys() == WATCHED.keys()
 
 
 @pytest.mark.slow

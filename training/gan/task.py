@@ -16,7 +16,7 @@ from duetgan.metrics.features.extractors import RealFeatures, build, fingerprint
 from duetgan.metrics.features.precision import evaluating
 from duetgan.metrics.figures import GAN, history
 from duetgan.models.classifier import Classifier
-from duetgan.models.gan import StageGenerator, generate
+from duetgan.models.gan import StageGenerator, generate, upload
 from duetgan.models.registry import architecture_of
 from duetgan.models.restore import classifier_from
 from duetgan.training.base.data import check_same_classes, label_shares
@@ -252,7 +252,7 @@ class GanTask(Task):
             return {}
 
         def logits_of(batch: Batch) -> Tensor:
-            images, labels = batch.images.to(self.device), batch.labels.to(self.device)
+            images, labels = (upload(part, self.device) for part in (batch.images, batch.labels))
             return self.discriminator(to_float(images), labels).flatten().cpu()  # labels may count for nothing
 
         def work(rows: range) -> Tensor:
