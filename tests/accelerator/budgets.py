@@ -2,6 +2,7 @@
 of each kind of work, and the most waits by source line that one of them has had. FOLDER holds train.lmdb and test.lmdb.
 """
 
+import copy
 import functools
 import json
 import sys
@@ -53,10 +54,10 @@ def take_tensors_of_the_device() -> None:
     Snapshot._copied = with_ours  # type: ignore[method-assign]
 
 
-def trained(folder: Path, task: str, where: str, name: str) -> Any:
+def trained(folder: Path, task: str, where: str, name: str, *more: str) -> Any:
     """The state of a run."""
     config, run = write_config(folder / f"{task}.yaml", task, folder), folder / f"{task}-{name}"
-    if code := train_in_process(config, run, "--device", where, *OFTEN):
+    if code := train_in_process(config, run, "--device", where, *OFTEN, *more):
         raise RuntimeError(f"{task} on {where}: exit code {code}")
     return state_of(run, 8)
 
@@ -73,7 +74,13 @@ def main(folder: Path) -> None:
             setattr(owner, attribute, watch(name, getattr(owner, attribute)))
         for task, state in at_home.items():
             result["differing"] += differing(state, trained(folder, task, "sim:1", "sim"))
-        result["seen"] = {name: dict(found) for name, found in seen.items()}
+        result["seen"] = copy.deepcopy(seen)
+        for memory in device.memory:
+            memory.peak = memory.allocated
+        before = [memory.allocated for memory in device.memory]
+        split = trained(folder, "classifier", "sim", "split", "--model.split", "auto")
+        result["split"] = differing(at_home["classifier"], split)
+        result["on"] = [memory.peak - least for memory, least in zip(device.memory, before, strict=True)]
         with patch.object(device.torch.accelerator, "synchronize", lambda *_: None):
             result["early"] = len(differing(at_home["gan"], trained(folder, "gan", "sim:1", "early")))
     print(json.dumps(result))

@@ -34,9 +34,12 @@ def seen(packed, tmp_path_factory) -> Any:
 
 @pytest.mark.slow
 def test_outside_of_steps_the_host_waits_once_for_each_result(packed, tmp_path):
-    """Whole trainings with their evaluations on `sim:1`; and a checkpoint that is written before its copies ended."""
+    """Whole trainings with their evaluations on `sim:1`, a classifier split over both devices; and a checkpoint that is
+    written before its copies ended.
+    """
     found = told("budgets", packed, tmp_path)
-    assert found["differing"] == []
+    assert found["differing"] == found["split"] == []
+    assert all(found["on"])
     assert found["early"] > 0
     for name, kind in found["seen"].items():
         assert kind["calls"] >= 4, name
