@@ -135,6 +135,12 @@ def main(part: str, folder: Path) -> None:
             result["train.py"] = resumed(folder)
             result["device"] = shown()
             result["faults"] = {fault: noticed(folder, fault) for fault in FAULTS}
+        else:
+            result["memory"] = {name: trainings.held(folder, name) for name in trainings.MEMORY}
+            with planted(device, "float64", lambda _: False):
+                result["float64"] = {
+                    name: trainings.compared(folder, tree) for name, tree in trainings.REFUSING.items()
+                }
     if part == "fast":
         result["autocast"] = autocast.disagreeing(device.Mode())
     print(json.dumps(result))

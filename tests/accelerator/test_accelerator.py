@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator.cases import FAULTS
-from tests.accelerator.trainings import FAST, OTHERWISE, SLOW
+from tests.accelerator.trainings import FAST, LONG, MEMORY, OTHERWISE, REFUSING, SLOW
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.timeout(900)  # a part runs whole when its first row is asked for
@@ -54,6 +54,29 @@ def test_a_training_has_the_cpus_numbers_and_its_steps_wait_for_nothing(seen, pa
     assert found["waits"] == {}
     assert (found["differing"] == []) is (name not in OTHERWISE)
     assert found["largest"] <= OTHERWISE.get(name, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_device_without_float64_trains_to_the_same_numbers(seen, name):
+    found = seen["slow"]["float64"][name]
+    assert (found["differing"], found["waits"]) == ([], {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMORY)
+def test_the_peak_is_what_the_dry_run_says_of_gpus(seen, name):
+    found = seen["slow"]["memory"][name]
+    assert found["peak"] == pytest.approx(found["estimate"], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+def test_nothing_more_is_held_after_200_steps_than_after_a_few(seen, name):
+    after = seen["slow"]["memory"][name]["after"]
+    assert len(after) == 10
+    assert max(after[2:]) <= max(after[:2])
+    assert min(after) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Small trainings, step by step, on the CPU and on `sim`. Whole runs of train.py: cases.py."""
 
+import gc
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from duetgan.data.records import pack_arrays
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.base.monitors import MetricWindow
+from duetgan.training.engine import on_paper
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from tests.accelerator import device
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
@@ -81,6 +85,21 @@ SLOW: dict[str, dict[str, Any]] = {
     "classifier, schedule-free SGD": optimizer("schedulefree-sgd", schedule="constant"),
     "classifier, schedule-free AdamW": optimizer("schedulefree-adamw", schedule="constant"),
 }
+# without augmentation, which the estimate leaves out, and large enough for activations to count
+WIDE = {key: TREES["gan"][key] | {"channel_base": 512, "channel_max": 32} for key in ("generator", "discriminator")}
+PLAIN: dict[str, Any] = {"batch_size": 16, "augment": {}}
+MEMORY: dict[str, dict[str, Any]] = {
+    f"{name}, {precision}": tree | PLAIN | {"precision": precision}
+    for precision in ("fp32", "bf16")
+    for name, tree in {
+        "GAN": gan(**WIDE),
+        "GAN, R1 and R2": gan("gan-pairs", **WIDE),
+        "R3GAN": gan("gan-r3gan", ada={"mode": "off"}),
+        "classifier": classifier(model={"name": "resnet18", "stem": "small"}),
+    }.items()
+}
+LONG = ("GAN, bf16", "classifier, fp32")
+REFUSING = {"GAN": gan("gan-losses"), "classifier": classifier()}  # on a device without float64, as MPS is
 # In reduced precision CUDA's autocast takes roots, powers and sums in fp32 and the CPU's does not: how far the weights
 # may be apart after the steps.
 OTHERWISE = {"DCGAN, bf16": 0.002, "DCGAN, fp16": 0.002}
@@ -93,22 +112,29 @@ def prepare(folder: Path) -> None:
     untrained_classifier(folder / CLASSIFIER)
 
 
-def run(folder: Path, tree: dict[str, Any], where: str, count: int = STEPS) -> dict[str, Any]:
-    """What the steps say, the state after them, and the waits of all but the first by source line."""
+def config_of(folder: Path, tree: dict[str, Any]) -> Any:
     tree = tree | {"data": {"path": str(folder / "data.lmdb")}}
     if tree.get("loss", {}).get("classifier"):
         tree["loss"] = tree["loss"] | {"classifier": str(folder / CLASSIFIER)}
-    config, place = build_run_config(tree, [], "test"), torch.device(where)
+    return build_run_config(tree, [], "test")
+
+
+def run(
+    folder: Path, tree: dict[str, Any], where: str, number: int = STEPS, after: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """What the steps say, the state after them, and the waits of all but the first by source line; `after` each."""
+    config, place = config_of(folder, tree), torch.device(where)
     found: dict[str, Any] = {"said": [], "waits": {}}
     with open_training(config.data) as reader:
         task = TASKS[config.task].task(config, reader, None, place)
         loader = make_loader(task.config, reader, place)
-        for number in range(count):
+        for step in range(number):
             before, window = device.waits.copy(), MetricWindow()
-            window.add(task.step(loader, number))
-            if number:
+            window.add(task.step(loader, step))
+            if step:
                 found["waits"] |= {line: n for line, n in (device.waits - before).items() if ARTEFACT not in line}
             found["said"].append(window.take())
+            after()
         loader.close()
     state = {name: part.state_dict() for name, part in task.registry().items()}
     return found | {"state": tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), state)}
@@ -124,3 +150,21 @@ def compared(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
     one, other = here["state"][name], there["state"][name]
     largest = max((one[key].double() - other[key].double()).abs().max().item() for key in one)
     return {"differing": differ, "largest": largest, "waits": there["waits"]}
+
+
+def held(folder: Path, name: str) -> dict[str, Any]:
+    """Bytes of a training on `sim`: the estimate of the peak, the peak, and what is held after every 20 steps."""
+    config = config_of(folder, MEMORY[name])
+    with open_training(config.data) as reader:
+        estimate = on_paper.count(config, reader, config.batch_size).peak
+    gc.collect()
+    memory, after, steps = device.memory[0], [], count(1)
+    memory.peak = before = memory.allocated
+
+    def look() -> None:
+        if next(steps) % 20 == 0:
+            gc.collect()
+            after.append(memory.allocated - before)
+
+    run(folder, MEMORY[name], "sim", 200 if name in LONG else STEPS, look)
+    return {"estimate": estimate, "peak": memory.peak - before, "after": after}
