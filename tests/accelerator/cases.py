@@ -16,6 +16,7 @@ import torch
 from duetgan.training.gan import context
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.checkpoint import writer
+from duetgan.utils.distributed import collectives
 from tests.accelerator import autocast, device, trainings
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.slim import slim_down
@@ -137,6 +138,7 @@ def main(part: str, folder: Path) -> None:
             result["faults"] = {fault: noticed(folder, fault) for fault in FAULTS}
         else:
             result["memory"] = {name: trainings.held(folder, name) for name in trainings.MEMORY}
+            collectives.widest.cache_clear()  # what earlier trainings were told
             with planted(device, "float64", lambda _: False):
                 result["float64"] = {
                     name: trainings.compared(folder, tree) for name, tree in trainings.REFUSING.items()
