@@ -12,12 +12,12 @@ from torch import Tensor
 
 from duetgan.inference.settings import GRID, label_of
 from duetgan.metrics.features.precision import device_of, full_float32
-from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8, upload
+from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import PADDING, save_png, save_rows, save_table
-from duetgan.utils.memory import available_bytes
+from duetgan.utils.memory import available_bytes, upload
 from duetgan.utils.runlog.progress import Bar
 
 

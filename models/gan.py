@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from duetgan.utils.errors import UserError
+from duetgan.utils.memory import upload
 from duetgan.utils.seeding import generator as keyed_generator
 
 NoiseMode = Literal["random", "const", "none"]
@@ -237,13 +238,6 @@ def draw(
     if numpy_seeds is not None:
         z = torch.from_numpy(np.stack([np.random.RandomState(s).randn(model.z_dim) for s in numpy_seeds])).to(z)
     return z, [m.reshape(-1, *shape) for m, shape in zip(maps, shapes, strict=True)]
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on `device`. One of main memory goes through pinned memory, so that nobody waits for the copy."""
-    if tensor.device.type != "cpu" or device.type == "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @torch.no_grad()

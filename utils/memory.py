@@ -1,4 +1,6 @@
-"""How much memory and how many cores this process may use, and how it asks the system for memory."""
+"""How much memory and how many cores this process may use, and how it asks the system for memory; copies to a
+device.
+"""
 
 import ctypes
 import mmap
@@ -120,3 +122,10 @@ def tune_malloc(reserve: int = 1024 * MIB) -> bool:
     if end - first >= HUGE_PAGE:
         libc.madvise(first, end - first, MADV_HUGEPAGE)  # refused where the kernel has none: then without
     return True
+
+
+def upload(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    """A tensor on `device`. One of main memory goes through pinned memory, so that nobody waits for the copy."""
+    if tensor.device.type != "cpu" or device.type == "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import autocontrast, equalize, rgb_to_grayscale
 
+from duetgan.utils.memory import upload
 from duetgan.utils.seeding import Key, numpy_generator
 
 BINS = 31  # strengths of an operation
@@ -55,14 +56,14 @@ def trivial_augment(
         raise ValueError(f"TrivialAugment takes uint8 images, not {images.dtype}")
     order = np.argsort(draws.kinds, kind="stable")
     kinds, strengths = draws.kinds[order], draws.strengths[order]
-    places = _sent(order, images.device)
+    places = upload(torch.from_numpy(order), images.device)
     done = images[places].contiguous()
-    factors = _sent(strengths.astype(np.float32), images.device)[:, None, None, None]
+    factors = upload(torch.from_numpy(strengths.astype(np.float32)), images.device)[:, None, None, None]
     first, last = np.searchsorted(kinds, [KINDS.index("shear_x"), KINDS.index("rotate") + 1])
     if last > first:
         drawn, size = zip(kinds[first:last], strengths[first:last], strict=True), images.shape[2:]
         maps = np.array([_inverse_map(KINDS[kind], strength, *size) for kind, strength in drawn], np.float32)
-        done[first:last] = _warp(done[first:last], _sent(maps, images.device))
+        done[first:last] = _warp(done[first:last], upload(torch.from_numpy(maps), images.device))
     for number in range(KINDS.index("rotate") + 1, len(KINDS)):
         first, last = np.searchsorted(kinds, [number, number + 1])
         if last > first:
@@ -70,12 +71,6 @@ def trivial_augment(
     result = torch.empty_like(done)
     result[places] = done
     return result
-
-
-def _sent(values: np.ndarray, device: torch.device) -> Tensor:
-    """On the device, where accelerators take it while the host goes on: from pinned memory alone."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 # --- geometry

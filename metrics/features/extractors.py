@@ -22,13 +22,13 @@ from duetgan.metrics.features.precision import device_of, evaluating, full_float
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
-from duetgan.models.gan import upload
 from duetgan.models.restore import classifier_from, read
 from duetgan.models.weights import file_hash, fitted, read_state_dict
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.memory import upload
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import numpy_generator

@@ -16,7 +16,7 @@ from duetgan.metrics.features.extractors import RealFeatures, build, fingerprint
 from duetgan.metrics.features.precision import evaluating
 from duetgan.metrics.figures import GAN, history
 from duetgan.models.classifier import Classifier
-from duetgan.models.gan import StageGenerator, generate, upload
+from duetgan.models.gan import StageGenerator, generate
 from duetgan.models.registry import architecture_of
 from duetgan.models.restore import classifier_from
 from duetgan.training.base.data import check_same_classes, label_shares
@@ -34,6 +34,7 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
+from duetgan.utils.memory import upload
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
