@@ -10,6 +10,7 @@ import time
 import warnings
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,9 +50,12 @@ CPU = ["--small", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that need not import torch again, and see what is patched."""
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts that need not import torch again, and see what is patched; the command's answer to SIGTERM ends with it."""
     monkeypatch.setattr(book, "START", "fork")
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def cifar10(count: int = 40) -> dict[str, ArraySource]:
