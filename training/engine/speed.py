@@ -43,6 +43,7 @@ ROUNDS = 3  # of that, at most
 FORECAST = 20_000  # images of a training below which it is short, and how long it takes is not measured
 LONG = 24 * 3600.0  # seconds of a training above which the plan says what to take instead
 FEWER = 1.05  # half of the threads are taken where a step is so many times as fast in them
+PLAIN = 1.5  # times; what is so much faster in one try after another needs no further one
 SLOWER = 1.1  # a precision given by hand is called slower from here on: less may be noise
 
 
@@ -218,11 +219,7 @@ def race(
         close = [name for name in step if image[name] < CLEAR * image[best]]
         del trial  # before the next one takes its memory
         trial = Trial(config, larger, reader, device)
-        rounds: list[dict[Fixed, float]] = []
-        begun = time.perf_counter()
-        while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begun < BUDGET):
-            rounds.append({name: trial.seconds(name) for name in close})
-        before, step = step, {name: median_low(taken[name] for taken in rounds) for name in close}
+        before, step = step, _alternating(trial, close)
         slope = {name: max(0.0, step[name] - before[name]) / (larger - size) for name in close}
         size = larger
         image |= {name: seconds / size for name, seconds in step.items()}
@@ -230,13 +227,8 @@ def race(
     chosen = best if config.precision == "auto" else names[-1]
     if chosen not in step or math.isinf(step[chosen]):
         return image, min(GIVEN_UP * min(image.values()), image[chosen]), True
-    while fewer and (count := torch.get_num_threads()) > 1:
-        torch.set_num_threads(count // 2)
-        taken = min(trial.seconds(chosen) for _ in range(2))
-        if taken * FEWER > step[chosen]:
-            torch.set_num_threads(count)
-            break
-        step[chosen] = taken
+    if fewer:
+        step[chosen] = _halve_threads(trial, chosen, step[chosen])
     tries, (most_frequent, *others) = 2 if step[chosen] < STEP else 1, trial.shares.items()
     once = most_frequent[1] * step[chosen] + sum(
         part * min(trial.seconds(chosen, kind) for _ in range(tries)) for kind, part in others
@@ -244,13 +236,40 @@ def race(
     return image, once * (1 + slope[chosen] * (share - size) / step[chosen]) / share, False
 
 
+def _alternating(trial: Trial, names: Sequence[Fixed]) -> dict[Fixed, float]:
+    """Seconds of a step in each, the median of a few rounds; of two where the same was plainly the fastest in both."""
+    rounds: list[dict[Fixed, float]] = []
+    begun, plain = time.perf_counter(), False
+    while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begun < BUDGET and not plain):
+        rounds.append({name: trial.seconds(name) for name in names})
+        best = min(names, key=rounds[0].__getitem__)
+        others = [name for name in names if name != best]
+        plain = all(taken[name] > PLAIN * taken[best] for taken in rounds for name in others)
+    return {name: median_low(taken[name] for taken in rounds) for name in names}
+
+
+def _halve_threads(trial: Trial, name: Fixed, taken: float) -> float:
+    """Halve torch's threads as long as a step is faster in them than `taken` seconds; returns what it takes then."""
+    while (count := torch.get_num_threads()) > 1:
+        torch.set_num_threads(count // 2)
+        fewer = trial.seconds(name)
+        if fewer < PLAIN * taken:  # else another try changes nothing
+            fewer = min(fewer, trial.seconds(name))
+        if fewer * FEWER > taken:
+            torch.set_num_threads(count)
+            break
+        taken = fewer
+    return taken
+
+
 def _larger(size: int, small: int, most: int, seconds: float, slope: float, kinds: int) -> int:
     """The samples of the next steps that are tried: as many as surely take STEP seconds at most, or a few more."""
     surely, few = STEP / seconds * size, 4.0 * size
     if size > small:
-        few = min(few, STEP / max(slope, 1e-9)) if seconds < STEP else 0
-    elif few * seconds / size * kinds > LARGER:
-        few = 0
+        few = min(2 * few, STEP / max(slope, 1e-9)) if seconds < STEP else 0
+    else:
+        surely *= 2  # most of so small a step is what comes once
+        few = few if few * seconds / size * kinds <= LARGER else 0
     return small * min(most // small, int(max(surely, few) / small + 1e-9))
 
 
