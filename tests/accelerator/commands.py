@@ -23,6 +23,7 @@ import evaluate
 import export
 import generate
 import predict
+import train
 from duetgan.data.images import encode
 from duetgan.data.reading.dataset import Dataset
 from duetgan.explorer import models as of_generator
@@ -45,6 +46,7 @@ BETWEEN = {"first": "Sandal", "last": "Sneaker"}  # classes that the classifier 
 GAN, CLASSIFIER = "--checkpoint {gan}", "--checkpoint {classifier}"
 FP32 = "--precision fp32"  # auto is another one on an accelerator
 FAST = "--repeats 1 --n 20 --json"  # of an export's check
+SEARCH = "--run-dir {out} --lr-find --lr-find-steps 16"
 
 # name -> the command's main, and what it is given; {out} is a folder, and the device goes last
 COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
@@ -83,6 +85,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
         influence.main,
         f"{CLASSIFIER} --data {{train}} --mislabelled --by self-influence --out {{out}}/wrong.png --json",
     ),
+    "lr-find": (train.main, f"--config {{classifier}}.yaml {SEARCH} {FP32}"),
+    "lr-find-bf16": (train.main, f"--config {{classifier}}.yaml {SEARCH} --precision bf16 --optimizer.name adamw"),
     "export-weights": (export.main, f"{GAN} --format safetensors --out {{out}}/gan.safetensors {FAST}"),
     "export-program": (export.main, f"{CLASSIFIER} --format torch-export --out {{out}}/classifier.pt2 {FAST}"),
 }
