@@ -104,6 +104,7 @@ class Classifier(nn.Module):
         self.stages = list(dict.fromkeys(block.partition(".")[0] for block in self.block_of.values()))
         # px that images are scaled to, None: as they come; less for a while in a training with progressive resizing
         self.side = config.input_size
+        self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
         self.check_side(self.side or resolution)
         wanted = config.imagenet_normalised
         pair = normalisation(channels, self.backbone.mean, self.backbone.std) if wanted else (None, None)
@@ -135,9 +136,10 @@ class Classifier(nn.Module):
             return x
         return x * self.input_scale + self.input_shift
 
-    def features(self, x: Tensor) -> Tensor:
-        """Pooled features [N, F] before the head."""
-        return self.backbone.features(self.network, self.prepare(x), self._stage)
+    def features(self, x: Tensor, end: int | None = None) -> Tensor:
+        """Pooled features [N, F] before the head; `end`: the output of so many of the first stages."""
+        x = x if self.begin else self.prepare(x)
+        return self.backbone.features(self.network, x, self._stage, self.begin, end)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))

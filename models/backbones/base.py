@@ -126,10 +126,15 @@ class Backbone:
         how = next((weights for weights in every if weights.url.endswith(f"/{file}")), every[0]).transforms()
         return how.crop_size[0], how.resize_size[0], how.interpolation.value
 
-    def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
-        """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution takes them."""
-        for names in self.stages.values():
+    def features(self, network: nn.Module, x: Tensor, run: Run, begin: int = 0, end: int | None = None) -> Tensor:
+        """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution takes them. `begin`: x
+        has been through so many stages already; `end`: what comes out of so many instead.
+        """
+        stages = list(self.stages.values())
+        for names in stages[begin:end]:
             x = run([network.get_submodule(name.removesuffix(".*")) for name in names], x)
+        if begin == len(stages) or end not in (None, len(stages)):
+            return x
         return in_turn([network.get_submodule(name) for name in self.pool], x).flatten(1)
 
 

@@ -26,8 +26,8 @@ class TimmBackbone(Backbone):
             found[name] = "head" if name.startswith(f"{self.head}.") else block
         return found
 
-    def features(self, network: Any, x: Tensor, _run: object) -> Tensor:
-        return network.forward_head(network.forward_features(x), pre_logits=True)
+    def features(self, network: Any, x: Tensor, _run: object, begin: int = 0, end: int | None = None) -> Tensor:
+        return x if begin else network.forward_head(network.forward_features(x), pre_logits=True)
 
 
 @functools.cache
