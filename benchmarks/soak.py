@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import duetgan.data.pack
 from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
-from duetgan.utils.checkpoint import load
+from duetgan.utils.checkpoint import file_name, load
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import save_yaml
 from duetgan.utils.errors import UserError
@@ -172,8 +172,7 @@ class Soak:
         straight, disturbed = (self.disk.folder / f"{task}-{kind}" for kind in ("straight", "disturbed"))
         step = self.undisturbed(straight, task)
         self.disturbed(disturbed, task, step)
-        name = f"checkpoints/step-{step:08d}.pt"
-        states = [load(run / name)["state"] for run in (straight, disturbed)]
+        states = [load(run / "checkpoints" / file_name(step))["state"] for run in (straight, disturbed)]
         differing, rows = unequal(*states), other_rows(straight, disturbed)
         self.log(run=task, step=step, differing=differing, rows=rows)
         self.counts["steps"] += step

@@ -143,7 +143,7 @@ def gather(
     about: Any = {"labels": torch.from_numpy(side.labels), "n": n, "seed": seed, "per_class": per_class}
     about |= {"names": reader.classes if generator.classes else [], "probabilities": answers}
     records = [
-        Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, **about)
+        Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, extractor=space.name, **about)
         for space, fake, test in zip(extractors, fakes, tests, strict=False)  # without the added space
     ]
     search = None

@@ -29,7 +29,8 @@ class Figure:
     title: str  # in tables for people
     meaning: str  # in a report and in the docs
     compute: Callable[[Any], Measured]  # of `Answers`, or of `Samples` under one extractor
-    better: Literal["larger", "smaller", ""] = ""  # what a comparison calls better; "": it is not compared
+    # what a comparison calls better; "": it is not compared. A verdict needs an interval, or the images' influence
+    better: Literal["larger", "smaller", ""] = ""
     place: Place = "tile"  # in a report: at the top of the page, in a tile, as a column of the table of distances
     unit: Literal["share", ""] = "share"
     interval: bool = True  # whether there may be one
@@ -73,6 +74,12 @@ class Samples:
     probabilities: Tensor | None  # [n, K] of the judge; None: there is none
     seed: int
     per_class: int = PER_CLASS  # images of a class for the diversity
+    extractor: str = ""  # whose features they are
+
+    @property
+    def pixels(self) -> tuple[Tensor, Tensor] | None:
+        """The n samples and the n real images at 8x8 px in [0, 1], [n, C * 64]; None under another extractor."""
+        return self.counted if self.extractor == "pixels" else None
 
     @property
     def counted(self) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".csv": open_manifest,
     ".zip": ZipSource,
 }
-KINDS = f"a folder, a .zip, .tar, .csv, .parquet, .arrow or LMDB file, a URL, or a name: {', '.join(NAMED)}"
+WHOLE = (".lmdb", ".mdb", ".csv", ".zip")  # of these a folder holds no shards
 
 
 def open_source(
@@ -81,6 +81,11 @@ def is_source(path: Path) -> bool:
     return path.is_dir() or path.suffix.lower() in READERS or (path.is_file() and is_lmdb(path))
 
 
+def kinds() -> str:
+    """What `open_source` takes, for messages."""
+    return f"a folder, a file ({', '.join(READERS)}), a URL, or a name: {', '.join(NAMED)}"
+
+
 def open_images(spec: str) -> Source:
     """Every image of a folder or a file, wherever it lies in it, without labels. Raises UserError as `open_source`."""
     return _open(os.path.join(".", spec), None, SourceOptions(label_column="none", classes_from="none"))
@@ -100,7 +105,7 @@ def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
     path = Path(spec).expanduser()
     if not path.exists():
         near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
-        raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {KINDS}")
+        raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {kinds()}")
     if not path.is_dir():
         return _open_file(path, options)
     if (path / "data.mdb").is_file():
@@ -109,13 +114,13 @@ def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
         source = open_idx(side, path)
         source.splits = splits
         return source
-    suffix = ".arrow" if is_saved(path) else sharded(path)
+    suffix = ".arrow" if is_saved(path) else sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
     return READERS.get(suffix, open_folder)(path, options)
 
 
 def _open_file(path: Path, options: SourceOptions) -> Source:
     """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
-    refused = explained(OSError, lambda why: f"{path} {why}; give {KINDS}")
+    refused = explained(OSError, lambda why: f"{path} {why}; give {kinds()}")
     with refused, bounded.open_file(path, bounded.ARCHIVE) as file:
         is_zip = zipfile.is_zipfile(file)
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
@@ -129,4 +134,4 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
         )
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
-    raise UserError(f"{path} is not a source of images; give {KINDS}")
+    raise UserError(f"{path} is not a source of images; give {kinds()}")

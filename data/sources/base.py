@@ -265,14 +265,14 @@ def refuse_split(where: str | Path, split: str | None, what: str = "splits") -> 
         raise UserError(f"{where} has no {what}: leave --split out to take all of it, or add --val-share 0.1")
 
 
-def sharded(folder: Path) -> str:
-    """The suffix of SHARDED of a folder that holds such files and neither images nor visible sub-folders; else ""."""
+def sharded(folder: Path, shards: Iterable[str] = SHARDED) -> str:
+    """The suffix of `shards` of a folder that holds such files and neither images nor visible sub-folders; else ""."""
     with bounded.reading(folder, "check its permissions"):
         visible = _visible(folder)
         suffixes = {entry.suffix.lower() for entry in visible}
         if suffixes & SUFFIXES or any(entry.is_dir() for entry in visible):
             return ""
-    return next((suffix for suffix in SHARDED if suffix in suffixes), "")
+    return next((suffix for suffix in shards if suffix in suffixes), "")
 
 
 def _visible(folder: Path) -> list[Path]:

@@ -286,6 +286,9 @@ def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:
         )
     if len({run.about["judge"] for run in runs}) > 1:
         notes["recognised"] = "the runs had other judges; evaluate them with the same --classifier"
+    without = [name for name, (_, interval) in runs[0].figures.items() if interval is None]
+    if len(sets[0]) == 1 and (bare := [name for name in without if name not in runs[0].predictions.columns]):
+        notes["intervals"] = f"no verdict on {', '.join(bare)}: no interval is known, nor each image's influence"
     if len(sets) > 2:
         notes["p"] = f"corrected for {len(sets) - 1} comparisons with the first (Holm); the intervals are not"
     return notes

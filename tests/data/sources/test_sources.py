@@ -15,7 +15,8 @@ from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.pack import pack
 from duetgan.data.records import pack_arrays
-from duetgan.data.sources import Source, open_source
+from duetgan.data.sources import READERS, Source, open_source
+from duetgan.data.sources.base import ArraySource, SourceOptions
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, change, flip, sample_images, save
 from tests.data.sources.source_files import contents, item_refused, manifest, refused, rosinality
@@ -96,7 +97,7 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     (empty / "a.txt").write_text("text")
     (empty / "b.txt").write_text("text")
     refused(empty, r"holds no images \(only 2 \.txt\); supported are .*\.jpg")
-    refused(empty / "a.txt", r"a.txt is not a source of images; give a folder, a .zip, .tar, .csv, .parquet, .arrow")
+    refused(empty / "a.txt", r"a.txt is not a source of images; give a folder, a file \(.lmdb, .mdb, .parquet")
     instead = "archives of this kind are not read; unpack it first or make a zip"
     for name, told in {"a.TAR.GZ": "its images cannot be found without", "a.7z": instead, "a.rar": instead}.items():
         (empty / name).write_bytes(b"archive")
@@ -105,6 +106,21 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     refused("fashion-minst", "did you mean 'fashion-mnist'")
     save(photos / "loose.png")
     refused(photos, r"both at the top \(loose.png\) and in sub-folders")
+
+
+def test_own_readers_take_files_and_folders_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def arrays(path: Path, options: SourceOptions) -> ArraySource:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return ArraySource(str(path), np.stack([np.load(file) for file in files]), np.zeros(len(files)), [])
+
+    for number in range(2):
+        np.save(tmp_path / f"{number}.npy", np.full((8, 8, 3), number, np.uint8))
+    refused(tmp_path, r"only 2 \.npy")
+    monkeypatch.setitem(READERS, ".npy", arrays)
+    assert len(open_source(str(tmp_path))) == 2
+    assert len(open_source(str(tmp_path / "0.npy"))) == 1
+    (tmp_path / "a.txt").write_text("text")
+    refused(tmp_path / "a.txt", r"a file \(.*\.npy")
 
 
 def dataset_json(labels: object) -> dict[str, bytes]:

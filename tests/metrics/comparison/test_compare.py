@@ -1,6 +1,7 @@
 """evaluate.py --compare, on evaluations that are written by hand and on those of untrained runs."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import evaluate
 from duetgan.metrics.comparison.compare import compare, comparison_table, save_predictions
 from duetgan.metrics.evaluate_classifier import document_of
+from duetgan.metrics.figures import CLASSIFIER
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.metrics.classification.test_answers import answers, given
@@ -42,8 +44,7 @@ def rows_of(document, place=0):
 def test_a_better_classifier_is_better_and_the_reverse_is_worse(tmp_path):
     plain, better = classified(tmp_path / "a"), classified(tmp_path / "b", better=0.6)
     forward, back = rows_of(compare([plain, better])), rows_of(compare([better, plain]))
-    ranked = {"auroc", "average_precision"}
-    assert set(forward) == {"accuracy", "balanced_accuracy", "top5_accuracy", "nll", "ece"} | ranked
+    assert set(forward) == {row.key for row in CLASSIFIER if row.better}
     for name in ("accuracy", "balanced_accuracy", "auroc", "average_precision", "nll"):
         assert forward[name]["verdict"] == "better", name
         assert back[name]["verdict"] == "worse", name
@@ -63,6 +64,19 @@ def test_pairing_sees_what_two_intervals_do_not(tmp_path):
     intervals = [read_json(f"{run}/metrics.json")["accuracy_interval"] for run in (plain, better)]
     assert intervals[0][1] > intervals[1][0]
     assert rows_of(compare([plain, better]))["accuracy"]["verdict"] == "better"
+
+
+def test_a_figure_without_an_interval_gets_no_verdict_and_the_notes_say_so(tmp_path):
+    runs = [classified(tmp_path / name, better=better) for name, better in (("a", 0.0), ("b", 0.6))]
+    assert "intervals" not in compare(runs)["notes"]
+    for run in runs:
+        document = read_json(f"{run}/metrics.json") | {"top5_accuracy_interval": None, "nll_interval": None}
+        (Path(run) / "metrics.json").write_text(json.dumps(document))
+    found = compare(runs)
+    assert (rows_of(found)["top5_accuracy"]["verdict"], rows_of(found)["nll"]["verdict"]) == ("cannot tell", "better")
+    assert found["notes"]["intervals"].startswith(
+        "no verdict on top5_accuracy: "
+    )  # each image's influence on nll is kept
 
 
 def test_equal_classifiers_cannot_be_told_apart(tmp_path):
