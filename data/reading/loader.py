@@ -25,7 +25,7 @@ from duetgan.utils.seeding import numpy_generator
 class Batch:
     """Images and labels of one rank."""
 
-    images: torch.Tensor  # uint8 [n, C, H, W]
+    images: torch.Tensor  # uint8 [n, C, H, W]; of a Source float [n, ..., ..., views], the mirror image's the last
     labels: torch.Tensor  # int64 [n]
     synthetic: torch.Tensor | None = None  # bool [n]: which are no real images; None: nothing is mixed in
 
@@ -56,18 +56,23 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
     batch = Batch(images, torch.from_numpy(labels))
     if reader.synthetic is not None:
         batch.synthetic = torch.from_numpy(indices >= len(reader))
-    return Batch(*(part.pin_memory() for part in batch.parts())) if pin else batch
+    return batch
 
 
-def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool, sides: np.ndarray | None) -> Batch:
+Source = Callable[[np.ndarray], Batch]  # indices -> a batch on the CPU, of what stands for the images
+
+
+def _next_batch(
+    reader: Dataset, sampler: GlobalSampler, *, pin: bool, sides: np.ndarray | None, source: Source | None
+) -> Batch:
     """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch. `sides` as for
     `mirror_in_turn`; None: no image is mirrored.
     """
     indices, keys = sampler.next_batch()
-    batch = read_batch(reader, indices, pin=pin, keys=keys)
+    batch = source(indices) if source else read_batch(reader, indices, pin=pin, keys=keys)
     if sides is not None:
         mirror_in_turn(batch.images, sides[indices], keys)
-    return batch
+    return Batch(*(part.pin_memory() for part in batch.parts())) if pin else batch
 
 
 def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) -> None:
@@ -111,6 +116,7 @@ class InfiniteLoader:
         self._batches = 0  # handed out
         self._stage: Stage | None = None  # the one that is open
         self._images = reader  # of the stage
+        self._source: Source | None = None  # what stands for the images
         self._damaged: set[int] = set()  # records replaced in stages that are closed
         self._worker: _Worker | None = None
         self._sides: np.ndarray | None = None
@@ -134,13 +140,19 @@ class InfiniteLoader:
             batch = self._prefetched()
         else:
             pin = self.device.type != "cpu"
-            batch = _next_batch(self._images, copy.copy(self.sampler), pin=pin, sides=self._sides)
+            batch = _next_batch(self._images, copy.copy(self.sampler), pin=pin, sides=self._sides, source=self._source)
             batch = batch.to(self.device) if pin else batch
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
         self._batches += 1
         self.wait_seconds += time.perf_counter() - started
         return batch
+
+    def read_from(self, source: Source | None) -> None:
+        """Take what stands for the images of the next batches from `source`; None: read the images."""
+        if source is not self._source:
+            self.close()
+            self._source = source
 
     def _enter_stage(self) -> None:
         """Close the last stage's images and open those of the next batch, if it is another one."""
@@ -155,7 +167,7 @@ class InfiniteLoader:
         if self._worker is None:
             later = [stage.first_step for stage in self.stages if stage.first_step > self.step]
             left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
-            read = partial(_next_batch, self._images, copy.copy(self.sampler), sides=self._sides)
+            read = partial(_next_batch, self._images, copy.copy(self.sampler), sides=self._sides, source=self._source)
             self._worker = _Worker(read, self.device, self.prefetch, left)
             weakref.finalize(self, self._worker.stop)
         try:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import Batch
+from duetgan.data.reading.loader import Batch, Source
 from duetgan.utils.provenance import Lineage
 
 Networks = dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]  # name -> network and example inputs
@@ -42,6 +43,10 @@ class Task(ABC):
     @abstractmethod
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update from the next batch, or batches; 0-d values on the device that add up over the ranks."""
+
+    def source(self, step: int, folder: Path) -> Source | None:
+        """What the loader reads for update number `step` in place of images; None: them. It may take an epoch."""
+        return None
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:

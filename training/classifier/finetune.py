@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from duetgan.models.classifier import Classifier
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.config.model import Config, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from duetgan.utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from duetgan.utils.errors import UserError
 from duetgan.utils.text import columns
 
@@ -40,6 +40,8 @@ class FineTuneConfig(Config):
     stage_lr: dict[str, PositiveFloat] = {}
     layer_decay: Share = 1.0  # factor of the rate a layer further from the head, on top of stage_lr; 1: none
     layer_decay_by: Literal["stage", "block"] = "block"  # what counts as a layer there
+    # GiB for outputs of frozen stages, computed once: in memory or, if large, on disk; 0: in each step
+    cache: NonNegativeFloat = 16.0
 
     @property
     def regrouped(self) -> bool:
@@ -127,6 +129,16 @@ class FineTuning:
         """Whether update number `step` (from 0) changes the parameter."""
         begin, end = self.begins[name], self.ends[name]
         return begin is not None and step >= begin and (end is None or step < end)
+
+    def border(self, step: int) -> int:
+        """How many of the first stages give the same for an image whatever update `step` does and comes with it."""
+        stages = self.model.stages[:-1]
+        random = any(getattr(m, key, 0) for m in self.model.network.modules() for key in ("p", "drop_prob"))
+        if random or not self.config.watched or not (self.config.freeze_bn or all(names for _, names in self.norms)):
+            return 0
+        trained = {self.model.stage_of(name) for name in self.parameters if self.trains(name, step)}
+        first = next((place for place, stage in enumerate(stages) if stage in trained), len(stages))
+        return first if first == len(stages) or self.model.backbone.in_turn else 0
 
     def at(self, step: int) -> None:
         """Set the model up for update number `step`: what does not train wants no gradient, and a BatchNorm all of

@@ -2,45 +2,51 @@
 and for whoever fits something of their own to a network's features.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain, groupby, pairwise
+from pathlib import Path
+from shutil import disk_usage
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import read_batch
+from duetgan.data.reading.loader import Batch, Source, read_batch
+from duetgan.data.records import add_image
 from duetgan.metrics.features.extractors import classifier_input
-from duetgan.metrics.features.precision import evaluating
+from duetgan.metrics.features.precision import device_of, evaluating
 from duetgan.models.classifier import Classifier
+from duetgan.training.classifier.config import ClassifierConfig
+from duetgan.training.classifier.finetune import FineTuning
+from duetgan.training.classifier.resizing import Resizing
+from duetgan.training.optim.updater import Precision
+from duetgan.utils.distributed import collectives
+from duetgan.utils.memory import MIB, available_bytes, local_processes
+from duetgan.utils.runlog.run_log import say_main
 
 BLOCK, PIXELS = 256, 1 << 21  # images that are computed together, and their pixels, at most
 
 
-def blocks(count: int, side: int) -> Iterator[np.ndarray]:
+def blocks(count: int, side: int) -> list[np.ndarray]:
     """The records of images of `side` px that are computed together: always the same ones, for the last bits of a
     convolution may depend on the others of its batch.
     """
     size = max(1, min(BLOCK, PIXELS // side**2))
-    return (np.arange(start, min(start + size, count)) for start in range(0, count, size))
+    return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def outputs(
-    model: Classifier,
-    dataset: Dataset,
-    records: np.ndarray,
-    *,
-    mirror: bool,
-    end: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def outputs(model: Classifier, dataset: Dataset, records: np.ndarray, mirror: bool, end: int | None = None) -> Tensor:
     """What the first `end` stages (None: all, then the pooling) give for images as they are stored and, with `mirror`,
-    mirrored left-right: [n, 1 or 2, ...] where the model lies; and labels int64 [n]. Modes, precision and gradients are
-    the caller's.
+    mirrored left-right: [n, ..., 1 or 2] on the CPU. Modes, precision and gradients are the caller's.
     """
-    batch = read_batch(dataset, records)
-    images = classifier_input(model, batch.images)
+    images = classifier_input(model, read_batch(dataset, records).images)
     views = [images, images.flip(3)] if mirror else [images]
-    return torch.stack([model.features(view, end) for view in views], 1), batch.labels
+    return torch.stack([model.features(view, end) for view in views], -1).cpu()
 
 
 def image_features(model: Classifier, dataset: Dataset, *, mirror: bool = True) -> tuple[Tensor, Tensor]:
@@ -51,8 +57,109 @@ def image_features(model: Classifier, dataset: Dataset, *, mirror: bool = True) 
     channels, computed where it lies, in evaluation mode; random crops of the data set are not taken. The same call
     gives the same bits.
     """
+    every = blocks(len(dataset), model.side or model.resolution)
     with evaluating(model):
-        sides = blocks(len(dataset), model.side or model.resolution)
-        parts = [outputs(model, dataset, records, mirror=mirror) for records in sides]
-        features, labels = (torch.cat(part) for part in zip(*((f.float().cpu(), y) for f, y in parts), strict=True))
-    return features, labels
+        features = torch.cat([outputs(model, dataset, records, mirror).float() for records in every])
+    return features.mT.contiguous(), torch.tensor(dataset.labels())
+
+
+# --- training behind what is frozen
+
+
+class Frozen:
+    """Where training begins in its network, step by step: behind the first stages that are frozen, where images come
+    again as they were or mirrored. What these give is computed once and kept, until the border moves. What is computed
+    together is the same after a resume and for any number of processes: it is no part of a run's state.
+    """
+
+    def __init__(
+        self, config: ClassifierConfig, reader: Dataset, finetuning: FineTuning, sizes: Resizing, precision: Precision
+    ) -> None:
+        self.config, self.reader, self.model, self.precision = config, reader, finetuning.model, precision
+        augment, second = config.augment, reader.synthetic
+        self.mirror, self.readers = bool(augment.flip), [reader] if second is None else [reader, second]
+        self.count = sum(map(len, self.readers))
+        stored = all(isinstance(each, Dataset) and not each.crop and each.on_damage == "stop" for each in self.readers)
+        random = augment.shift or augment.trivial_augment or augment.erase or augment.own or augment.mixes
+        barred = random or not stored or config.log.layers or config.model.split != "off"
+        self.spans: list[tuple[int, int, int]] = []  # first step, the one after the last, stages that nothing changes
+        if config.finetune.cache and not barred:
+            changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}
+            steps = sorted(step for step in changes if step is not None and step < config.steps)
+            kinds = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
+            firsts = [(next(group), border) for (border, _), group in kinds]
+            every = [(a, b, border) for (a, border), (b, _) in pairwise([*firsts, (config.steps, 0)]) if border]
+            seen = self.count * (1 + self.mirror)  # in fewer samples many images would be computed in vain
+            self.spans = [span for span in every if (span[1] - span[0]) * config.batch_size > seen]
+        self.begin, self.shape = 0, torch.Size()  # stages that what is read has been through, a sample's shape there
+        self._span: tuple[int, int, int] | None = None
+        self._source: Source | None = None  # of that span
+
+    def source(self, step: int, folder: Path) -> Source | None:
+        """What update number `step`, which the model is set up for, reads in place of images; None: them."""
+        span = next((span for span in self.spans if span[0] <= step < span[1]), None)
+        if span != self._span:
+            self._span, self._source, self.begin = span, None, 0
+            self._source = self._computed(span[2], folder) if span else None
+        return self._source
+
+    def _computed(self, end: int, folder: Path) -> Source | None:
+        """What the first `end` stages give, by index; None where it takes too much."""
+        parts = self._parts(end)
+        first = next(parts)
+        item, limit = first[0].nbytes, self.config.finetune.cache * 1024 * MIB
+        if first.ndim > 3 and device_of(self.model).type != "cpu":  # maps of more bytes than images are faster made
+            limit = min(limit, self.count * self.reader.meta.channels * self.reader.resolution**2)
+        size = item * self.count * local_processes()  # each keeps all
+        rooms = (available_bytes() / 4, disk_usage(folder).free / 1.1)
+        fits = (place for place, room in enumerate(rooms) if size <= min(room, limit))
+        place = collectives.all_reduce_max(next(fits, len(rooms)))
+        stages = " to ".join(dict.fromkeys((self.model.stages[0], self.model.stages[end - 1])))
+        of = f"of {self.count:,} images{' and their mirror images' * self.mirror}: {size / MIB:,.3g} MiB"
+        if place == len(rooms):
+            say_main(f"frozen: {stages} are computed in every step, outputs {of}, too much to keep")
+            return None
+        rows = (part.flatten(1).view(torch.uint8).numpy() for part in chain([first], parts))
+        gather = on_disk(rows, item, folder) if place else np.concatenate(list(rows)).__getitem__
+        say_main(f"frozen: {stages} computed once, outputs {of} {'on the disk' if place else 'in memory'}")
+        labels = np.concatenate([reader.labels() for reader in self.readers])
+
+        def source(indices: np.ndarray) -> Batch:
+            values = torch.from_numpy(gather(indices)).view(first.dtype).view(len(indices), -1, 1, first.shape[-1])
+            drawn = torch.from_numpy(indices >= len(self.reader)) if len(self.readers) > 1 else None
+            return Batch(values, torch.from_numpy(labels[indices]), drawn)
+
+        self.begin, self.shape = end, first.shape[1:-1]
+        return source
+
+    def _parts(self, end: int) -> Iterator[Tensor]:
+        """Outputs of all blocks in order; the processes compute them in turn."""
+        every, world = blocks(self.count, self.model.side or self.model.resolution), collectives.world_size()
+        self.model.begin = 0
+        for start in range(0, len(every), world):
+            own = None
+            with collectives.raising_together(patient=False), torch.no_grad(), self.precision.autocast():
+                for records in every[start : start + world][collectives.rank() :][:1]:
+                    own = outputs(self.model, self.reader, records, self.mirror, end)
+            yield from (part for part in collectives.gather_objects(own, patient=False) if part is not None)
+
+
+def on_disk(rows: Iterator[np.ndarray], item: int, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """Rows uint8 [n, item] by their number, from a file whose name is gone when it is open: it ends with the process.
+    There they are square grey images, of a few bytes more. Raises UserError for a full disk.
+    """
+    path, side = folder / f"frozen-{collectives.rank()}.lmdb", math.isqrt(item - 1) + 1
+    with LMDBWriter(path, Layout(channels=1, resolutions=(side,)), classes=[], overwrite=True) as writer:
+        for part in rows:
+            for row in part:
+                add_image(writer, np.pad(row, (0, side**2 - item)).reshape(side, side, 1))
+        writer.finish()
+    reader = LMDBReader(path)
+    path.unlink()
+
+    def gather(indices: np.ndarray) -> np.ndarray:
+        found = np.empty((len(indices), 1, side, side), np.uint8)
+        reader.gather(indices, found)
+        return np.ascontiguousarray(found.reshape(len(indices), -1)[:, :item])
+
+    return gather

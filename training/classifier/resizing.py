@@ -61,9 +61,12 @@ class Resizing:
         """Set the model up for update number `step`; whether its images' size is another than before."""
         if not self.on:
             return False
-        before = self.model.side
-        self.model.side = self.spans[bisect_right(self.spans, step, key=lambda span: span[0]) - 1][1]
+        before, self.model.side = self.model.side, self.side_of(step)
         return self.model.side != before
+
+    def side_of(self, step: int) -> int:
+        """px of the images of update number `step`."""
+        return self.spans[bisect_right(self.spans, step, key=lambda span: span[0]) - 1][1]
 
     def typical_steps(self) -> dict[int, float]:
         """The last step of every size -> its share of all steps, the largest first."""

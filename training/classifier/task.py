@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from duetgan.data.augment.transforms import Mixing, draw_and_apply, draw_mixing, mix_images, partners, to_float
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import Batch, read_batch
+from duetgan.data.reading.loader import Batch, Source, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier
 from duetgan.metrics.figures import CLASSIFIER, history
 from duetgan.models.batchnorm import synchronise_batchnorm
@@ -26,6 +27,7 @@ from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Task
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
+from duetgan.training.classifier.frozen import Frozen
 from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
 from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
 from duetgan.training.classifier.resizing import Resizing
@@ -144,6 +146,7 @@ class ClassifierTask(Task):
         self.precision = Precision(config.precision, device)
         self.finetuning = FineTuning(self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size)
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
+        self.frozen = Frozen(config, reader, self.finetuning, self.resizing, self.precision)
         more: Any = {"head": head, "groups": self.finetuning.groups(rates.weight_decay), "exchange": False}
         self.updater = Updater(self.model, rates, self.precision, config.steps, **more)
 
@@ -168,10 +171,9 @@ class ClassifierTask(Task):
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""
         batch = next(batches)
-        self.finetuning.at(step)
+        self._set_up(step)
         self._wrap()
-        if self.resizing.at(step):
-            self.micro.look_again()
+        self.model.begin = self.frozen.begin if batch.images.is_floating_point() else 0
         before = [b.clone() for b in self.statistics]
         loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
@@ -187,6 +189,15 @@ class ClassifierTask(Task):
             self.ema.update(self.model, decay, update.skipped, average)
         figures = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
         return figures | update.metrics("classifier")
+
+    def source(self, step: int, folder: Path) -> Source | None:
+        self._set_up(step)
+        return self.frozen.source(step, folder)
+
+    def _set_up(self, step: int) -> None:
+        self.finetuning.at(step)
+        if self.resizing.at(step):
+            self.micro.look_again()
 
     def _wrap(self) -> None:
         """Over several processes, put the model into DDP, which must know what trains: anew where that has changed."""
@@ -298,6 +309,8 @@ class ClassifierTask(Task):
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
         (share, targets, mixed), layout = prepared, {"channels_last": self.config.channels_last}
+        if share.is_floating_point():  # frozen stages' outputs, and the mirror image's
+            return share[rows][..., 0].reshape(-1, *self.frozen.shape), targets.rows(rows)
         images = to_float(share[rows], **layout)
         if mixed is not None:
             others, mixing = mixed

@@ -144,6 +144,9 @@ class Loop(Fields):
     def batches(self) -> Iterator[Batch]:
         while True:
             with phase("data"):
+                begun = time.perf_counter()
+                self.loader.read_from(self.task.source(self.step, self.folder.path))
+                self._pauses += time.perf_counter() - begun
                 batch = next(self.loader)
             yield batch
 

@@ -1,16 +1,30 @@
 """What is frozen is computed once: features of every image, and training behind what is cached."""
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from torch.utils._pytree import tree_leaves
 
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.training.classifier import frozen
+from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.run import prepare
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.checkpoint import load
+from duetgan.utils.config.build import to_tree
+from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.seeding import forked
+from tests.end_to_end.helpers import differing, state_of
+from tests.end_to_end.ranks import run
 from tests.models.helpers import draw
 
 pytestmark = pytest.mark.usefixtures("slim")
@@ -50,3 +64,180 @@ def test_features_of_every_image_and_its_mirror(packed, monkeypatch):
     alone, _ = frozen.image_features(model, dataset, mirror=False)
     assert torch.equal(again, features)
     assert torch.equal(alone, features[:, :1])
+
+
+TREE: dict[str, Any] = {
+    "task": "classifier",
+    "steps": 12,
+    "batch_size": 48,  # five of them are more than an epoch of 200
+    "model": {"stem": "small-stride2"},
+    "finetune": {"unfreeze": {"head": 0}},
+    "optimizer": {"name": "sgd", "lr": 0.05, "schedule": "constant"},
+    "evaluation": {"every": 0},
+    "checkpoint": {"every": 100},
+    "log": {"every": 4, "tensorboard": False, "samples_every": 0},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "flip": {"augment": {"flip": True}},
+    "alternating": {"augment": {"flip": "alternating"}, "micro_batch": 20, "ema": {"decay": 0.5}},
+    "maps": {"finetune": {"freeze": ["stem", "layer1", "layer2"]}, "augment": {"flip": True}},
+    "bf16": {"precision": "bf16", "finetune": {"freeze": ["stem"]}, "micro_batch": "auto"},
+    "statistics": {"finetune": {"freeze": ["stem", "layer1"], "freeze_bn": True}, "precision": "fp16"},
+    "balanced": {"data": {"sampling": "balanced"}, "augment": {"flip": "alternating"}},
+    "one stage": {"model": {"name": "timm:test_resnet"}},
+}
+BORDERS = {"maps": 3, "bf16": 1, "statistics": 2}
+
+
+def config_of(packed: Path, **more: Any) -> Any:
+    data = {"path": str(packed / "train.lmdb"), "val_path": str(packed / "test.lmdb")} | more.pop("data", {})
+    return build_run_config(TREE | more | {"data": data}, [], "x")
+
+
+def train(config: Any, folder: Path, max_steps: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """As train.py does: resume if there is something, and go on. The task and the last checkpoint's state."""
+    run = RunFolder(folder)
+    loop = prepare(config, run, torch.device("cpu"))
+    run.open()
+    loop.resume()
+    run.save_config(to_tree(config))
+    loop.run(max_steps)
+    run.close()
+    return loop.task, load(folder / "checkpoints" / f"step-{loop.step:08d}.pt")["state"]
+
+
+def uncached(variant: dict[str, Any]) -> dict[str, Any]:
+    return variant | {"finetune": variant.get("finetune", TREE["finetune"]) | {"cache": 0}}
+
+
+def leaves(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_cached_is_uncached_within_rounding_and_resumes_to_the_bit(packed, tmp_path, name, capsys):
+    variant = VARIANTS[name]
+    task, straight = train(config_of(packed, **variant), tmp_path / "straight")
+    assert task.frozen.begin == (len(task.model.stages) - 1 if "finetune" not in variant else BORDERS[name])
+    assert "computed once, outputs of 200 images" in capsys.readouterr().err
+    other, expected = train(config_of(packed, **uncached(variant)), tmp_path / "uncached")
+    assert (other.frozen.begin, "computed once" in capsys.readouterr().err) == (0, False)
+    tolerance = 2e-2 if variant.get("precision") else 1e-4
+    for found, wanted in zip(leaves(straight), leaves(expected), strict=True):
+        assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * 0.1)
+    _, before = train(config_of(packed, **variant), tmp_path / "resumed", max_steps=7)
+    assert not torch.equal(*(list(state["model"].values())[-1] for state in (before, straight)))
+    _, resumed = train(config_of(packed, **variant), tmp_path / "resumed")
+    assert differing(straight, resumed) == []
+
+
+def borders(packed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> list[int]:
+    """Behind how many stages each step of a run begins."""
+    found: list[int] = []
+    step = ClassifierTask.step
+
+    def note(self: ClassifierTask, batches: Any, number: int) -> Any:
+        figures = step(self, batches, number)
+        found.append(self.model.begin)
+        return figures
+
+    monkeypatch.setattr(ClassifierTask, "step", note)
+    train(config_of(packed, **more), folder)
+    return found
+
+
+def test_the_border_moves_with_what_trains_and_with_the_size(packed, tmp_path, monkeypatch, capsys):
+    unfreeze = {"finetune": {"unfreeze": {"head": 0, "layer4": 5, "layer3": 11}, "freeze_at": {"head": 14}}}
+    found = borders(packed, tmp_path / "one", monkeypatch, **unfreeze, steps=15)
+    assert found == [5] * 5 + [4] * 6 + [0] * 4  # layer3's last steps are fewer than the images
+    assert capsys.readouterr().err.count("computed once") == 2
+    grown = {"resizing": {"initial_scale": 0.5, "delay_fraction": 0.5, "finetune_fraction": 0.5}}
+    found = borders(packed, tmp_path / "two", monkeypatch, **grown)
+    assert found == [5] * 12
+    assert capsys.readouterr().err.count("computed once") == 2  # at 8 px and at 16 px
+
+
+NEVER: dict[str, dict[str, Any]] = {
+    "off": {"finetune": {"unfreeze": {"head": 0}, "cache": 0}},
+    "shifted": {"augment": {"shift": 1}},
+    "erased": {"augment": {"erase": 0.1, "flip": True}},
+    "mixed": {"augment": {"mixup": 0.2}},
+    "cut": {"augment": {"cutmix": 0.2}},
+    "trivial": {"augment": {"trivial_augment": True}},
+    "cropped": {"data": {"crop": "random"}},
+    "skipping damage": {"data": {"on_damage": "skip"}},
+    "watched": {"log": TREE["log"] | {"layers": ["conv1"], "tensorboard": True}},
+    "all trains": {"finetune": {}},
+    "statistics train": {"finetune": {"freeze_at": {"head": 9}}},
+    "short": {"steps": 4},  # 192 samples of 200 images
+    "short for both views": {"steps": 8, "augment": {"flip": True}},
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_nothing_is_kept_where_images_never_come_again(packed, tmp_path, monkeypatch, name):
+    assert set(borders(packed, tmp_path, monkeypatch, **NEVER[name])) == {0}
+
+
+def test_a_network_that_draws_or_looks_at_the_batch_has_no_border(packed):
+    model = network()
+    assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 1
+    model.network.relu = torch.nn.Dropout(0.1)
+    assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
+    model.network.relu = torch.nn.BatchNorm2d(64, affine=False)  # goes on counting: it has nothing to freeze
+    assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
+    assert FineTuning(model, FineTuneConfig(freeze=["stem"], freeze_bn=True)).border(0) == 1
+
+
+def test_beyond_the_memory_it_goes_to_a_file_and_beyond_the_disk_nowhere(packed, tmp_path, monkeypatch, capsys):
+    variant = VARIANTS["maps"] | {"data": {"sampling": "balanced"}}
+    _, expected = train(config_of(packed, **variant), tmp_path / "memory")
+    assert "in memory" in capsys.readouterr().err
+    monkeypatch.setattr(frozen, "available_bytes", lambda: 100_000)
+    task, found = train(config_of(packed, **variant), tmp_path / "disk")
+    size = 200 * 2 * 4 * np.prod(task.frozen.shape)
+    assert f"{size / 2**20:,.3g} MiB on the disk" in capsys.readouterr().err
+    assert differing(found, expected) == []
+    assert list((tmp_path / "disk").glob("*frozen*")) == []
+    monkeypatch.setattr(frozen, "disk_usage", lambda _: SimpleNamespace(free=size))  # a file is larger
+    task, found = train(config_of(packed, **variant), tmp_path / "nowhere")
+    assert "too much to keep" in capsys.readouterr().err
+    assert (task.frozen.begin, task.model.begin) == (0, 0)
+    less = variant | {"finetune": variant["finetune"] | {"cache": size / 2**30 - 1e-9}}
+    monkeypatch.undo()
+    assert train(config_of(packed, **less), tmp_path / "bounded")[0].model.begin == 0
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_synthetic_images_are_read_by_their_own_numbers(packed, tmp_path):
+    synthetic = {"path": str(packed / "test.lmdb"), "share": 0.25, "weight": 0.5}
+    variant: dict[str, Any] = {"data": {"synthetic": synthetic}, "augment": {"flip": True}, "steps": 14}
+    task, found = train(config_of(packed, **variant), tmp_path / "cached")
+    assert (task.frozen.begin, task.frozen.count) == (5, 300)
+    _, expected = train(config_of(packed, **uncached(variant)), tmp_path / "uncached")
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux")
+def test_two_processes_share_the_work_and_read_the_same_bits(packed, tmp_path):
+    """At 128 px inside the network there are two blocks, one for each. Killed, they read the same again."""
+    model = {"name": "resnet18", "input_size": 128}
+    tree = TREE | {"data": {"path": str(packed / "train.lmdb")}, "model": model, "augment": {"flip": "alternating"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree | {"checkpoint": {"every": 5}}))
+
+    def trained(name: str, **how: Any) -> Any:
+        argv = ["--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / name)]
+        return run(argv, tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}", **how)
+
+    one, two = trained("one"), trained("two", world=2)
+    assert len({sample for _, samples in one for sample in samples}) == 400  # each image and its mirror image
+    assert one == two
+    killed = trained("killed", world=2, kill_at=7 * 48, saved=5)
+    resumed = trained("killed", world=2)
+    assert (killed, resumed) == (two[: len(killed)], two[5:])
+    assert differing(state_of(tmp_path / "two", 12), state_of(tmp_path / "killed", 12)) == []
+    for one_process, other in zip(*(leaves(state_of(tmp_path / name, 12)) for name in ("one", "two")), strict=True):
+        assert torch.allclose(one_process, other, rtol=1e-4, atol=1e-5)
