@@ -116,8 +116,9 @@ def shown() -> list[Any]:
     del a, view
     gc.collect()
     found.append([more, before - memory.allocated, memory.peak >= before])
+    loss = (torch.ones(1000, device="sim", requires_grad=True) ** 2).sum()
     with planted(device, "limit", lambda _: memory.allocated + 100):
-        found.append(refused(torch.ones, 1000, device="sim"))
+        found += [refused(torch.ones, 1000, device="sim"), refused(loss.backward)]
     with planted(device, "float64", lambda _: False):
         found.append(refused(torch.ones, 3, dtype=torch.float64, device="sim"))
     return [*found, [str(torch.accelerator.current_accelerator()), torch.accelerator.device_count()]]
@@ -138,6 +139,7 @@ def main(part: str, folder: Path) -> None:
             result["faults"] = {fault: noticed(folder, fault) for fault in FAULTS}
         else:
             result["memory"] = {name: trainings.held(folder, name) for name in trainings.MEMORY}
+            result["halved"] = trainings.halved(folder)
             collectives.widest.cache_clear()  # what earlier trainings were told
             with planted(device, "float64", lambda _: False):
                 result["float64"] = {

@@ -1,5 +1,6 @@
 """The device: its tensors, what they refuse, what is waited for, what is allocated. See the package's docstring."""
 
+import copy
 import ctypes
 import functools
 import linecache
@@ -28,6 +29,7 @@ WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_sel
 NUMPY = "can't convert sim device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
 
 waits: Counter[str] = Counter()  # by source line of the program
+refused: list[str] = []  # at which lines memory ran out
 float64 = True  # False: refused, as MPS does
 limit = BYTES  # bytes of each device
 _library = torch.library.Library("aten", "IMPL")
@@ -47,6 +49,7 @@ class Memory:
         key, size = storage._cdata, storage.nbytes()
         if not self.holders[key]:
             if self.allocated + size > limit:
+                refused.append(_line())
                 raise torch.OutOfMemoryError(f"sim out of memory. Tried to allocate {size} bytes")
             self.allocated += size
             self.peak = max(self.peak, self.allocated)
@@ -76,6 +79,7 @@ class Sim(torch.Tensor):
     inner: torch.Tensor
     index: int
     use: streams.Use
+    _is_param: bool
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, index: int = 0, requires_grad: bool = False) -> "Sim":
@@ -114,6 +118,13 @@ class Sim(torch.Tensor):
     def untyped_storage(self) -> Any:
         return Storage(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Sim":
+        """In place of torch's, which gives a clone another `inner` than the one that is counted."""
+        if id(self) not in memo:
+            made = memo[id(self)] = Sim(copy.deepcopy(self.inner, memo), self.index, self.requires_grad)
+            made._is_param, made.grad = getattr(self, "_is_param", False), copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
     def record_stream(self, stream: streams.Stream) -> None:
         self.use.kept_for.add(stream.line)
 
@@ -144,15 +155,19 @@ class Storage:
 
 def _wait(what: str) -> None:
     """Count a wait at the innermost line of the program itself."""
+    line = _line()
+    waits[f"{line} ({what})" if line else what] += 1
+
+
+def _line() -> str:
+    """The innermost line of the program itself; empty in autograd's own threads."""
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if ROOT in file.parents and not {"tests", "site-packages"} & set(file.relative_to(ROOT).parts):
-            line = linecache.getline(str(file), frame.f_lineno).strip()
-            waits[f"{file.relative_to(ROOT)}: {line} ({what})"] += 1
-            return
+            return f"{file.relative_to(ROOT)}: {linecache.getline(str(file), frame.f_lineno).strip()}"
         frame = frame.f_back
-    waits[what] += 1
+    return ""
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -309,7 +324,7 @@ def _synchronize(device: Any = None) -> None:
 def install() -> None:
     """Make `sim` this process's accelerator, once and for the rest of it; threads begin in `Mode`."""
     guard = backend_registration._DummyDeviceGuard()
-    _tell_count(guard)
+    _mend_guard(guard)
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), device_guard=guard)
     for operation, function in ((aten.empty_strided.default, _empty_strided), (aten._copy_from.default, _copy_from)):
         _library.impl(operation, function, "PrivateUse1")
@@ -333,9 +348,9 @@ def install() -> None:
         setattr(torch.accelerator, name, function)
     torch.tensor, torch.as_tensor = _from_data(torch.tensor), _from_data(torch.as_tensor)
     torch.Generator = Generator
-    copy = torch.UntypedStorage.copy_
+    copy_ = torch.UntypedStorage.copy_
     torch.UntypedStorage.copy_ = lambda to, source, non_blocking=False: (
-        source.sent(to, non_blocking) if isinstance(source, Storage) else copy(to, source, non_blocking)
+        source.sent(to, non_blocking) if isinstance(source, Storage) else copy_(to, source, non_blocking)
     )
     torch.Stream, torch.Event = streams.Stream, streams.Event
     streams.Stream.waited = staticmethod(_wait)
@@ -350,18 +365,23 @@ def install() -> None:
     threading.Thread.run = within
 
 
-def _tell_count(guard: Any) -> None:
+def _mend_guard(guard: Any) -> None:
     """Autograd has a queue of work for each device that the guard tells of. One made in Python tells of one device
     and lets nobody say otherwise: `deviceCount` is replaced in the table of its C++ object's virtual functions.
+
+    So is `exchangeStream`, which asks Python for the device's type: where an error leaves a backward pass, the guard of
+    its stream does so with that error still set, and the process aborts. The CPU's guard has no streams either.
     """
     place = ctypes.c_void_p.from_address(id(guard) + object.__basicsize__).value  # pybind11's first field
     table, function = ctypes.c_void_p.from_address(place), ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)
     before = 2  # entries that describe the type
     slots = (ctypes.c_void_p * 32)(*(ctypes.c_void_p * 32).from_address(table.value - before * 8))
-    number = before + 15  # c10/core/impl/DeviceGuardImplInterface.h
+    stream, number = before + 9, before + 15  # c10/core/impl/DeviceGuardImplInterface.h
     assert function(slots[number])(place) == 1, "this torch has another order of virtual functions"
     counting = function(lambda _: COUNT)
     slots[number] = ctypes.cast(counting, ctypes.c_void_p).value
+    cpu = ctypes.c_void_p.in_dll(ctypes.CDLL(torch._C.__file__), "_ZN3c104impl26device_guard_impl_registryE").value
+    slots[stream] = ctypes.c_void_p.from_address(ctypes.c_void_p.from_address(cpu).value + 8 * 9).value
     table.value = ctypes.addressof(slots) + before * 8
     _kept.extend([guard, slots, counting])
 

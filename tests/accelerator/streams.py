@@ -82,10 +82,6 @@ class Use:
         self.read: Clock = {}
         self.kept_for: set[Line] = set()  # record_stream
 
-    def __deepcopy__(self, _: Any) -> "Use":
-        """Of a tensor's copy."""
-        return Use(self.home.index)
-
     def note(self, line: Line, *, write: bool) -> None:
         """An operation of a stream. Raises OrderError where another stream may still be at work."""
         other, count = self.written

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -99,6 +100,8 @@ MEMORY: dict[str, dict[str, Any]] = {
     }.items()
 }
 LONG = ("GAN, bf16", "classifier, fp32")
+# where memory runs out: how far the device's lies above the peak of half the batch, towards that of the whole
+HALVED = {"forward": 0.05, "backward": 0.5}
 REFUSING = {"GAN": gan("gan-losses"), "classifier": classifier()}  # on a device without float64, as MPS is
 # In reduced precision CUDA's autocast takes roots, powers and sums in fp32 and the CPU's does not: how far the weights
 # may be apart after the steps.
@@ -157,14 +160,50 @@ def held(folder: Path, name: str) -> dict[str, Any]:
     config = config_of(folder, MEMORY[name])
     with open_training(config.data) as reader:
         estimate = on_paper.count(config, reader, config.batch_size).peak
-    gc.collect()
     memory, after, steps = device.memory[0], [], count(1)
-    memory.peak = before = memory.allocated
+    gc.collect()
+    before = memory.allocated
 
     def look() -> None:
         if next(steps) % 20 == 0:
             gc.collect()
             after.append(memory.allocated - before)
 
-    run(folder, MEMORY[name], "sim", 200 if name in LONG else STEPS, look)
-    return {"estimate": estimate, "peak": memory.peak - before, "after": after}
+    return {
+        "estimate": estimate,
+        "peak": peak(folder, MEMORY[name], 200 if name in LONG else STEPS, look),
+        "after": after,
+    }
+
+
+def peak(folder: Path, tree: dict[str, Any], *more: Any) -> int:
+    """The most bytes of a training on `sim`."""
+    gc.collect()
+    memory = device.memory[0]
+    memory.forget()
+    before = memory.allocated
+    run(folder, tree, "sim", *more)
+    return memory.peak - before
+
+
+def halved(folder: Path) -> dict[str, Any]:
+    """`micro_batch: auto` on devices without memory for the whole batch: what it found, where memory had run out, and
+    what differs from the CPU's training in such micro-batches.
+    """
+    tree, found = MEMORY["classifier, fp32"], {}
+    whole, half = (peak(folder, tree | {"micro_batch": size}) for size in (16, 8))
+    with torch.autograd.set_multithreading_enabled(False):
+        here = run(folder, tree | {"micro_batch": 8}, "cpu")
+        for name, share in HALVED.items():
+            gc.collect()
+            device.refused.clear()
+            room = half + int((whole - half) * share)
+            with patch.object(device, "limit", device.memory[0].allocated + room):
+                there = run(folder, tree | {"micro_batch": "auto"}, "sim")
+            size = there["state"].pop("micro_batch")["size"]
+            found[name] = {
+                "size": size,
+                "refused": list(device.refused),
+                "differing": differing(here, there | {"waits": {}}),
+            }
+    return found
