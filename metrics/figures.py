@@ -190,8 +190,8 @@ GAN = [
     ),
     Figure(
         "diversity_ratio", "diversity",
-        "diversity of the least diverse class: mean pairwise feature distance of 200 samples over that of 200 real "
-        "images of it",
+        "diversity of the least diverse class, if any: samples' mean pairwise feature distance over real images', of "
+        "200 each at most",
         lambda samples: samples.diversity,
         place="headline", unit="", by_class="diversity_by_class", in_training=True, digits=3,
     ),

@@ -24,8 +24,10 @@ class Measured:
 
     @classmethod
     def normal(cls, value: float, variance: float, *, low: float = -math.inf, high: float = math.inf) -> Self:
-        """An estimate of a known variance (its own, not an image's) and its normal interval, within what it can be."""
-        return cls(value, normal_interval(value, variance, low=low, high=high))
+        """An estimate of a known variance (its own, not an image's) and its normal interval, within what it can be; no
+        interval where nothing varies: such images leave no spread to estimate it from.
+        """
+        return cls(value, normal_interval(value, variance, low=low, high=high) if variance > 0 else None)
 
     @classmethod
     def influenced(cls, value: float, influence: Tensor | np.ndarray, *, high: float = 1.0) -> Self:

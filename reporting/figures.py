@@ -73,7 +73,9 @@ def _sureness(document: Mapping[str, Any], row: Row) -> str:
     if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
         words.append(VIEWS[str(document["tta"])])
     if row.key == "recognised" and judge:
-        words.append(f"the judge predicts {percent(judge.get('accuracy'))} of the real images correctly")
+        words.append(
+            f"the judge predicts {percent(judge.get('accuracy'))} of the real images at the samples' size correctly"
+        )
     if row.key == "class_score" and judge.get("class_score") is not None:
         words.append(f"real images: {plain(judge['class_score'])}")
     return f" ({'; '.join(words)})" if words else ""

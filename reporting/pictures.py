@@ -126,6 +126,7 @@ CAPTIONS = {  # name of an image in eval/: what it shows
     "robustness": "A test image under each corruption, as it is and at each strength",
     "mistakes": "The most confident mistakes: record and true class, and predicted",
 }
+WITHOUT_CLASSES = {"samples": "Samples", "real": "Real test images"}
 BESIDE = ("samples", "real")  # come first, side by side
 
 Picture = dict[str, str]  # caption, and the address inside the page; empty where the image cannot be shown
@@ -134,7 +135,8 @@ Picture = dict[str, str]  # caption, and the address inside the page; empty wher
 def pictures(run: Run) -> list[Picture]:
     """The images of the evaluation: samples and real ones first."""
     ordered = sorted(run.images, key=lambda path: (*BESIDE, path.stem).index(path.stem))
-    return [picture(path, CAPTIONS.get(path.stem, path.stem.replace("_", " "))) for path in ordered]
+    captions = CAPTIONS if run.evaluation.get("diversity_by_class") else CAPTIONS | WITHOUT_CLASSES
+    return [picture(path, captions.get(path.stem, path.stem.replace("_", " "))) for path in ordered]
 
 
 def samples(run: Run) -> list[Picture]:

@@ -211,9 +211,10 @@ def stamps(packages: Packages) -> Iterator[File]:
             yield path, broken(content, number // EVERY)
         elif number % EVERY == EVERY // 2:
             yield path.replace("/", "/._"), b"\0\5\26\7Mac OS X"
-            cmyk = io.BytesIO()
-            Image.open(io.BytesIO(content)).convert("RGBA").convert("CMYK").save(cmyk, "JPEG")
-            yield path.replace(".png", ".jpg"), cmyk.getvalue()
+            image, printed = Image.open(io.BytesIO(content)).convert("RGBA"), io.BytesIO()
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            image.convert("RGB").convert("CMYK").save(printed, "JPEG")
+            yield path.replace(".png", ".jpg"), printed.getvalue()
         else:
             yield path, content
 

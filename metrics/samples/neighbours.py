@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.metrics.intervals import Measured, jackknife_variance, normal_interval
+from duetgan.metrics.intervals import Measured, jackknife_variance
 
 K_MANIFOLD = 3  # neighbours of precision and recall, as in 1904.06991
 K_DENSITY = 5  # of density and coverage, as in 2002.09797
@@ -199,7 +199,7 @@ def clipped_density(near: Neighbourhoods) -> Measured:
     # a group of real images is left out both as centres and as the images that lie in others' balls
     centres, both = samples.without_other, real.without_own + real.without_other - real.value
     variance = jackknife_variance(samples.without_own / real.value) + jackknife_variance(centres / both)
-    return Measured(min(1.0, value), normal_interval(value, variance, low=0.0, high=1.0))
+    return Measured(min(1.0, value), Measured.normal(value, variance, low=0.0, high=1.0).interval)
 
 
 def clipped_coverage(near: Neighbourhoods) -> Measured:
@@ -210,7 +210,7 @@ def clipped_coverage(near: Neighbourhoods) -> Measured:
     fullness = estimate(near.covering, _up_to(k), samples, rescale=True).measured()
     expected = expected_fullness(samples, len(near.covering), k)
     value, *interval = np.searchsorted(expected, [fullness.value, *(fullness.interval or ())]) / len(expected)
-    return Measured(float(value), list(map(float, interval)))
+    return Measured(float(value), list(map(float, interval)) if interval[:1] < interval[1:] else None)
 
 
 def expected_fullness(samples: int, real: int, k: int) -> np.ndarray:

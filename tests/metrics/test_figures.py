@@ -119,6 +119,7 @@ def test_intervals_solve_the_score_equation_and_stay_within_what_is_possible():
     assert normal_interval(0.5, 0.01) == pytest.approx([0.5 - 0.1959964, 0.5 + 0.1959964])
     assert normal_interval(0.9, 0.01, low=0, high=1) == pytest.approx([0.9 - 0.1959964, 1.0])
     assert Measured.normal(0.9, 0.01, high=1.0).interval == normal_interval(0.9, 0.01, high=1.0)
+    assert Measured.normal(0.9, 0.0).interval is None  # 58 images of which none counts are no certainty of 0
 
 
 def test_balanced_and_influence_intervals_are_wilsons_and_the_normal_one():

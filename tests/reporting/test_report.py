@@ -263,6 +263,16 @@ def test_a_classifiers_further_figures_and_odd_ones(tmp_path):
         assert "0.875" in page(write_report(run)).text
 
 
+def test_without_classes_no_row_is_said_to_be_one(tmp_path):
+    run = make_gan(tmp_path / "gan")
+    assert "Samples, a row for each class" in page(write_report(run)).text
+    found = json.loads((run / "eval" / "metrics.json").read_text())
+    write(run / "eval" / "metrics.json", found | {"diversity_by_class": None})
+    text = page(write_report(run)).text
+    assert "Samples" in text
+    assert "row for each class" not in text
+
+
 def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
     """U12."""
     run = make_gan(tmp_path / "gan")
@@ -270,7 +280,10 @@ def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
     judge = {"accuracy": 0.625, "n": 164}
     write(run / "eval" / "metrics.json", found | {"recognised_interval": [0.8125, 0.9375], "judge": judge})
     text = page(write_report(run)).text
-    assert "95 % interval 81.2 to 93.8 %; the judge predicts 62.5 % of the real images correctly" in text
+    assert (
+        "95 % interval 81.2 to 93.8 %; the judge predicts 62.5 % of the real images at the samples' size correctly"
+        in text
+    )
     write(run / "eval" / "metrics.json", found | {"recognised_interval": "odd", "judge": 3})
     assert "interval" not in page(write_report(run)).text
 
