@@ -62,9 +62,7 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
 Source = Callable[[np.ndarray], Batch]  # indices -> a batch on the CPU, of what stands for the images
 
 
-def _next_batch(
-    reader: Dataset, sampler: GlobalSampler, *, pin: bool, sides: np.ndarray | None, source: Source | None
-) -> Batch:
+def _next_batch(reader: Dataset, sampler: GlobalSampler, sides: Any, source: Source | None, *, pin: bool) -> Batch:
     """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch. `sides` as for
     `mirror_in_turn`; None: no image is mirrored.
     """
@@ -140,7 +138,7 @@ class InfiniteLoader:
             batch = self._prefetched()
         else:
             pin = self.device.type != "cpu"
-            batch = _next_batch(self._images, copy.copy(self.sampler), pin=pin, sides=self._sides, source=self._source)
+            batch = _next_batch(self._images, copy.copy(self.sampler), self._sides, self._source, pin=pin)
             batch = batch.to(self.device) if pin else batch
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
@@ -167,7 +165,7 @@ class InfiniteLoader:
         if self._worker is None:
             later = [stage.first_step for stage in self.stages if stage.first_step > self.step]
             left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
-            read = partial(_next_batch, self._images, copy.copy(self.sampler), sides=self._sides, source=self._source)
+            read = partial(_next_batch, self._images, copy.copy(self.sampler), self._sides, self._source)
             self._worker = _Worker(read, self.device, self.prefetch, left)
             weakref.finalize(self, self._worker.stop)
         try:

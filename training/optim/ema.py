@@ -24,6 +24,7 @@ class EMA(Generic[Network]):
     def __init__(self, model: Network, buffers: Literal["average", "copy"]) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.average_buffers = buffers == "average"
+        self._still: set[Tensor] | None = None  # averages of frozen parameters, and equal to them; None: not looked
 
     @torch.no_grad()
     def update(
@@ -41,13 +42,16 @@ class EMA(Generic[Network]):
             weight = (1 - beta) * (1 - skipped.to(reference.dtype))
         pairs = list(zip(self.model.buffers(), model.buffers(), strict=True))
         averaged = [(a, b) for a, b in pairs if self.average_buffers and a.is_floating_point()]
-        mine, theirs = [a for a, _ in averaged], [b for _, b in averaged]
         if average is None:
-            mine, theirs = [*self.model.parameters(), *mine], [*model.parameters(), *theirs]
+            parameters = list(zip(self.model.parameters(), model.parameters(), strict=True))
+            if self._still is None:
+                self._still = {a for a, b in parameters if not b.requires_grad and torch.equal(a, b)}
+            self._still -= {a for a, b in parameters if b.requires_grad}
+            averaged += [(a, b) for a, b in parameters if a not in self._still]
         else:
             for here, there in by_device(self.model.parameters(), average).values():
                 torch._foreach_copy_(here, there)
-        for device, (here, there) in by_device(mine, theirs).items():
+        for device, (here, there) in by_device(*zip(*averaged, strict=True)).items():
             difference = torch._foreach_sub(there, here)
             torch._foreach_mul_(difference, weight.to(device))
             torch._foreach_add_(here, difference)
@@ -60,6 +64,7 @@ class EMA(Generic[Network]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state)
+        self._still = None
 
 
 def half_life_beta(batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05) -> float:

@@ -19,6 +19,7 @@ from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.optim.ema import EMA
 from duetgan.utils.checkpoint import load
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.runlog.run_folder import RunFolder
@@ -241,3 +242,30 @@ def test_two_processes_share_the_work_and_read_the_same_bits(packed, tmp_path):
     assert differing(state_of(tmp_path / "two", 12), state_of(tmp_path / "killed", 12)) == []
     for one_process, other in zip(*(leaves(state_of(tmp_path / name, 12)) for name in ("one", "two")), strict=True):
         assert torch.allclose(one_process, other, rtol=1e-4, atol=1e-5)
+
+
+def test_an_average_leaves_out_what_stands_still_and_nothing_else():
+    """To the bit as if it looked at all: frozen, trained, frozen for good, and loaded in between."""
+
+    def averaged(skipping: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        ema, touched = EMA(model, buffers="average"), []
+        for step in range(12):
+            model[0].requires_grad_(4 <= step < 8)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(torch.randn(parameter.shape))
+            if step == 2:
+                ema.load_state_dict({name: value + 1 for name, value in ema.state_dict().items()})
+            ema._still = ema._still if skipping else set()
+            ema.update(model, 0.9)
+            touched.append(next(ema.model.parameters()).clone())
+        return touched
+
+    found, expected = averaged(True), averaged(False)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[2], found[3])  # on its way back to the weights
+    assert not torch.equal(found[8], found[9])
