@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.models.registry import backbone_of
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
-TUNED = "configs/finetune_resnet50.yaml"
-BATCH = {GAN: 32, SCRATCH: 64, TUNED: 32}
+TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
+BATCH = {GAN: 32, SCRATCH: 64, TUNED: 32, LAST: 32}
 FILLED = 0.93  # share of the time that is planned: measured speeds are not exact
 VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
 ADA_BELOW = 10_000  # training images, below which the discriminator's are augmented (2006.06676, figure 1)
@@ -21,7 +22,8 @@ EVALUATION = 0.1  # share of the time that the GAN's evaluation may take at most
 SEARCHED_LESS = 2000  # training images that are searched for copies where time is short
 GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN's training 2 % more time
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
-TUNED_SIDE = 128  # px inside the network and of the images that a fine-tuned classifier reads
+TUNED_SIDE = 128  # px inside the network and of the images that a classifier reads that is fine-tuned as a whole
+LAST_SIDES, FEATURES, EPOCHS = (224, 128, 64), 0.6, 10  # one's last stage: px inside, time for features, at most
 PACKING = 2.5  # seconds that packing takes besides reading the images
 ORDER = ("pack", "train classifier", "train gan", "evaluate classifier", "evaluate gan")
 STEPS = {"classifier": 60, "gan": 200}  # at least, however little time there is
@@ -104,6 +106,7 @@ class Training(Stored):
     seconds: float  # expected
     why: str
     most: int | None = None  # steps after which more no longer shows
+    features: float = 0.0  # seconds of the frozen stages for an image, where they are computed once
 
 
 class Plan(Stored):
@@ -211,6 +214,7 @@ class _Choice:
             classifier = self._classifier(max(0.0, left - most))
             # seconds to classify an image: a third of a training step's share, in fp32
             judging = (2.0 if classifier.precision == "bf16" else 1.0) / (3 * classifier.images_per_second)
+            judging += 2.0 * classifier.features
             seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
             seconds["evaluate classifier"] = judging * self.held_out + start
             left -= classifier.seconds + 3 * judging * self.held_out
@@ -279,12 +283,32 @@ class _Choice:
             why = f"fine-tuned from {name}'s ImageNet weights, {file}"
             wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
         speed = self.machine.speed(config, options, side, self.survey)
-        if weights and share * budget * speed.images_per_second < wanted / 3:
+        if weights and share * budget * speed.images_per_second < wanted / 2:
+            if last := self._last_stage(share * budget, options, weights[1], why):
+                return last
             options += ["--finetune.freeze", "[backbone]"]
             why += "; the head alone, because there is no time for more"
             speed = self.machine.speed(config, options, side, self.survey)
         most = share * budget * speed.images_per_second
         return self._training(config, options, side, speed, max(min(wanted, most), min(3 * wanted, most / 2)), why)
+
+    def _last_stage(self, budget: float, options: list[str], name: str, why: str) -> Training | None:
+        """A regression on all images' features, then the last stage: those before are computed once. None: no time."""
+        options = [*options, "--finetune.unfreeze", f"{{head: 0, {list(backbone_of(name).stages)[-1]}: 0}}"]
+        for inside in LAST_SIDES:
+            side, sized = _side(self.survey.side, inside), [*options, "--model.input-size", str(inside)]
+            whole = self.machine.speed(LAST, [*sized, "--finetune.cache", "0"], side, self.survey)
+            if 2 * self.images / whole.images_per_second < FEATURES * budget:
+                break
+        else:
+            return None
+        speed = self.machine.speed(LAST, sized, side, self.survey)
+        features = max(0.0, 1 / whole.images_per_second - 1 / speed.images_per_second)
+        before = 2 * self.images * (features + 1 / (3 * speed.images_per_second))  # the last stage's too, for the probe
+        images = min(EPOCHS * self.images, max(0.0, budget - before) * speed.images_per_second)
+        why += f"; its last stage alone, from a regression at {inside} px, because there is no time for more"
+        training = self._training(LAST, sized, side, speed, images, why)
+        return training.model_copy(update={"features": features, "seconds": training.seconds + before})
 
     # --- the GAN
 

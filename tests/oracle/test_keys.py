@@ -66,7 +66,8 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
 }
 CLASSIFIER_ELSEWHERE = {
-    "finetune.cache": "whether what is frozen is computed again: tests/training/classifier/test_frozen.py"
+    "finetune.cache": "whether what is frozen is computed again: tests/training/classifier/test_frozen.py",
+    "finetune.probe": "where the head begins: tests/training/classifier/test_probe.py",
 }
 CASES = {"gan": (GAN, test_gan), "classifier": (CLASSIFIER, test_classifier)}
 Weights = dict[str, torch.Tensor]

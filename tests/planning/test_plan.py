@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from duetgan.planning.plan import ADA_BELOW, BATCH, FILLED, GAN, SCRATCH, STEPS, TUNED, Plan, choose, replanned
+from duetgan.planning.plan import ADA_BELOW, BATCH, FILLED, GAN, LAST, SCRATCH, STEPS, TUNED, Plan, choose, replanned
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
@@ -105,6 +105,11 @@ def test_classifier_is_tuned_where_weights_are_at_hand_and_its_head_alone_where_
     assert "--finetune.freeze" not in tuned.trainings["classifier"].overrides
     assert "--finetune.freeze" in head.trainings["classifier"].overrides
     assert sum("head alone" in note for note in head.notes) == sum("fine-tuned" in note for note in head.notes) == 1
+    last = plan("slow", "emoji", 6, weights=True).trainings["classifier"]
+    assert (last.config, last.resolution) == (LAST, 224)
+    assert last.overrides[6:10] == ["--finetune.unfreeze", "{head: 0, layer4: 0}", "--model.input-size", "224"]
+    seconds = last.seconds - last.steps * last.batch_size / last.images_per_second  # before the first step
+    assert 2 * 240 * last.features < seconds < 0.6 * last.seconds
     assert tuned.trainings["classifier"].overrides[:6] == [
         *("--model.name", "resnet50", "--model.weights", "resnet50.safetensors", "--model.he-strides", "true")
     ]

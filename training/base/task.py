@@ -40,6 +40,9 @@ class Task(ABC):
     def registry(self) -> dict[str, Any]:
         """Name -> object with state_dict and load_state_dict: all that a checkpoint must hold."""
 
+    def begin(self, folder: Path) -> None:  # noqa: B027  # most do nothing
+        """What a run does before its first step, and a resumed one does not again."""
+
     @abstractmethod
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update from the next batch, or batches; 0-d values on the device that add up over the ranks."""
@@ -47,6 +50,10 @@ class Task(ABC):
     def source(self, step: int, folder: Path) -> Source | None:
         """What the loader reads for update number `step` in place of images; None: them. It may take an epoch."""
         return None
+
+    def as_read(self, batch: Batch, step: int) -> Batch:
+        """What update number `step` gets for a batch of images where the loader reads something else."""
+        return batch
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:

@@ -42,6 +42,7 @@ class FineTuneConfig(Config):
     layer_decay_by: Literal["stage", "block"] = "block"  # what counts as a layer there
     # GiB for outputs of frozen stages, computed once: in memory or, if large, on disk; 0: in each step
     cache: NonNegativeFloat = 16.0
+    probe: bool = False  # the head begins as a logistic regression on the features of all images (2202.10054)
 
     @property
     def regrouped(self) -> bool:

@@ -95,13 +95,42 @@ class Frozen:
         self._span: tuple[int, int, int] | None = None
         self._source: Source | None = None  # of that span
 
+    def _span_of(self, step: int) -> tuple[int, int, int] | None:
+        return next((span for span in self.spans if span[0] <= step < span[1]), None)
+
+    def outputs(self, images: Tensor, step: int) -> Tensor:
+        """What update number `step` reads in place of images, were they all; images themselves where it reads them."""
+        if (span := self._span_of(step)) is None:
+            return images
+        with torch.no_grad():
+            first = self.model.features(classifier_input(self.model, images), span[2])
+        self.begin, self.shape = span[2], first.shape[1:]
+        return first.view(len(images), -1, 1, 1)
+
     def source(self, step: int, folder: Path) -> Source | None:
         """What update number `step`, which the model is set up for, reads in place of images; None: them."""
-        span = next((span for span in self.spans if span[0] <= step < span[1]), None)
+        span = self._span_of(step)
         if span != self._span:
             self._span, self._source, self.begin = span, None, 0
             self._source = self._computed(span[2], folder) if span else None
         return self._source
+
+    def features(self, source: Source | None) -> tuple[Tensor, Tensor]:
+        """As `image_features`, in the run's precision and from what is kept, if anything is."""
+        with self.precision.autocast():
+            if source is None:
+                return image_features(self.model, self.reader, mirror=self.mirror)
+            every, device = blocks(len(self.reader), self.model.side or self.model.resolution), device_of(self.model)
+            self.model.begin = self.begin
+            with evaluating(self.model):
+                parts = [self._features(source(records).images.to(device)) for records in every]
+        self.model.begin = 0
+        return torch.cat(parts), torch.tensor(self.reader.labels())
+
+    def _features(self, values: Tensor) -> Tensor:
+        """float32 [n, V, F] on the CPU, of what is kept of n images."""
+        views = [self.model.features(view.reshape(-1, *self.shape)) for view in values.unbind(-1)]
+        return torch.stack(views, 1).float().cpu()
 
     def _computed(self, end: int, folder: Path) -> Source | None:
         """What the first `end` stages give, by index; None where it takes too much."""

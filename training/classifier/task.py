@@ -1,5 +1,6 @@
 """The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
@@ -30,6 +31,7 @@ from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.frozen import Frozen
 from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
 from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
+from duetgan.training.classifier.probe import Probe, Probed, fit
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater, restore_where_
@@ -144,6 +146,7 @@ class ClassifierTask(Task):
         weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.precision = Precision(config.precision, device)
+        self.probe = Probed()
         self.finetuning = FineTuning(self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size)
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
         self.frozen = Frozen(config, reader, self.finetuning, self.resizing, self.precision)
@@ -158,7 +161,21 @@ class ClassifierTask(Task):
 
     def registry(self) -> dict[str, Any]:
         parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.precision}
+        parts |= {"probe": self.probe} if self.config.finetune.probe else {}
         return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
+
+    def begin(self, folder: Path) -> None:
+        """With `finetune.probe` the head becomes the regression; the other ranks get it from the first."""
+        if self.config.finetune.probe:
+            begun, source = time.perf_counter(), self.source(0, folder)
+
+            def fitted() -> Probe:
+                features, labels = self.frozen.features(source)
+                return fit(features, labels, self.shape["classes"], seed=self.config.seed)
+
+            self.probe.take(collectives.from_main_process(fitted), [self.model.head, self.ema.model.head])
+            self.probe.seconds = round(time.perf_counter() - begun, 1)
+            say_main(f"probe: {self.probe}; training begins there")
 
     def lineage(self) -> Lineage:
         return self.model.lineage
@@ -193,6 +210,10 @@ class ClassifierTask(Task):
     def source(self, step: int, folder: Path) -> Source | None:
         self._set_up(step)
         return self.frozen.source(step, folder)
+
+    def as_read(self, batch: Batch, step: int) -> Batch:
+        self._set_up(step)
+        return Batch(self.frozen.outputs(batch.images, step), batch.labels)
 
     def _set_up(self, step: int) -> None:
         self.finetuning.at(step)

@@ -121,6 +121,7 @@ class Loop(Fields):
         with handling(self._receive, obeyed_signals()):
             try:
                 if self.step == 0:
+                    self.task.begin(self.folder.path)
                     self._samples()
                     if self.config.log.tensorboard and collectives.is_main():
                         self.log.graph(self.task.networks())

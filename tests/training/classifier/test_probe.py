@@ -1,0 +1,97 @@
+"""The probe: against scikit-learn, on features that hold nothing, and as the beginning of a run."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from duetgan.training.classifier import probe
+from duetgan.training.classifier.frozen import image_features
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
+from tests.end_to_end.helpers import differing
+from tests.training.classifier.test_frozen import TREE, train
+
+
+def clusters(n: int = 300, classes: int = 3, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features [n, 2, 12], the second view a little off the first, of scales of their own; labels [n]."""
+    draws = torch.Generator().manual_seed(3)
+    labels = torch.arange(n) % classes
+    images = torch.randn(classes, 12, generator=draws)[labels] + spread * torch.randn(n, 12, generator=draws)
+    views = torch.stack([images, images + 0.1 * torch.randn(n, 12, generator=draws)], 1)
+    return views * torch.logspace(-2, 2, 12) + 5, labels
+
+
+def test_it_is_scikit_learns_regression_on_standardised_features():
+    features, labels = clusters()
+    found = probe.fit(features, labels, 3)
+    x, y = features.flatten(0, 1).double().numpy(), labels.repeat_interleave(2).numpy()
+    mean, deviation = x.mean(0), x.std(0)
+    theirs = LogisticRegression(C=1 / (found.strength * len(y)), max_iter=5000, tol=1e-8).fit((x - mean) / deviation, y)
+    ours = (torch.from_numpy(x) @ found.weight.double().T + found.bias).softmax(1).numpy()
+    assert np.abs(ours - theirs.predict_proba((x - mean) / deviation)).max() < 2e-3
+
+
+def test_its_accuracy_is_of_images_that_it_has_not_seen():
+    """300 images in 500 dimensions of noise are told apart without a fault, and not one that is new."""
+    features = torch.randn(300, 1, 500, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(300) % 3
+    found = probe.fit(features, labels, 3)
+    assert torch.nn.functional.linear(features[:, 0], found.weight, found.bias).argmax(1).eq(labels).all()
+    assert found.interval[0] < 1 / 3 < found.interval[1]
+    easy, of_easy = clusters(spread=0.1)
+    assert probe.fit(easy, of_easy, 3).accuracy == 1
+
+
+def test_views_of_an_image_and_classes_are_spread_over_the_folds(monkeypatch):
+    labels = torch.tensor([0] * 50 + [1] * 11 + [2] * 5)
+    folds = probe._folds(labels.numpy(), seed=1)
+    for label in range(3):
+        counts = np.bincount(folds[labels.numpy() == label], minlength=probe.FOLDS)
+        assert counts.max() - counts.min() <= 1
+    monkeypatch.setattr(probe, "WORK", 12 * 3 * 20)  # images beyond are not cross-validated, but fitted to
+    features, of_features = clusters()
+    assert probe.fit(features, of_features, 3).images == 20
+
+
+def config_of(packed: Any, **more: Any) -> Any:
+    data = {"path": str(packed / "train.lmdb"), "val_path": str(packed / "test.lmdb")}
+    return build_run_config(TREE | {"data": data, "augment": {"flip": True}} | more, [], "x")
+
+
+@pytest.fixture
+def donor(packed, tmp_path, slim):
+    train(config_of(packed, finetune={}), tmp_path / "donor")
+    return {"model": TREE["model"] | {"weights": str(tmp_path / "donor")}}
+
+
+def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, donor, capsys):
+    frozen = {"finetune": {"freeze": ["backbone"], "probe": True}} | donor
+    task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
+    expected = probe.fit(*image_features(task.model, task.reader), 10, seed=0)
+    for head in (task.model.head, task.ema.model.head):
+        torch.testing.assert_close(head.weight.detach(), expected.weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(head.bias.detach(), expected.bias, rtol=1e-4, atol=1e-5)
+    assert (state["probe"]["accuracy"], state["probe"]["images"]) == (expected.accuracy, 200)
+    assert f"accuracy {expected.accuracy:.3f}" in capsys.readouterr().err
+    whole = {"finetune": {"probe": True, "unfreeze": {"head": 0, "layer4": 0}}} | donor
+    other, straight = train(config_of(packed, **whole), tmp_path / "straight")
+    kept, _ = other.frozen.features(other.source(0, tmp_path))
+    assert other.frozen.begin == 4
+    torch.testing.assert_close(kept, other.frozen.features(None)[0], rtol=1e-4, atol=1e-5)
+    train(config_of(packed, **whole), tmp_path / "resumed", max_steps=5)
+    _, resumed = train(config_of(packed, **whole), tmp_path / "resumed")
+    assert capsys.readouterr().err.count("training begins there") == 2  # and not again
+    for state in (straight, resumed):
+        state["probe"].pop("seconds")
+    assert differing(straight, resumed) == []
+
+
+@pytest.mark.parametrize("model", [{}, {"weights": "x", "head": "hidden"}])
+def test_there_must_be_features_to_probe(packed, model):
+    told = "finetune.probe fits a linear head to pretrained features"
+    given = {"finetune": {"probe": True}, "model": TREE["model"] | model}
+    assert_raises(UserError, told, config_of, packed, **given)
