@@ -47,6 +47,7 @@ from duetgan.utils.provenance import Lineage, recorded
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 """Called with each chunk of samples on rank 0, in their order: samples uint8 [b, C, H, W], labels int64 [b], the
 judge's probabilities [b, K] or None."""
+WEAK = 0.25  # of the way from naming one class always to no mistake, that a judge should have come
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
             notes |= flattered(extractors, learnt_from)
+            notes |= weak_judge(seen["accuracy"], reader.labels()) if seen else {}
             if judge is not None and judge.lineage.related(learnt_from):
                 notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
             columns = {"label": samples.labels[: samples.n].numpy()}
@@ -302,6 +304,15 @@ def flattered(extractors: Sequence[Extractor], generator: Lineage) -> dict[str, 
             continue
         notes[extractor.name] = why
     return notes
+
+
+def weak_judge(accuracy: float, labels: np.ndarray) -> dict[str, str]:
+    """A note where the judge does little better on real images of the samples' size than who names one class always."""
+    chance = np.bincount(labels).max() / len(labels)
+    if accuracy >= chance + WEAK * (1 - chance):
+        return {}
+    share = f"the judge predicts {accuracy:.0%} of the real images at the samples' size correctly"
+    return {"recognised": f"{share}, and {chance:.0%} are of one class: what it recognises says little"}
 
 
 def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:
