@@ -24,7 +24,7 @@ from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.script import run_cli
 
 HEADER = ["folder", "images", "exit", "minutes", "classifier", "floor", "script", "recognised", "diversity", "copies"]
-WARNING = re.compile(r"warning|skipped|left out|cannot|error|not one|too few|Traceback", re.IGNORECASE)
+WARNING = re.compile(r"warning:|error:|skipped +\d|left out|Traceback")
 
 
 def run(name: str, folder: Path, out: Path, minutes: float, weights: list[str]) -> dict[str, Any]:
