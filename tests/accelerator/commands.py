@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from werkzeug.test import Client
 
 import evaluate
 import export
 import generate
 import predict
+import study
 import train
 from duetgan.data.images import encode
 from duetgan.data.reading.dataset import Dataset
@@ -38,7 +40,9 @@ from duetgan.reporting import pictures
 from duetgan.utils.script import run_cli
 from tests import slim
 from tests.accelerator import device
-from tests.end_to_end.helpers import contents, train_in_process, write_config
+from tests.accelerator.cases import snapshots_take_the_cpus_tensors
+from tests.end_to_end.helpers import TIMING, contents, train_in_process, write_config
+from tests.studies.conftest import study_recipe
 
 PLACE = "sim:1"
 QUIET = ["--log.samples-every", "0", "--evaluation.every", "0"]
@@ -47,6 +51,12 @@ GAN, CLASSIFIER = "--checkpoint {gan}", "--checkpoint {classifier}"
 FP32 = "--precision fp32"  # auto is another one on an accelerator
 FAST = "--repeats 1 --n 20 --json"  # of an export's check
 SEARCH = "--run-dir {out} --lr-find --lr-find-steps 16"
+
+# which device it was, when, and how fast
+PASSING = (
+    *("command.txt", "config.yaml", "report.html", "status.json", "best.json", "last.json"),
+    *(".log", ".pt2", ".sha256"),
+)
 
 # name -> the command's main, and what it is given; {out} is a folder, and the device goes last
 COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
@@ -87,6 +97,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     ),
     "lr-find": (train.main, f"--config {{classifier}}.yaml {SEARCH} {FP32}"),
     "lr-find-bf16": (train.main, f"--config {{classifier}}.yaml {SEARCH} --precision bf16 --optimizer.name adamw"),
+    "study": (study.main, "labels --config {study} --out {out} --per-class [2] --threshold 0.1"),
     "export-weights": (export.main, f"{GAN} --format safetensors --out {{out}}/gan.safetensors {FAST}"),
     "export-program": (export.main, f"{CLASSIFIER} --format torch-export --out {{out}}/classifier.pt2 {FAST}"),
 }
@@ -102,7 +113,7 @@ def runs(folder: Path) -> dict[str, str]:
             raise RuntimeError(f"training of the {task}: exit code {code}")
     with Dataset(folder / "test.lmdb") as images:
         (folder / "image.png").write_bytes(encode(np.moveaxis(images[0][0], 0, -1).copy(), "png"))
-    return given | BETWEEN
+    return given | BETWEEN | {"study": str(study_recipe(folder, folder))}
 
 
 def ran(folder: Path, name: str, given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
@@ -124,13 +135,25 @@ def ran(folder: Path, name: str, given: dict[str, str], where: str) -> tuple[str
 
 
 def _lasting(name: str, content: bytes) -> bytes:
-    """What two runs of a command have in common: a .safetensors file names its tensors in any order."""
-    if name == "command.txt" or name.endswith(".pt2"):  # which device it was; a zip file with the time
+    """What two runs of a command have in common: of a checkpoint its state; a .safetensors file names its tensors in
+    any order.
+    """
+    if name.endswith(PASSING):
         return b""
+    if name.endswith(".pt"):
+        state = torch.load(io.BytesIO(content), weights_only=True)["state"]
+        return repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), state)).encode()
+    if name.endswith((".json", ".jsonl")):
+        trees = content.splitlines() if name.endswith("l") else [content]
+        return repr([json.loads(tree, object_pairs_hook=_without_times) for tree in trees]).encode()
     if not name.endswith(".safetensors"):
         return content
     end = 8 + int.from_bytes(content[:8], "little")
     return json.dumps(json.loads(content[8:end]), sort_keys=True).encode() + content[end:]
+
+
+def _without_times(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in pairs if key not in ("seconds", *TIMING)]
 
 
 def explored(given: dict[str, str], where: str) -> tuple[str, dict[str, bytes]]:
@@ -182,8 +205,9 @@ def main(folder: Path, names: list[str]) -> None:
     of_generator.SEARCH = ProjectionConfig(steps=3)
     of_generator.Editor = partial(Editor, config=EditConfig(samples=4))  # type: ignore[misc,assignment]
     device.install()
+    snapshots_take_the_cpus_tensors()
     result: dict[str, Any] = {}
-    with device.Mode():
+    with device.Mode(), torch.autograd.set_multithreading_enabled(False):  # see trainings.compared
         given = runs(folder)
         for name in names:
             run = explored if name == "explorer" else partial(ran, folder, name)

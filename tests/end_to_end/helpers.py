@@ -32,6 +32,7 @@ checkpoint: {{every: 2}}
 evaluation: {{every: 4, n: 40}}
 data: {{path: {folder}/train.lmdb, val_path: {folder}/test.lmdb}}
 """
+TIMING = ("images_per_second", "data_wait", "memory_mib")  # of a row in metrics.jsonl
 TASKS = {"gan": GAN, "classifier": CLASSIFIER}
 
 
@@ -79,8 +80,7 @@ def differing(a: Any, b: Any, where: str = "") -> list[str]:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl without the figures that are times or memory."""
-    timing = ("images_per_second", "data_wait", "memory_mib")
-    return [{key: value for key, value in row.items() if key not in timing} for row in log_of(run)]
+    return [{key: value for key, value in row.items() if key not in TIMING} for row in log_of(run)]
 
 
 def log_of(run: Path) -> list[dict[str, Any]]:

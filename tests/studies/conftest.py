@@ -34,23 +34,29 @@ def asked(tmp_path, monkeypatch):
     return of
 
 
-@pytest.fixture
-def tiny(tmp_path, packed, capsys):
-    """A study whose trainings take seconds: its document and what the command printed; the page lies beside it."""
-    common = "log: {every: 4, tensorboard: false}\nevaluation: {every: 0, n: 20}\n"
+def study_recipe(folder: Path, packed: Path) -> Path:
+    """Of studies whose trainings take seconds."""
+    common = "precision: fp32\nlog: {every: 4, tensorboard: false}\nevaluation: {every: 0, n: 20}\n"
     for name, recipe in (("gan", GAN), ("classifier", CLASSIFIER)):
-        (tmp_path / f"{name}.yaml").write_text(recipe + common)
+        (folder / f"study-{name}.yaml").write_text(recipe + common)
     images = {"path": str(packed / "train.lmdb"), "test_path": str(packed / "test.lmdb"), "largest": 8}
     tree = {
         "seeds": 1,
         "data": {**images, "held_out": 0.2, "held_back": 0.3},
-        "classifier": {"config": str(tmp_path / "classifier.yaml"), "overrides": {"steps": 4}},
-        "gan": {"config": str(tmp_path / "gan.yaml")},
+        "classifier": {"config": str(folder / "study-classifier.yaml"), "overrides": {"steps": 4}},
+        "gan": {"config": str(folder / "study-gan.yaml")},
     }
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "study.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "study.yaml"
+
+
+@pytest.fixture
+def tiny(tmp_path, packed, capsys):
+    """A study whose trainings take seconds: its document and what the command printed; the page lies beside it."""
+    recipe = study_recipe(tmp_path, packed)
 
     def made(subject, out, *options):
-        argv = [subject, "--config", str(tmp_path / "study.yaml"), "--out", str(out), *options]
+        argv = [subject, "--config", str(recipe), "--out", str(out), *options]
         assert run_cli(script.main, argv) == 0
         document = json.loads((out / "study.json").read_text())
         return document, page(out / "report.html"), capsys.readouterr().out
