@@ -296,14 +296,14 @@ class _Choice:
         """A regression on all images' features, then the last stage: those before are computed once. None: no time."""
         options = [*options, "--finetune.unfreeze", f"{{head: 0, {list(backbone_of(name).stages)[-1]}: 0}}"]
         for inside in LAST_SIDES:
-            side, sized = _side(self.survey.side, inside), [*options, "--model.input-size", str(inside)]
-            whole = self.machine.speed(LAST, [*sized, "--finetune.cache", "0"], side, self.survey)
-            if 2 * self.images / whole.images_per_second < FEATURES * budget:
+            side, sized = _side(self.survey.side, 2 * TUNED_SIDE), [*options, "--model.input-size", str(inside)]
+            whole = self.machine.speed(LAST, [*sized, "--finetune.cache", "0"], side, self.survey).images_per_second
+            if 2 * self.images / whole < FEATURES * budget:
                 break
         else:
             return None
         speed = self.machine.speed(LAST, sized, side, self.survey)
-        features = max(0.0, 1 / whole.images_per_second - 1 / speed.images_per_second)
+        features = max(0.0, 1 / whole - 1 / speed.images_per_second)
         before = 2 * self.images * (features + 1 / (3 * speed.images_per_second))  # the last stage's too, for the probe
         images = min(EPOCHS * self.images, max(0.0, budget - before) * speed.images_per_second)
         why += f"; its last stage alone, from a regression at {inside} px, because there is no time for more"

@@ -105,7 +105,7 @@ class Frozen:
         with torch.no_grad():
             first = self.model.features(classifier_input(self.model, images), span[2])
         self.begin, self.shape = span[2], first.shape[1:]
-        return first.view(len(images), -1, 1, 1)
+        return first.reshape(len(images), -1, 1, 1)
 
     def source(self, step: int, folder: Path) -> Source | None:
         """What update number `step`, which the model is set up for, reads in place of images; None: them."""

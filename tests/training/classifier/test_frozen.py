@@ -18,6 +18,7 @@ from duetgan.training.classifier import frozen
 from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.run import prepare
+from duetgan.training.engine.speed import Trial
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.ema import EMA
 from duetgan.utils.checkpoint import load
@@ -142,6 +143,16 @@ def test_cached_is_uncached_within_rounding_and_resumes_to_the_bit(packed, tmp_p
     assert differing(straight, resumed) == []
     assert [len(records) for records in together] == 3 * [48, 48, 48, 48, 8]
     assert together[:5] == together[5:10] == together[10:]
+
+
+def test_speed_is_measured_behind_what_is_kept(packed):
+    config = config_of(packed, **VARIANTS["maps"], channels_last=True)
+    trial = Trial(config, 8, Dataset(packed / "train.lmdb"), torch.device("cpu"))
+    assert trial.batch.images.is_floating_point()
+    assert trial.seconds("fp32") > 0
+    assert trial.task.model.begin == BORDERS["maps"]  # type: ignore[attr-defined]
+    whole = config_of(packed, **uncached(VARIANTS["maps"]))
+    assert not Trial(whole, 8, Dataset(packed / "train.lmdb"), torch.device("cpu")).batch.images.is_floating_point()
 
 
 def borders(packed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> list[int]:
