@@ -9,6 +9,8 @@ one would wait for is counted by its source line; memory is counted and may run 
 runs a script of this repository on it. In Python: `device.install()` once a process, then `with device.Mode(): ...`.
 `torch.accelerator` then says that `sim` is what the machine has, for the rest of the process.
 
+Two processes with a device each: `ranks/`.
+
 Streams have an order that is checked (`streams.py`), though all work is done when a call returns. Not pretended:
 storages.
 """

@@ -92,7 +92,7 @@ def noticed(folder: Path, fault: str) -> str:
     owner, name, make = FAULTS[fault]
     try:
         with planted(owner, name, make):
-            return "; ".join(trainings.run(folder, trainings.gan(precision="bf16"), "sim", 2)["waits"])
+            return "; ".join(*trainings.run(folder, trainings.gan(precision="bf16"), "sim", 2)["waits"])
     except RuntimeError as error:
         return str(error)
 

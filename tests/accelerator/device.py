@@ -26,12 +26,14 @@ aten = torch.ops.aten
 TRANSFERS = (aten._to_copy.default, aten.copy_.default, aten.lift_fresh.default)
 # the host needs values, or how many there are
 WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.is_nonzero.default)
+INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 NUMPY = "can't convert sim device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
 
 waits: Counter[str] = Counter()  # by source line of the program
 refused: list[str] = []  # at which lines memory ran out
 float64 = True  # False: refused, as MPS does
 limit = BYTES  # bytes of each device
+elsewhere: dict[str, Callable[..., Any]] = {}  # what runs the operations of a namespace in place of their kernels
 _library = torch.library.Library("aten", "IMPL")
 _kept: list[Any] = []  # for good
 
@@ -171,6 +173,8 @@ def _line() -> str:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func.namespace in elsewhere:
+        return elsewhere[func.namespace](func, args, kwargs)
     flat, _ = tree_flatten((args, kwargs))
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
     sims, others = [t for t in tensors if isinstance(t, Sim)], [t for t in tensors if not isinstance(t, Sim)]
@@ -186,7 +190,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain["device"] = torch.device("cpu")
     used = {each.index for each in sims} | ({target.index or 0} if target and target.type == NAME else set())
     _order(func, args, kwargs, sims, used)
-    if (func in WAITS and sims) or _copies_with_a_wait(func, args, kwargs, device):
+    if (func in WAITS and sims) or _copies_with_a_wait(func, args, kwargs, device) or _masks(func, args):
         _wait(func.name().removeprefix("aten::"))
         for index in used:
             streams.host_waits(streams.current(index).clock)
@@ -279,6 +283,11 @@ def _copies_with_a_wait(func: Any, args: Any, kwargs: dict[str, Any], device: to
     else:
         return False
     return here != there and NAME in (here, there) and not free and source.numel() > 0
+
+
+def _masks(func: Any, args: Any) -> bool:
+    """Whether the host needs to know how many elements a mask takes."""
+    return func in INDEXED and any(isinstance(each, Sim) and each.dtype == torch.bool for each in args[1])
 
 
 class Mode(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """Small trainings, step by step, on the CPU and on `sim`. Whole runs of train.py: cases.py."""
 
 import gc
+from collections import ChainMap
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -125,9 +126,9 @@ def config_of(folder: Path, tree: dict[str, Any]) -> Any:
 def run(
     folder: Path, tree: dict[str, Any], where: str, number: int = STEPS, after: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """What the steps say, the state after them, and the waits of all but the first by source line; `after` each."""
+    """What the steps say, the state after them, and the waits of each but the first by source line; `after` each."""
     config, place = config_of(folder, tree), torch.device(where)
-    found: dict[str, Any] = {"said": [], "waits": {}}
+    found: dict[str, Any] = {"said": [], "waits": []}
     with open_training(config.data) as reader:
         task = TASKS[config.task].task(config, reader, None, place)
         loader = make_loader(task.config, reader, place)
@@ -135,7 +136,8 @@ def run(
             before, window = device.waits.copy(), MetricWindow()
             window.add(task.step(loader, step))
             if step:
-                found["waits"] |= {line: n for line, n in (device.waits - before).items() if ARTEFACT not in line}
+                waits = (device.waits - before).items()
+                found["waits"].append({line: count for line, count in waits if ARTEFACT not in line})
             found["said"].append(window.take())
             after()
         loader.close()
@@ -152,7 +154,7 @@ def compared(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
     name = next(name for name in ("generator", "model") if name in here["state"])
     one, other = here["state"][name], there["state"][name]
     largest = max((one[key].double() - other[key].double()).abs().max().item() for key in one)
-    return {"differing": differ, "largest": largest, "waits": there["waits"]}
+    return {"differing": differ, "largest": largest, "waits": dict(ChainMap(*there["waits"]))}
 
 
 def held(folder: Path, name: str) -> dict[str, Any]:

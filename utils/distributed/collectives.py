@@ -123,8 +123,9 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
         store=store,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        # with a device given, NCCL refuses tensors of other devices; a process with several devices must not give one
-        device_id=None if device.type == "cpu" or several else device,
+        # with a device given, NCCL refuses tensors of other devices; a process with several devices must not give one,
+        # nor one of XPUs, for which the gloo groups below would then need a backend (torch 2.15)
+        device_id=device if backend == "nccl" and not several else None,
     )
     _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     if backend != "gloo":

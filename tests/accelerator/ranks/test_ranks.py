@@ -1,0 +1,134 @@
+"""Two processes with a pretend device each: two CPU ranks' numbers; what they wait for; faults that are seen."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator import trainings
+from tests.accelerator.ranks import cases
+from tests.end_to_end.helpers import check_same, differing, state_of, status, write_config
+from tests.end_to_end.ranks import together
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux"),
+    pytest.mark.timeout(900),  # a part runs whole when its first row is asked for
+]
+RANKS = (0, 1)
+BATCHNORMS = 13  # of the classifier
+MASKS = "models/backbones/base.py: x = module(x) (index.Tensor)"
+BUCKETS = "training/base/compiled.py: return self._run(*arguments, **options) (copy_)"
+
+
+PARTS: dict[str, Any] = {
+    "fast": (cases.be_a_rank, list(cases.FAST)),
+    "slow": (cases.be_a_rank, list(cases.SLOW)),
+    "faults": (cases.at_fault,),
+}
+
+
+class Seen(dict[str, Any]):
+    """What each rank has found in a part; it runs when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, part: str) -> Any:
+        function, *names = PARTS[part]
+        out = self.folder / part
+        together(function, out, self.folder, *names, world=2, output=self.folder / f"{part}.txt")
+        self[part] = [torch.load(f"{out}.{rank}", weights_only=True) for rank in RANKS]
+        return self[part]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Seen:
+    folder = tmp_path_factory.mktemp("ranks")
+    trainings.prepare(folder)
+    return Seen(folder)
+
+
+ROWS = [("fast", name) for name in cases.FAST] + [
+    pytest.param("slow", name, marks=pytest.mark.slow) for name in cases.SLOW
+]
+
+
+@pytest.mark.parametrize(("part", "name"), ROWS)
+def test_two_devices_have_the_numbers_of_two_cpu_ranks(seen, part, name):
+    first, second = (rank["sim"][name] for rank in seen[part])
+    assert differing(first["state"], second["state"]) == []
+    assert differing(first["said"], second["said"]) == []
+    at_home = seen[part][0]["cpu"][name]
+    if name != cases.TORCHS:
+        assert differing(at_home["said"], first["said"]) == []
+        assert differing(at_home["state"], first["state"]) == []
+        return
+    for network in ("model", "model_ema"):
+        for key, tensor in at_home["state"][network].items():
+            torch.testing.assert_close(first["state"][network][key], tensor, rtol=1e-12, atol=1e-12)
+    for one, other in zip(at_home["said"], first["said"], strict=True):
+        assert other == pytest.approx(one, rel=1e-12)
+
+
+@pytest.mark.parametrize(("part", "name"), ROWS)
+def test_steps_wait_for_nothing_but_what_torch_itself_waits_for(seen, part, name):
+    """DDP's ranks agree on its buckets in the second step with them; SyncBatchNorm asks which ranks had images."""
+    masks = {MASKS: 3 * BATCHNORMS} if name == cases.TORCHS else {}
+    buckets = {BUCKETS: 4} if name.startswith("classifier") else {}
+    expected = [masks | buckets, masks]
+    if name == "classifier, unfrozen by and by":  # put into DDP anew in the second step
+        expected.reverse()
+    for rank in RANKS:
+        assert seen[part][rank]["sim"][name]["waits"] == expected
+
+
+@pytest.mark.parametrize("part", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
+def test_each_rank_uses_its_own_device_and_no_other(seen, part):
+    for rank, found in enumerate(seen[part]):
+        assert found["place"] == f"sim:{rank}"
+        assert found["bytes"][rank] > 100_000
+        assert found["bytes"][1 - rank] == 0
+
+
+TOLD = {
+    cases.SAME: "Duplicate device: ranks 0 and 1 both on sim:0",
+    "a sum on the CPU that is not copied back": "the processes no longer hold the same numbers after step 0",
+    "an .item() of a sum over the ranks": "share.batch_size (_local_scalar_dense)",
+    "a CPU tensor in the devices' group": "No backend type associated with device type cpu",
+    "gradients that are not waited for": "still writes it: wait for an event of it first",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TOLD)
+def test_planted_faults_are_seen(seen, fault):
+    assert TOLD.keys() == {cases.SAME} | cases.FAULTS.keys()
+    for rank in RANKS:
+        assert TOLD[fault] in seen["faults"][rank][fault]
+
+
+OPTIONS = ["--precision", "fp32", "--log.every", "2", "--log.samples-every", "0", "--evaluation.every", "0"]
+OPTIONS += ["--distributed.check-every", "2", "--steps", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_a_run_goes_on_on_two_devices_and_on_one(packed, tmp_path, task):
+    """Two steps of two ranks; the next two of the same ranks, or of one process: on devices what it is on CPUs."""
+    config = write_config(tmp_path / "config.yaml", task, packed)
+    for where in ("cpu", "sim"):
+        both, alone = tmp_path / f"{where}-two", tmp_path / f"{where}-one"
+        for number, (run, world, more) in enumerate([(both, 2, ["--max-steps", "2"]), (both, 2, []), (alone, 1, [])]):
+            if number == 1:
+                shutil.copytree(both, alone)
+            output = tmp_path / f"{where}-{number}"
+            together(cases.train, run, config, where, *OPTIONS, *more, world=world, output=output)
+    for name in ("two", "one"):
+        here, there = (tmp_path / f"{where}-{name}" for where in ("cpu", "sim"))
+        check_same(here, there, 4)
+    check_same(tmp_path / "cpu-two", tmp_path / "sim-two", 2)
+    assert differing(state_of(tmp_path / "sim-two", 4), state_of(tmp_path / "sim-one", 4)) != []
+    assert status(tmp_path / "sim-two", "state", "step") == ("finished", 4)
