@@ -206,6 +206,6 @@ def halved(folder: Path) -> dict[str, Any]:
             found[name] = {
                 "size": size,
                 "refused": list(device.refused),
-                "differing": differing(here, there | {"waits": {}}),
+                "differing": differing(here, there | {"waits": here["waits"]}),
             }
     return found
