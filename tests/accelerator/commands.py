@@ -97,6 +97,11 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     ),
     "lr-find": (train.main, f"--config {{classifier}}.yaml {SEARCH} {FP32}"),
     "lr-find-bf16": (train.main, f"--config {{classifier}}.yaml {SEARCH} --precision bf16 --optimizer.name adamw"),
+    "train-frozen": (
+        train.main,
+        f"--config {{classifier}}.yaml --run-dir {{out}} {FP32} --finetune.freeze [backbone] --augment.flip true"
+        " --augment.shift 0 --steps 25 --log.samples-every 0 --threads 1",
+    ),
     "study": (study.main, "labels --config {study} --out {out} --per-class [2] --threshold 0.1"),
     "export-weights": (export.main, f"{GAN} --format safetensors --out {{out}}/gan.safetensors {FAST}"),
     "export-program": (export.main, f"{CLASSIFIER} --format torch-export --out {{out}}/classifier.pt2 {FAST}"),
