@@ -138,8 +138,7 @@ class Classifier(nn.Module):
 
     def features(self, x: Tensor, end: int | None = None) -> Tensor:
         """Pooled features [N, F] before the head; `end`: the output of so many of the first stages."""
-        x = x if self.begin else self.prepare(x)
-        return self.backbone.features(self.network, x, self._stage, self.begin, end)
+        return self.backbone.features(self.network, x if self.begin else self.prepare(x), self._stage, self.begin, end)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))

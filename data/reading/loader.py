@@ -20,6 +20,8 @@ from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
+Source = Callable[[np.ndarray], "Batch"]  # indices -> a batch on the CPU, of what stands for the images
+
 
 @dataclass
 class Batch:
@@ -57,9 +59,6 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
     if reader.synthetic is not None:
         batch.synthetic = torch.from_numpy(indices >= len(reader))
     return batch
-
-
-Source = Callable[[np.ndarray], Batch]  # indices -> a batch on the CPU, of what stands for the images
 
 
 def _next_batch(reader: Dataset, sampler: GlobalSampler, sides: Any, source: Source | None, *, pin: bool) -> Batch:

@@ -53,9 +53,8 @@ def image_features(model: Classifier, dataset: Dataset, *, mirror: bool = True) 
     """Pooled features, which the head takes, of every image of a data set and of its mirror image: float32 [n, 2, F] on
     the CPU (without `mirror` [n, 1, F]), and labels int64 [n].
 
-    `features[:, 0]` are the images', `features[:, 1]` the mirror images'. They are brought to the model's size and
-    channels, computed where it lies, in evaluation mode; random crops of the data set are not taken. The same call
-    gives the same bits.
+    `features[:, 0]` are the images', `features[:, 1]` the mirror images'. Images are brought to the model's size and
+    channels, without random crops, and computed where it lies. The same call gives the same bits.
     """
     every = blocks(len(dataset), model.side or model.resolution)
     with evaluating(model):
