@@ -83,7 +83,7 @@ PRESETS = {  # recipe -> its images
     "fashion_mnist_classifier": Images(32, 10, 1),
     "fashion_mnist_classifier_gpu": Images(32, 10, 1),
     "fashion_mnist_gan": Images(32, 10, 1),
-    **{f"finetune_resnet50{kind}": Images(96, 10) for kind in ("", "_gradual", "_head")},
+    **{f"finetune_resnet50{kind}": Images(96, 10) for kind in ("", "_gradual", "_head", "_last")},
     "gan_128": Images(128),
     "gan_256": Images(256),
     "gan_32_cpu": Images(32),

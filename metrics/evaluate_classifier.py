@@ -132,6 +132,10 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
 
     def finish() -> dict[str, Any]:
         document = speed | _written(checkpoint, reader, out, answers_of(classifier, reader, logits), options.seed)
+        if probe := checkpoint["state"].get("probe"):
+            document["probe"] = probe
+            sure = "{:.3f} ({:.3f} to {:.3f}) by cross-validation".format(probe["accuracy"], *probe["interval"])
+            document["notes"]["probe"] = f"it began as a logistic regression on its features: {sure}"
         if hits is not None:
             document["robustness"] = robustness(hits, document["n"], reader.resolution)
             save_corruptions(reader.read([0])[0][0], out / "robustness.png", seed=options.seed)

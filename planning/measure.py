@@ -116,7 +116,7 @@ class ThisMachine(Machine):
         if key not in self._known:
             data = ["--data.path", str(self._noise(side, images.channels, images.classes)), "--data.val-path", "null"]
             if "--model.weights" in overrides:  # as fast without them
-                data += ["--model.weights", "null", "--model.normalise", "imagenet", "--finetune.probe", "false"]
+                data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
             self._known[key] = Speed(measured.precision, measured.images_per_second)
             ratio = measured.ratio or math.inf

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from duetgan.models.registry import backbone_of
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -185,7 +184,7 @@ class _Choice:
     def __init__(self, survey: Survey, machine: Machine, minutes: float, quick: bool) -> None:
         self.survey, self.machine, self.minutes, self.quick = survey, machine, minutes, quick
         self.val_share = None if survey.held_out else VAL_SHARE_FEW if survey.count < FEW else VAL_SHARE
-        self.held_out = survey.held_out or max(1, round(survey.count * (self.val_share or 0)))
+        self.held_out = survey.held_out or max(1, survey.classes, round(survey.count * (self.val_share or 0)))
         self.images = survey.count - (self.held_out if self.val_share else 0)
         self.labelled = survey.classes > 1
         self.ada = self.images < ADA_BELOW
@@ -194,7 +193,7 @@ class _Choice:
             self.notes = [f"held out: the source's own {survey.held_out:,} images"]
         else:
             few = f" (20 % because there are fewer than {FEW})" if self.val_share == VAL_SHARE_FEW else ""
-            what = f"{self.val_share:.0%} of each class, about {self.held_out:,} images in all"
+            what = f"{self.val_share:.0%}{' of each class' * self.labelled}, about {self.held_out:,} images in all"
             self.notes = [f"held out: {what}, look-alikes on one side{few}"]
         if survey.unreadable:
             self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
@@ -294,6 +293,7 @@ class _Choice:
 
     def _last_stage(self, budget: float, options: list[str], name: str, why: str) -> Training | None:
         """A regression on all images' features, then the last stage: those before are computed once. None: no time."""
+        from duetgan.models.registry import backbone_of  # imports torch
         options = [*options, "--finetune.unfreeze", f"{{head: 0, {list(backbone_of(name).stages)[-1]}: 0}}"]
         for inside in LAST_SIDES:
             side, sized = _side(self.survey.side, 2 * TUNED_SIDE), [*options, "--model.input-size", str(inside)]

@@ -97,7 +97,8 @@ class Quickstart:
         plan = self.plan
         images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
         images += ["--pyramid", str(plan.smallest)] if plan.smallest < plan.size else []
-        images += ["--on-error", "skip"] if plan.survey.source != SAMPLE else []
+        skipped = ["--on-error", "skip", "--max-skipped", str(plan.survey.count // 2)]
+        images += skipped if plan.survey.source != SAMPLE else []
         if plan.val_share is None:
             parts = [(f"pack {file.stem}", [file], ["--split", file.stem]) for file in (self.train, self.test)]
         else:
@@ -171,6 +172,9 @@ def in_words(summary: dict[str, Any]) -> str:
     if classifier:
         sure = " ({:.3f} to {:.3f})".format(*classifier["interval"]) if classifier["interval"] else ""
         lines = [f"classifier: accuracy {classifier['accuracy']:.3f}{sure}, n {classifier['n']}"]
+        if floor := classifier["floor"]:
+            about = "{:.3f} ({:.3f} to {:.3f})".format(floor["accuracy"], *floor["interval"])
+            lines.append(f"it began as a logistic regression on its features: {about} by cross-validation")
     figures = {"recognised": gan["recognised"], "diversity": gan["diversity_ratio"], "distance": gan["distance"]}
     words = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
     floor = "" if gan["floor"] is None else f" (real images: {gan['floor']:.3f})"
@@ -184,7 +188,7 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
     figures = {task: json.loads((folder / task / "eval/metrics.json").read_text()) for task in plan.trainings}
     classifier, gan = figures.get("classifier"), figures["gan"]
     if classifier:
-        names = {"accuracy": "accuracy", "interval": "accuracy_interval", "n": "n"}
+        names = {"accuracy": "accuracy", "interval": "accuracy_interval", "n": "n", "floor": "probe"}
         classifier = {name: classifier.get(key) for name, key in names.items()}
     first = {key.replace("frechet", "distance"): value for key, value in gan["distances"][0].items()}
     of_first = ("distance", "distance_interval", "floor", "extractor", "n")

@@ -248,6 +248,7 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
     assert pack[2] == str(images)
     assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("128", "32", "3")
     assert (option(pack, "--val-share"), option(pack, "--on-error")) == ("0.2", "skip")
+    assert option(pack, "--max-skipped") == "150"
     test = option(pack, "--val-dest")
     assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
     assert option(classifier, "--config") == "configs/finetune_resnet50.yaml"
@@ -374,3 +375,8 @@ def test_the_summary_has_the_intervals_that_the_evaluation_gives(commands, tmp_p
     assert {key: gan[key] for key in more} == more
     assert gan["distance_interval"] == [1.0, 2.0]
     assert "clipped_coverage" not in gan
+    file = tmp_path / "classifier" / "eval" / "metrics.json"
+    write(file, json.loads(file.read_text()) | {"probe": {"accuracy": 0.75, "interval": [0.7, 0.8], "images": 90}})
+    summary = steps.summarise(tmp_path, Plan.read(plan_of(tmp_path)), 1.0)
+    assert summary["classifier"]["floor"]["accuracy"] == 0.75
+    assert "regression on its features: 0.750 (0.700 to 0.800) by cross-validation" in steps.in_words(summary)

@@ -51,12 +51,12 @@ class ClassifierConfig(RunConfig):
             reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
             raise UserError(f"compile on cannot be combined with model.split: {reason}")
 
-        if self.finetune.probe and (self.model.weights is None or self.model.head != "linear"):
-            raise UserError("finetune.probe fits a linear head to pretrained features: give model.weights, head linear")
+        if self.finetune.probe and not (self.model.head == "linear" and self.model.backbone.head_bias):
+            raise UserError("finetune.probe fits a linear head with a bias: set model.head linear, or leave it out")
 
     def for_trial(self, samples: int) -> Self:
-        model, finetune = self.model.changed(weights=None, split="off"), self.finetune.changed(probe=False)
-        return super().for_trial(samples).changed(compile="off", model=model, finetune=finetune)
+        model = self.model.changed(weights=None, split="off")
+        return super().for_trial(samples).changed(compile="off", model=model)
 
     @property
     def several_devices(self) -> bool:

@@ -45,7 +45,8 @@ class EMA(Generic[Network]):
         if average is None:
             parameters = list(zip(self.model.parameters(), model.parameters(), strict=True))
             if self._still is None:
-                self._still = {a for a, b in parameters if not b.requires_grad and torch.equal(a, b)}
+                frozen = [pair for pair in parameters if not (pair[1].requires_grad or hasattr(pair[1], "fake_mode"))]
+                self._still = {a for a, b in frozen if torch.equal(a, b)}  # fake tensors have no values
             self._still -= {a for a, b in parameters if b.requires_grad}
             averaged += [(a, b) for a, b in parameters if a not in self._still]
         else:

@@ -1,5 +1,6 @@
 """The probe: against scikit-learn, on features that hold nothing, and as the beginning of a run."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
+import evaluate
 from duetgan.training.classifier import probe
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.end_to_end.helpers import differing
 from tests.training.classifier.test_frozen import TREE, train
@@ -77,6 +80,11 @@ def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, dono
         torch.testing.assert_close(head.bias.detach(), expected.bias, rtol=1e-4, atol=1e-5)
     assert (state["probe"]["accuracy"], state["probe"]["images"]) == (expected.accuracy, 200)
     assert f"accuracy {expected.accuracy:.3f}" in capsys.readouterr().err
+    options = ["--checkpoint", str(tmp_path / "one"), "--data", str(packed / "test.lmdb"), "--device", "cpu"]
+    assert run_cli(evaluate.main, options) == 0
+    document = json.loads((tmp_path / "one" / "eval" / "metrics.json").read_text())
+    assert document["probe"]["accuracy"] == expected.accuracy
+    assert f"{expected.accuracy:.3f}" in document["notes"]["probe"]
     whole = {"finetune": {"probe": True, "unfreeze": {"head": 0, "layer4": 0}}} | donor
     other, straight = train(config_of(packed, **whole), tmp_path / "straight")
     kept, _ = other.frozen.features(other.source(0, tmp_path))
@@ -90,8 +98,7 @@ def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, dono
     assert differing(straight, resumed) == []
 
 
-@pytest.mark.parametrize("model", [{}, {"weights": "x", "head": "hidden"}])
-def test_there_must_be_features_to_probe(packed, model):
-    told = "finetune.probe fits a linear head to pretrained features"
+@pytest.mark.parametrize("model", [{"head": "hidden"}, {"name": "airbench", "stem": None}])
+def test_its_head_must_be_linear_with_a_bias(packed, model):
     given = {"finetune": {"probe": True}, "model": TREE["model"] | model}
-    assert_raises(UserError, told, config_of, packed, **given)
+    assert_raises(UserError, "finetune.probe fits a linear head with a bias", config_of, packed, **given)
