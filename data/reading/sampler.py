@@ -105,14 +105,16 @@ class GlobalSampler:
 
     def at(self, position: int, length: int) -> tuple[np.ndarray, SampleKeys]:
         """`length` indices of the endless sequence from `position` on, and their keys."""
-        epochs, places = np.divmod(position + np.arange(length, dtype=np.int64), self.count)
-        indices, repeats = np.empty_like(places), np.zeros_like(places)
-        for epoch in np.unique(epochs).tolist():  # ascending: one epoch's order is kept at a time
-            inside = epochs == epoch
+        indices, epochs, repeats = (np.zeros(length, np.int64) for _ in range(3))
+        done = 0
+        while done < length:
+            epoch, first = divmod(position + done, self.count)
             order, earlier = self._drawn(epoch)
-            indices[inside] = order[places[inside]]
+            part = order[first : first + length - done]
+            here, done = slice(done, done + len(part)), done + len(part)
+            indices[here], epochs[here] = part, epoch
             if self._weighted is not None:
-                repeats[inside] = earlier[places[inside]]
+                repeats[here] = earlier[first : first + len(part)]
         return indices, SampleKeys(self.seed, epochs, repeats)
 
     def advance(self, batches: int = 1) -> None:
