@@ -7,7 +7,7 @@ cardinalities are those of the configuration up to `full_width_up_to` px and hal
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,12 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 from duetgan.models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
-from duetgan.models.layers import LEAKY_SLOPE, compute_dtype, fir_kernel
+from duetgan.models.layers import LEAKY_SLOPE, compute_dtype, downsample_fir, upsample_fir
+from duetgan.models.layers.convolution import Geometry, convolve
 from duetgan.utils.config.model import Config, PositiveInt
 from duetgan.utils.errors import UserError
 
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
-# of depthwise convolutions of stride 1: strided and transposed ones in bf16 were 16 times slower on the CPU
-LOW_PASS = (1.0, 2.0, 1.0)
 
 
 class R3Config(Config):
@@ -92,120 +91,10 @@ def _start(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) * (gain / math.sqrt(fan_in)) if gain else torch.zeros(shape))
 
 
-# Convolutions to be differentiated twice.
-#
-# R1 and R2 differentiate D's gradient in every step. Autograd's own second derivative of a convolution is a loop over
-# its groups, with kernels as large as the image: measured on the CPU 2 times slower than need be for grouped
-# convolutions and 80 times for depthwise ones. But every derivative of a convolution is one of three: a convolution,
-# its gradient for the input, its gradient for the weight. Input and weight have a node each, because autograd asks a
-# node that is written in Python for all its gradients, and the inner gradient of a penalty needs none for weights.
-
-
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, groups=groups)
-
-
-class _InputPath(torch.autograd.Function):
-    """The convolution [N, O, H, W], whose gradient goes to x alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.groups = groups
-        return _convolution(x, weight, bias, groups)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        x, weight = ctx.saved_tensors
-        return _Gradient.apply(grad, weight, x.detach(), ctx.groups, True), None, None, None
-
-
-class _WeightPath(torch.autograd.Function):
-    """The bias (or 0) in the shape of the convolution [N, O, H, W], whose gradient goes to weight and bias alone.
-
-    x comes in a tuple, which autograd does not look into: as an input it would put this node on the way to the image.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, wrapped: tuple[Tensor], weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        (x,) = wrapped
-        ctx.save_for_backward(x, weight)
-        ctx.groups = groups
-        start = x.new_zeros(()) if bias is None else bias.clone()[:, None, None]
-        return start.expand(len(x), len(weight), *x.shape[2:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1]
-        to_weight = _Gradient.apply(grad, x, weight.detach(), ctx.groups, False) if wanted else None
-        return None, to_weight, grad.sum(dim=(0, 2, 3)) if ctx.needs_input_grad[2] else None, None
-
-
-class _Gradient(torch.autograd.Function):
-    """d<grad, convolution>/dx, bilinear in grad and weight, or /dweight, bilinear in grad and x.
-
-    `other` is weight or x; of `like`, the one that the gradient is for, only the shape and the layout matter.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, other: Tensor, like: Tensor, groups: int, of_input: bool) -> Tensor:
-        ctx.save_for_backward(grad, other)
-        ctx.settings = groups, of_input
-        x, weight = (like, other) if of_input else (other, like)
-        padding, mask = [weight.shape[-1] // 2] * 2, [of_input, not of_input, False]
-        gradients = torch.ops.aten.convolution_backward(
-            grad, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], groups, mask
-        )
-        return gradients[0] if of_input else gradients[1]
-
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> Any:
-        (grad, other), (groups, of_input) = ctx.saved_tensors, ctx.settings
-        x, weight = (outer, other) if of_input else (other, outer)
-        to_grad = convolve_twice(x, weight, None, groups) if ctx.needs_input_grad[0] else None
-        wanted = ctx.needs_input_grad[1]
-        to_other = _Gradient.apply(grad, outer, other.detach(), groups, not of_input) if wanted else None
-        return to_grad, to_other, None, None, None
-
-
-def convolve_twice(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """Convolution of stride 1 and odd size k with zero padding k // 2, whose second derivatives are fast.
-
-    x [N, I, H, W], weight [O, I / groups, k, k], bias [O] or None, all of one dtype -> [N, O, H, W].
-    """
-    if torch.jit.is_tracing() or torch.compiler.is_compiling():  # neither knows of second derivatives
-        return _convolution(x, weight, bias, groups)
-    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return _InputPath.apply(x, weight, None, groups).add_(_WeightPath.apply((x,), weight, bias, groups))
-    return _InputPath.apply(x, weight, bias, groups)
-
-
-def downsample(x: Tensor) -> Tensor:
-    """[1, 2, 1] low-pass with zero padding, then 2x2 means; [N, C, H, W] -> [N, C, H / 2, W / 2].
-
-    Equals `layers.downsample_fir`, because [1, 1] * [1, 2, 1] = [1, 3, 3, 1].
-    """
-    channels = x.shape[1]
-    return F.avg_pool2d(convolve_twice(x, fir_kernel(channels, 1.0, x, LOW_PASS), None, channels), 2)
-
-
-def upsample(x: Tensor) -> Tensor:
-    """Every pixel twice a side, then the [1, 2, 1] low-pass with zero padding; [N, C, H, W] -> [N, C, 2H, 2W].
-
-    Equals `layers.upsample_fir`. Only generators need it, so that its first derivative is the fast one.
-    """
-    channels, larger = x.shape[1], F.interpolate(x, scale_factor=2, mode="nearest")
-    return _convolution(larger, fir_kernel(channels, 1.0, x, LOW_PASS), None, channels)
-
-
 class Convolution(nn.Module):
     """Convolution in autocast's precision; with `activation` a biased leaky ReLU follows, otherwise there is no bias.
 
-    [N, in_channels, H, W] -> [N, out_channels, H, W]. The weight starts as N(0, gain^2 / fan_in). `twice` chooses fast
-    second derivatives over fast first ones.
+    [N, in_channels, H, W] -> [N, out_channels, H, W]. The weight starts as N(0, gain^2 / fan_in).
     """
 
     def __init__(
@@ -214,7 +103,6 @@ class Convolution(nn.Module):
         out_channels: int,
         size: int,
         *,
-        twice: bool,
         groups: int = 1,
         gain: float = 1.0,
         activation: bool = False,
@@ -223,13 +111,13 @@ class Convolution(nn.Module):
         fan_in = in_channels // groups * size**2
         self.weight = _start(out_channels, in_channels // groups, size, size, fan_in=fan_in, gain=gain)
         self.bias = nn.Parameter(torch.zeros(out_channels)) if activation else None
-        self.groups, self.twice = groups, twice
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)
-        convolve = convolve_twice if self.twice else _convolution
         bias = None if self.bias is None else self.bias.to(dtype)
-        x = convolve(x.to(dtype), self.weight.to(dtype), bias, self.groups)
+        geometry = Geometry(padding=self.weight.shape[-1] // 2, groups=self.groups)
+        x = convolve(x.to(dtype), self.weight.to(dtype), bias, geometry)
         # in place: the convolution's output is needed by nobody else, so that half of a block's memory is saved
         return x if bias is None else F.leaky_relu(x, LEAKY_SLOPE, inplace=True)
 
@@ -248,11 +136,11 @@ class Linear(nn.Module):
 class Block(nn.Module):
     """x + 1x1(grouped 3x3(1x1(x))), a biased leaky ReLU after the first two; the identity at the start."""
 
-    def __init__(self, width: int, inside: int, cardinality: int, *, gain: float, twice: bool) -> None:
+    def __init__(self, width: int, inside: int, cardinality: int, *, gain: float) -> None:
         super().__init__()
-        self.expand = Convolution(width, inside, 1, gain=gain, activation=True, twice=twice)
-        self.group = Convolution(inside, inside, 3, groups=cardinality, gain=gain, activation=True, twice=twice)
-        self.reduce = Convolution(inside, width, 1, gain=0.0, twice=twice)
+        self.expand = Convolution(width, inside, 1, gain=gain, activation=True)
+        self.group = Convolution(inside, inside, 3, groups=cardinality, gain=gain, activation=True)
+        self.reduce = Convolution(inside, width, 1, gain=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.reduce(self.group(self.expand(x)))
@@ -269,13 +157,13 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.resample = resample
-        self.change = Convolution(before, width, 1, twice=resample == "down") if before != width else None
+        self.change = Convolution(before, width, 1) if before != width else None
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = downsample(x) if self.resample == "down" else x
+        x = downsample_fir(x) if self.resample == "down" else x
         x = x if self.change is None else self.change(x)
-        return self.blocks(upsample(x) if self.resample == "up" else x)
+        return self.blocks(upsample_fir(x) if self.resample == "up" else x)
 
 
 class _Stages(nn.ModuleList):
@@ -290,10 +178,7 @@ class _Stages(nn.ModuleList):
         gain = LEAKY_GAIN * (len(sizes) * config.blocks) ** -0.25
         stages, before = [], 0
         for _, width, cardinality in sizes:
-            blocks = [
-                Block(width, width * config.expansion, cardinality, gain=gain, twice=direction == "down")
-                for _ in range(config.blocks)
-            ]
+            blocks = [Block(width, width * config.expansion, cardinality, gain=gain) for _ in range(config.blocks)]
             stages.append(Stage(before or width, width, blocks, direction if before else None))
             before = width
         super().__init__(stages)
@@ -323,7 +208,7 @@ class R3Generator(PlainGenerator):
         self.linear = Linear(config.z_dim + (config.embed_dim if classes else 0), stages.first)
         self.basis = _start(1, stages.first, 4, 4, fan_in=1, gain=1.0)
         self.stages = stages
-        self.to_rgb = Convolution(stages.last, channels, 1, twice=False)
+        self.to_rgb = Convolution(stages.last, channels, 1)
 
     def images(self, x: Tensor) -> Tensor:
         x = self.stages(x[:, :, None, None] * self.basis)
@@ -339,7 +224,7 @@ class R3Discriminator(ImageDiscriminator):
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         stages = _Stages(config, resolution, "down")
         dim = config.embed_dim or stages.last
-        self.from_rgb = Convolution(channels, stages.first, 1, twice=True)
+        self.from_rgb = Convolution(channels, stages.first, 1)
         self.stages, self.trunk_width = stages, stages.last
         self.basis = _start(1, stages.last, 4, 4, fan_in=16, gain=1.0)
         self.output = Linear(stages.last, dim if classes else 1)

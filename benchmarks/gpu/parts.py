@@ -33,7 +33,8 @@ def marked() -> list[str]:
 
 def tests(setting: Setting, book: Book) -> None:
     """The tests marked `gpu`, each outcome as it comes."""
-    command = [sys.executable, "-u", "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *marked()]
+    options = ["-v", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]  # another torch warns of other things
+    command = [sys.executable, "-u", "-m", "pytest", *options, *marked()]
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -64,11 +65,11 @@ class Part(NamedTuple):
 # together under 25 minutes: what is quick and tells most comes first
 PARTS = {
     "waits": Part(steps.budget, 60, "Waits for the device in a step"),
-    "presets": Part(steps.presets, 270, "Throughput of the presets, beside the predictions"),
+    "presets": Part(steps.presets, 400, "Throughput of the presets, beside the predictions"),
     "tests": Part(tests, 180, "Tests marked gpu"),
-    "samples": Part(trainings.samples, 80, "The quickstart's GAN"),
+    "samples": Part(trainings.samples, 120, "The quickstart's GAN"),
     "peers": Part(peers.peers, 150, "Against other programs"),
-    "cifar10": Part(trainings.cifar10, 600, "CIFAR-10 to 94 %"),
+    "cifar10": Part(trainings.cifar10, 420, "CIFAR-10 to 94 %"),
     "ranks": Part(ranks.group, 120, "A process for each device"),
 }
 

@@ -71,7 +71,7 @@ def against_timm(setting: Setting, book: Book) -> None:
         timm = import_timm()
     except UserError:
         raise NotThere("timm") from None
-    config, samples = scaling.recipe(OURS["timm"]), 8 if setting.small else 256
+    config, samples = scaling.recipe(OURS["timm"]).changed(compile="off"), 8 if setting.small else 256
     reader: Any = scaling.Reader(scaling.PRESETS[OURS["timm"]])
     trial = Trial(config, samples, reader, setting.torch_device)
     trial.precision.switch(precision_of(config, setting.torch_device))

@@ -33,6 +33,7 @@ SYNCHRONISING = "called a synchronizing"  # in what torch warns of
 TICK = 1  # waits of a log tick
 BLOCK = 0.5  # seconds of steps between two looks at the clock
 REPEATS = 3
+COMPILING = 0.6  # of the presets' time: what is compiled later would not be ready
 GIB = 2**30
 
 
@@ -141,19 +142,27 @@ def precision_of(config: RunConfig, device: torch.device) -> Any:
     return "fp32" if device.type == "cpu" else native(device)
 
 
-def measured(config: RunConfig, reader: Any, samples: int, setting: Setting) -> dict[str, Value]:
-    """Images per second and the peak of the memory, of steps of so many samples, uncompiled and without reading."""
+def measured(
+    config: RunConfig, reader: Any, samples: int, setting: Setting, compiled: bool = False
+) -> dict[str, Value]:
+    """Images per second and the peak of the memory, of steps of so many samples, without reading; where they are
+    compiled, the seconds that this takes, too.
+    """
     device = setting.torch_device
     if device.type != "cpu":
         gc.collect()  # what the preset before has left
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
-    trial = Trial(config, samples, reader, device)
+    trial = Trial(config.changed(compile="on" if compiled else "off"), samples, reader, device)
     precision = precision_of(config, device)
     trial.precision.switch(precision)
-    seconds = mean_seconds(trial_seconds(setting, trial), trial.shares, 0.0 if setting.small else BLOCK)
+    seconds_of = trial_seconds(setting, trial)
+    compiling = sum(seconds_of(step, 1) for step in trial.shares) if compiled else 0.0
+    seconds = mean_seconds(seconds_of, trial.shares, 0.0 if setting.small else BLOCK)
     found: dict[str, Value] = {"samples": samples, "precision": precision, "images_per_second": samples / seconds}
-    if device.type != "cpu":
+    if compiled:
+        found["compiling_seconds"] = compiling
+    elif device.type != "cpu":
         found["peak_gib"] = torch.accelerator.max_memory_allocated(device) / GIB
     return found
 
@@ -169,24 +178,31 @@ def predicted(config: RunConfig, reader: Any, samples: int, gpu: str) -> dict[st
 
 
 def presets(setting: Setting, book: Book) -> None:
-    """Throughput and memory of the recipes for GPUs, beside what was predicted."""
-    gpu, missed = device_name(setting.torch_device), []
-    for name in SMALL if setting.small else predictions.NAMES:
-        config, reader = scaling.recipe(name), scaling.Reader(scaling.PRESETS[name])
-        samples = 8 if setting.small else config.micro(1)
-        try:
-            found = measured(config, reader, samples, setting)
-        except Exception as error:  # one preset's fault leaves the others their figures
-            traceback.print_exc()
-            missed.append(name)
-            book.row(name, failed=first_line(error))
-            continue
-        book.row(name, **found)
-        said = predicted(config, reader, samples, gpu)
-        for key in ("images_per_second", "peak_gib"):
-            if key in found and f"predicted_{key}" in said:
-                said[f"{key}_vs_predicted_ratio"] = float(found[key]) / said[f"predicted_{key}"]
-        book.row(name, **said)
+    """Throughput and memory of the recipes for GPUs, uncompiled; then what was predicted; then compiled, until the time
+    is over.
+    """
+    gpu, missed, begun = device_name(setting.torch_device), [], time.monotonic()
+    recipes = {name: scaling.recipe(name) for name in (SMALL if setting.small else predictions.NAMES)}
+    readers: Any = {name: scaling.Reader(scaling.PRESETS[name]) for name in recipes}
+    samples = {name: 8 if setting.small else config.micro(1) for name, config in recipes.items()}
+    for compiled in (False,) if setting.small else (False, True):
+        for name, config in recipes.items():
+            if compiled and time.monotonic() - begun > COMPILING * setting.seconds:
+                break
+            try:
+                found = measured(config, readers[name], samples[name], setting, compiled)
+            except Exception as error:  # one preset's fault leaves the others their figures
+                traceback.print_exc()
+                missed.append(name)
+                book.row(name, failed=first_line(error))
+                continue
+            book.row(name, **({f"compiled_{key}": cell for key, cell in found.items()} if compiled else found))
+        for name, cells in () if compiled else list(book.rows.items()):
+            said = predicted(recipes[name], readers[name], samples[name], gpu)
+            for key in ("images_per_second", "peak_gib"):
+                if key in cells and f"predicted_{key}" in said:
+                    said[f"{key}_vs_predicted_ratio"] = float(cells[key]) / said[f"predicted_{key}"]
+            book.row(name, **said)
     if missed:
         raise Missed(f"did not run: {', '.join(missed)}")
 

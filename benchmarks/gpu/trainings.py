@@ -71,7 +71,7 @@ def cifar10(setting: Setting, book: Book) -> None:
         shutil.rmtree(run, ignore_errors=True)
         config = ["--config", ROOT / "configs/cifar10_airbench.yaml", "--run-dir", run, "--device", setting.device]
         config += [f"--data.path={data}/cifar10-train.lmdb", f"--data.val-path={data}/cifar10-test.lmdb"]
-        config += ["--steps", steps, "--checkpoint.every", steps, "--evaluation.every", steps]
+        config += ["--steps", steps, "--checkpoint.every", steps, "--evaluation.every", steps, "--compile", "off"]
         config += ["--batch-size", 20, *SMALL] if setting.small else []
         training = call(train.main, *config)
         judging = call(evaluate.main, "--checkpoint", run, "--device", setting.device, "--tta", "shift")

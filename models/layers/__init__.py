@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from duetgan.models.layers.convolution import Geometry, convolve
+from duetgan.models.layers.convolution import compute_dtype as compute_dtype
+
 LEAKY_SLOPE = 0.2
 ACTIVATION_GAIN = math.sqrt(2)
 
@@ -17,12 +20,6 @@ ACTIVATION_GAIN = math.sqrt(2)
 def normalize_second_moment(x: Tensor) -> Tensor:
     """Scale each row of `x` [N, F] to unit mean square (StyleGAN2, mapping network's input)."""
     return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-8)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that convolutions of `x` run in: autocast's where it is on, else that of `x`."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class EqualizedLinear(nn.Module):
@@ -86,12 +83,12 @@ class EqualizedConv2d(nn.Module):
         bias = None if self.bias is None else self.bias * self.gain
         kernel_size = weight.shape[-1]
         if self.downsample and kernel_size == 1:
-            x = F.conv2d(downsample_fir(x), weight, bias)
+            x = convolve(downsample_fir(x), weight, bias, Geometry())
         elif self.downsample:
             # blur at full resolution, then the convolution strides; the output is H/2 because of the FIR's padding
-            x = F.conv2d(blur_fir(x, padding=kernel_size // 2 + 1), weight, bias, stride=2)
+            x = convolve(blur_fir(x, padding=kernel_size // 2 + 1), weight, bias, Geometry(stride=2))
         else:
-            x = F.conv2d(x, weight, bias, padding=kernel_size // 2)
+            x = convolve(x, weight, bias, Geometry(padding=kernel_size // 2))
         # in place: no derivative of a convolution looks at its output
         return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
@@ -150,6 +147,7 @@ def pointwise(x: Tensor, filters: Tensor) -> Tensor:
 # the second derivative, into a loop over the channels.
 
 TAPS = (1.0, 3.0, 3.0, 1.0)
+ODD_TAPS = (1.0, 2.0, 1.0)  # [1, 2, 1] * [1, 1] = [1, 3, 3, 1]
 TRANSPOSED = {"blur": "blur", "down": "up", "up": "down"}  # whose matrix is the transposed one
 
 _kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would be copied from the host, and waited for
@@ -178,15 +176,25 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
     beyond which the filter sees zeros: a depthwise transposed convolution is 3 (fp32) to 40 (bf16) times slower on the
     CPU.
     """
-    if kind != "up":
-        stride = 2 if kind == "down" else 1
-        return F.conv2d(x, fir_kernel(x.shape[1], gain, x), stride=stride, padding=padding, groups=x.shape[1])
-    if gain != 4:
-        x = x * (gain / 4)  # at the low resolution, where it costs least
-    x = F.interpolate(x, scale_factor=2, mode="bilinear")
-    for edge in (x[:, :, :1], x[:, :, -1:], x[..., :1], x[..., -1:]):
-        edge.mul_(0.75)
-    return x
+    if kind == "up":
+        x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it costs least
+        x = F.interpolate(x, scale_factor=2, mode="bilinear")
+        for edge in (x[:, :, :1], x[:, :, -1:], x[..., :1], x[..., -1:]):
+            edge.mul_(0.75)
+        return x
+    channels, stride = x.shape[1], 2 if kind == "down" else 1
+    if not in_two(x):
+        return F.conv2d(x, fir_kernel(channels, gain, x), stride=stride, padding=padding, groups=channels)
+    x = F.conv2d(x, fir_kernel(channels, gain, x, ODD_TAPS), padding=padding, groups=channels)
+    x = torch.lerp(x[:, :, :-1:stride], x[:, :, 1::stride], 0.5)
+    return torch.lerp(x[..., :-1:stride], x[..., 1::stride], 0.5)
+
+
+def in_two(x: Tensor) -> bool:
+    """Whether 3x3 taps and means of neighbours are faster than 4x4 taps, for which cuDNN has no kernel of its own: 70 %
+    of StyleGAN2's step on an H200 (docs/measurements/gpu.md). Not on the CPU.
+    """
+    return x.is_cuda
 
 
 class _Resample(torch.autograd.Function):

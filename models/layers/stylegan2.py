@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duetgan.models.gan import Alpha, one_hot
@@ -27,6 +26,7 @@ from duetgan.models.layers import (
     scaled_activation,
     upsample_fir,
 )
+from duetgan.models.layers.convolution import Geometry, convolve
 
 
 def clamped(x: Tensor, limit: float | None) -> Tensor:
@@ -137,10 +137,11 @@ class ModulatedConv2d(nn.Module):
             return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype)), scale
         x = x.to(dtype) * style.to(dtype)[:, :, None, None]
         if self.upsample:
-            x = F.conv_transpose2d(x, weight.transpose(0, 1), stride=2)  # [N, O, 2H + 1, 2W + 1]
+            x = convolve(x, weight.transpose(0, 1), None, Geometry(stride=2, transposed=True))
+            # [N, O, 2H + 1, 2W + 1]
             x = blur_fir(x, padding=1, gain=4.0)
         else:
-            x = F.conv2d(x, weight, padding=weight.shape[-1] // 2)
+            x = convolve(x, weight, None, Geometry(padding=weight.shape[-1] // 2))
         return x, scale
 
     def _normalised(self, style: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -207,6 +207,13 @@ def matrix(oracle, shape):
     return np.stack([oracle(unit).reshape(-1) for unit in units], axis=1)
 
 
+@pytest.fixture(params=["at once", "in two"])
+def low_pass(request, monkeypatch):
+    """As on the CPU, and as on GPUs."""
+    monkeypatch.setattr(layers, "in_two", lambda _: request.param == "in two")
+
+
+@pytest.mark.usefixtures("low_pass")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "size"),
@@ -228,6 +235,7 @@ def test_values_up_to_the_borders(name, size, layout):
     assert found.is_contiguous(memory_format=layout)
 
 
+@pytest.mark.usefixtures("low_pass")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_case
 def test_gradient_is_the_transposed_matrix_and_its_gradient_the_matrix(name, layout):

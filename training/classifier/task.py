@@ -34,9 +34,9 @@ from duetgan.training.classifier.network import fit_first_filters, load_discrimi
 from duetgan.training.classifier.probe import Probe, Probed, fit
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
-from duetgan.training.optim.updater import Precision, Updater, restore_where_
+from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.collectives import by_device
+from duetgan.utils.distributed.collectives import Snapshot, by_kind
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.images import grid
 from duetgan.utils.memory import ran_out
@@ -191,11 +191,11 @@ class ClassifierTask(Task):
         self._set_up(step)
         self._wrap()
         self.model.begin = self.frozen.begin if batch.images.is_floating_point() else 0
-        before = [b.clone() for b in self.statistics]
+        before = Snapshot(self.statistics)
         loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
             update = self.updater.step(step)
-            restore_where_(self.statistics, before, update.skipped)
+            before.restore(update.skipped)  # a masked step's NaN must not stay in running statistics
             if self.apart:  # the running means and variances that this step has moved
                 norms = [m for m in self.model.modules() if isinstance(m, torch.nn.BatchNorm2d) and m.training]
                 collectives.average_(b for norm in norms for b in norm.buffers() if b.is_floating_point())
@@ -239,7 +239,7 @@ class ClassifierTask(Task):
         setting = self.config.compile if not self.shares else "off"  # a compiled network lies on one device
         self.forward = Compiled(self.replica or self.model, "classifier", setting=setting, device=self.device)
 
-    def _gradients(self, batch: Batch, step: int, before: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _gradients(self, batch: Batch, step: int, before: Snapshot) -> tuple[Tensor, Tensor]:
         """Gradients of the global batch, in smaller parts if memory runs out and the config allows it. `before` are
         the statistics to begin with. Returns the loss and how many were right, of this process's share.
 
@@ -254,8 +254,7 @@ class ClassifierTask(Task):
                 return result
             del result
             self.updater.zero_grad()
-            for tensor, old in zip(self.statistics, before, strict=True):
-                tensor.copy_(old)
+            before.restore()
             if not short:
                 self.micro.tries -= 1
                 break
@@ -309,7 +308,7 @@ class ClassifierTask(Task):
                 f"no gradient reaches {', '.join(unused[:4])}{', ...' * (len(unused) > 4)}: several processes cannot "
                 "train such parameters; name them in finetune.freeze"
             )
-        for (gradients,) in by_device(p.grad for _, p in trained if p.grad is not None).values():
+        for (gradients,) in by_kind(p.grad for _, p in trained if p.grad is not None).values():
             torch._foreach_mul_(gradients, collectives.world_size())
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:

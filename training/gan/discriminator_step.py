@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
 from duetgan.training.gan import losses
 from duetgan.training.gan.context import Context, DiscriminatorOutput, Images, StepShare
@@ -86,7 +87,7 @@ class DiscriminatorStep:
     def _discriminate(self, share: StepShare, rows: slice, batch: Images, name: str) -> DiscriminatorOutput:
         due = PENALTIES[name][0] in self.weights
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
-        with phase("discriminator/forward"):
+        with phase("discriminator/forward"), penalised(due):
             output = self.context.discriminate(batch, share, rows, name, compiled=not due)
         if name != "between":
             share.add(f"logits/{name}", output.logits.sum() / share.batch_size)
@@ -108,7 +109,7 @@ class DiscriminatorStep:
         taught = ("real", "fake") if self.loss.auxiliary_fakes else ("real",)  # what the auxiliary head learns from
         loss = loss + more + sum(self.context.auxiliary_loss(o, share) for o in outputs if o.name in taught)
         due = [output for output in outputs if PENALTIES[output.name][0] in self.weights]
-        with phase("discriminator/penalty" if due else "discriminator/backward"):
+        with phase("discriminator/penalty" if due else "discriminator/backward"), penalised(bool(due)):
             for output in due:
                 name, penalty = PENALTIES[output.name]
                 mean = penalty(output.logits, output.images, self.context.precision.scale()).sum() / share.batch_size

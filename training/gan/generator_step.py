@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
 from duetgan.training.gan import losses
 from duetgan.training.gan.context import Context, Images, StepShare
@@ -216,6 +217,7 @@ class GeneratorStep:
             terms["feature_matching"] = distance * loss.feature_matching_weight
         return terms
 
+    @penalised()
     def _regularise_path_length(self, share: StepShare, gradients: PerLossGradients) -> None:
         """Backward of StyleGAN2's path-length penalty on half a batch, with the gain of its interval.
 

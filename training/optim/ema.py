@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from duetgan.utils.distributed.collectives import by_device
+from duetgan.utils.distributed.collectives import by_kind
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -42,6 +42,7 @@ class EMA(Generic[Network]):
             weight = (1 - beta) * (1 - skipped.to(reference.dtype))
         pairs = list(zip(self.model.buffers(), model.buffers(), strict=True))
         averaged = [(a, b) for a, b in pairs if self.average_buffers and a.is_floating_point()]
+        copied = [(a, b) for a, b in pairs if not (self.average_buffers and a.is_floating_point())]
         if average is None:
             parameters = list(zip(self.model.parameters(), model.parameters(), strict=True))
             if self._still is None:
@@ -50,15 +51,13 @@ class EMA(Generic[Network]):
             self._still -= {a for a, b in parameters if b.requires_grad}
             averaged += [(a, b) for a, b in parameters if a not in self._still]
         else:
-            for here, there in by_device(self.model.parameters(), average).values():
-                torch._foreach_copy_(here, there)
-        for device, (here, there) in by_device(*zip(*averaged, strict=True)).items():
+            copied += zip(self.model.parameters(), average, strict=True)
+        for (device, _), (here, there) in by_kind(*zip(*averaged, strict=True)).items():
             difference = torch._foreach_sub(there, here)
             torch._foreach_mul_(difference, weight.to(device))
             torch._foreach_add_(here, difference)
-        for a, b in pairs:
-            if not (self.average_buffers and a.is_floating_point()):
-                a.copy_(b)
+        for here, there in by_kind(*zip(*copied, strict=True)).values():
+            torch._foreach_copy_(here, there)
 
     def state_dict(self) -> dict[str, Any]:
         return self.model.state_dict()

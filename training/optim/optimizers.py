@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from duetgan.training.optim.config import OptimizerConfig
-from duetgan.utils.distributed.collectives import by_device, widest
+from duetgan.utils.distributed.collectives import by_kind, widest
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ class ScheduleFree(Masked):
         weight_sum += weight
         # of the new z in x; 0 where every rate so far was 0
         share = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
-        for device, (here,) in by_device(parameters).items():
+        for (device, _), (here,) in by_kind(parameters).items():
             numbers = [number.to(device) for number in (taken, updates, share, group["lr"] * taken)]
             self._move(group, here, *numbers)
 

@@ -11,7 +11,6 @@ from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.optimizers import ScheduleFree, build_optimizer
 from duetgan.utils.checkpoint.state_schema import check_moments
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.collectives import by_device
 from duetgan.utils.distributed.gradients import Compression, GradientExchange
 from duetgan.utils.errors import UserError
 
@@ -200,15 +199,6 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
         largest = _unit_norm(parameter).clamp_(min=SMALLEST_WEIGHTS).mul_(factor)
         norm = _unit_norm(parameter.grad).clamp_(min=SMALLEST_GRADIENT)
         parameter.grad.mul_((largest / norm).clamp_(max=1))
-
-
-@torch.no_grad()
-def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped: Tensor) -> None:
-    """Put `before` back where the 0-d flag `skipped` is 1: a masked step's NaN must not stay in running statistics."""
-    for device, (now, then) in by_device(tensors, before).items():
-        masked = skipped.to(device) > 0
-        for tensor, old in zip(now, then, strict=True):
-            tensor.copy_(torch.where(masked, old, tensor))
 
 
 def laid_like(tensor: Tensor, model: Tensor) -> Tensor:

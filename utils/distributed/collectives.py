@@ -303,18 +303,19 @@ def average_(tensors: Iterable[Tensor]) -> None:
     """Replace floating-point tensors by their means over the ranks."""
     if world_size() == 1:
         return
-    for (parts,) in by_device(tensors).values():
+    for (parts,) in by_kind(tensors).values():
         flat = all_reduce_sum_(torch.cat([tensor.reshape(-1) for tensor in parts]))
         unflatten_into(flat / world_size(), parts)
 
 
-def by_device(*lists: Iterable[Tensor]) -> dict[torch.device, list[list[Tensor]]]:
-    """Device -> what each of the lists, which go together item by item, has there: for operations on many tensors,
-    which take those of one device.
+def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[list[Tensor]]]:
+    """Device and dtype (of the first list) -> what each of the lists, which go together item by item, has of it: for
+    operations on many tensors, which take those of one kind.
     """
-    columns: dict[torch.device, list[list[Tensor]]] = {}
+    columns: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     for row in zip(*lists, strict=True):
-        for column, tensor in zip(columns.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
+        kind = columns.setdefault((row[0].device, row[0].dtype), [[] for _ in row])
+        for column, tensor in zip(kind, row, strict=True):
             column.append(tensor)
     return columns
 
@@ -323,6 +324,25 @@ def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copy the pieces of a flat tensor to those that it was made of."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
+
+
+class Snapshot:
+    """The values of tensors, one beside the other: on accelerators many launches cost more than what is copied."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = [here for (here,) in by_kind(tensors).values()]
+        self.values = [_flat(here) for here in self.tensors]
+
+    def restore(self, flag: Tensor | None = None) -> None:
+        """Put them back; where a 0-d flag is given, if it is 1, which nobody waits for."""
+        for here, values in zip(self.tensors, self.values, strict=True):
+            found = values if flag is None else torch.where(flag.to(values.device) > 0, values, _flat(here))
+            unflatten_into(found, here)
+
+
+@torch.no_grad()
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:

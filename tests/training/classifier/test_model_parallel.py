@@ -21,9 +21,10 @@ from duetgan.models.hooks import LayerStatistics
 from duetgan.models.restore import classifier_from
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.ema import EMA
-from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
+from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
 from duetgan.utils.checkpoint import load
 from duetgan.utils.distributed import collectives, gradients
+from duetgan.utils.distributed.collectives import Snapshot
 from duetgan.utils.distributed.launch import launch
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
@@ -95,11 +96,10 @@ def test_an_update_is_made_on_each_device(options, frozen, slim):
         for step in range(2):
             for parameter in updater.parameters:
                 parameter.grad = torch.empty_like(parameter)
-            statistics = list(model.buffers())
-            before = [buffer.clone() for buffer in statistics]
+            before = Snapshot(model.buffers())
             mixed.scale()
             update = updater.step(step)
-            restore_where_(statistics, before, update.skipped)
+            before.restore(update.skipped)
             mixed.update_scale()
             average.update(model, 0.9, update.skipped, updater.average(model.parameters()))
             assert [figure.device for figure in update] == [GPUS[0]] * 3
