@@ -10,6 +10,7 @@ from pathlib import Path
 
 from duetgan.planning.steps import QUICK_STEPS, SAMPLE, Quickstart, default_folder, plan_for
 from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 
 WEEK = 7 * 24 * 60  # minutes
@@ -21,12 +22,16 @@ def main(argv: list[str]) -> int:
     add("source", nargs="?", default=SAMPLE, metavar="FOLDER", help="images: folder, zip, CSV (default: the sample)")
     add("--minutes", type=number(float, 1, WEEK), default=15.0, help="how long it may take in all")
     add("--weights", metavar="FILE", help="ImageNet weights to fine-tune the classifier from (default: see docs)")
+    add("--predict", metavar="IMAGES", help="name these new images in the end: predictions.csv beside the report")
     add("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_NAME)")
     add("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, as a quick check")
     options = parser.parse_args(argv)
     folder = Path(options.dir).resolve() if options.dir else default_folder(options.source, options.quick)
+    new = Path(options.predict).expanduser().resolve() if options.predict else None
+    if new is not None and not new.exists():
+        raise UserError(f"--predict {options.predict}: there is no such file or folder")
     plan = plan_for(folder, options)
-    return plan if isinstance(plan, int) else Quickstart(folder, plan).run()
+    return plan if isinstance(plan, int) else Quickstart(folder, plan, new).run()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.planning.sizes import SIZES, Size, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -22,33 +23,16 @@ SEARCHED_LESS = 2000  # training images that are searched for copies where time 
 GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN's training 2 % more time
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
 TUNED_SIDE = 128  # px inside the network and of the images that a classifier reads that is fine-tuned as a whole
-LAST_SIDES, FEATURES, EPOCHS = (224, 128, 64), 0.8, 10  # one's last stage: px inside, time for features, at most
+# behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
+LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
+LAST_STEPS = 10  # at least: those begin at a regression
+TUNED_FROM = 1000  # images, from which a network is fine-tuned as a whole where there is time
+FEATURES, EPOCHS = 0.8, 10  # share of the time that features may take as estimated, epochs at most
 PACKING = 2.5  # seconds that packing takes besides reading the images
 ORDER = ("pack", "train classifier", "train gan", "evaluate classifier", "evaluate gan")
 STEPS = {"classifier": 60, "gan": 200}  # at least, however little time there is
 PACE = (0.8, 5.0)  # how much longer than planned a part may take for others to be planned by it
 LONGER = 1.05  # a GAN that could be longer by a smaller factor stays as it is
-
-
-class Size(NamedTuple):
-    """A GAN's size, and the images it must see before its samples can be recognised."""
-
-    side: int  # px
-    channel_base: int  # channels at a resolution: base / resolution, channel_max at most
-    channel_max: int
-    kimg: int  # thousand images, at least
-    most: int  # thousand images after which more no longer shows
-
-
-SIZES = (
-    Size(128, 4096, 256, 600, 6000),
-    Size(128, 2048, 128, 300, 3000),
-    Size(64, 2048, 256, 200, 2000),
-    Size(64, 1024, 128, 80, 1500),
-    Size(32, 512, 128, 50, 640),
-    Size(32, 256, 64, 30, 640),
-    Size(16, 256, 64, 0, 400),
-)
 
 
 class Speed(NamedTuple):
@@ -244,7 +228,7 @@ class _Choice:
         self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
     ) -> Training:
         gan, batch, rate = config == GAN, BATCH[config], speed.images_per_second
-        least = STEPS["gan" if gan else "classifier"]
+        least = STEPS["gan" if gan else "classifier"] if config != LAST else LAST_STEPS
         steps = least if self.quick else max(least, int(images / batch))
         if not gan:
             options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", str(max(1, steps // 10))]
@@ -282,32 +266,50 @@ class _Choice:
             why = f"fine-tuned from {name}'s ImageNet weights, {file}"
             wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
         speed = self.machine.speed(config, options, side, self.survey)
-        if weights and share * budget * speed.images_per_second < wanted / 2:
-            if last := self._last_stage(share * budget, options, weights[1], why):
-                return last
+        scarce = share * budget * speed.images_per_second < wanted / 2
+        training = None
+        if weights and (scarce or self.images < TUNED_FROM):
+            training = self._behind_frozen(share * budget, options, weights[1], why)
+        if training is not None:
+            return training
+        if weights and scarce:
             options += ["--finetune.freeze", "[backbone]"]
             why += "; the head alone, because there is no time for more"
             speed = self.machine.speed(config, options, side, self.survey)
         most = share * budget * speed.images_per_second
         return self._training(config, options, side, speed, max(min(wanted, most), min(3 * wanted, most / 2)), why)
 
-    def _last_stage(self, budget: float, options: list[str], name: str, why: str) -> Training | None:
-        """A regression on all images' features, then the last stage: those before are computed once. None: no time."""
+    def _behind_frozen(self, budget: float, options: list[str], name: str, why: str) -> Training | None:
+        """A regression on all images' features, then the last stage or the head: what is before is computed once. None:
+        there is no time for it.
+        """
         from duetgan.models.registry import backbone_of  # imports torch
-        options = [*options, "--finetune.unfreeze", f"{{head: 0, {list(backbone_of(name).stages)[-1]}: 0}}"]
-        for inside in LAST_SIDES:
-            side, sized = _side(self.survey.side, 2 * TUNED_SIDE), [*options, "--model.input-size", str(inside)]
-            whole = self.machine.speed(LAST, [*sized, "--finetune.cache", "0"], side, self.survey).images_per_second
-            if 2 * self.images / whole < FEATURES * budget:
-                break
-        else:
+
+        last, side = list(backbone_of(name).stages)[-1], _side(self.survey.side, 2 * TUNED_SIDE)
+
+        def sized(inside: int, views: int) -> list[str]:
+            trained = f"{{head: 0, {last}: 0}}" if views > 1 else "{head: 0}"
+            found = [*options, "--finetune.unfreeze", trained, "--model.input-size", str(inside)]
+            return [*found, "--augment.flip", str(views > 1).lower()]
+
+        def speed(options: list[str]) -> Speed:
+            return self.machine.speed(LAST, options, side, self.survey)
+
+        uncached = ["--finetune.cache", "0"]
+        one = self.images / speed([*sized(128, 1), *uncached]).images_per_second  # seconds for a view of every image
+        fits = (rung for rung in LADDER if rung[1] * one * (rung[0] / 128) ** 2 < FEATURES * budget)
+        if (rung := next(fits, None)) is None:
             return None
-        speed = self.machine.speed(LAST, sized, side, self.survey)
-        features = max(0.0, 1 / whole - 1 / speed.images_per_second)
-        before = 2 * self.images * (features + 1 / (3 * speed.images_per_second))  # the last stage's too, for the probe
-        images = min(EPOCHS * self.images, max(0.0, budget - before) * speed.images_per_second)
-        why += f"; its last stage alone, from a regression at {inside} px, because there is no time for more"
-        training = self._training(LAST, sized, side, speed, images, why)
+        options = sized(*rung)
+        whole, behind = speed([*options, *uncached]).images_per_second, speed(options)
+        features = max(0.0, 1 / whole - 1 / behind.images_per_second)
+        # the trained stages' too, for the regression
+        before = rung[1] * self.images * (features + 1 / (3 * behind.images_per_second))
+        images = min(EPOCHS * self.images, max(0.0, budget - before) * behind.images_per_second)
+        part = "its last stage" if rung[1] > 1 else "its head"
+        few = "there are few images" if self.images < TUNED_FROM else "there is no time for more"
+        why += f"; {part} alone, from a regression at {rung[0]} px, because {few}"
+        training = self._training(LAST, options, side, behind, images, why)
         return training.model_copy(update={"features": features, "seconds": training.seconds + before})
 
     # --- the GAN
@@ -319,7 +321,7 @@ class _Choice:
         if not self.quick:
             known = self._gan_speed(base).images_per_second
         for size in sizes[:-1]:
-            hoped = known * _work(base) / _work(size) * budget
+            hoped = known * work(base) / work(size) * budget
             if self.quick or hoped < 600 * size.kimg:  # not worth measuring
                 continue
             speed = self._gan_speed(size)
@@ -384,13 +386,6 @@ class _Choice:
 def _side(side: int, most: int) -> int:
     """A power of two near `side` px, from 16 to `most`: images are enlarged by less than half."""
     return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
-
-
-def _work(size: Size) -> float:
-    """Work of one image in relation to other sizes: products of the convolutions, and the pixels for all else."""
-    sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
-    channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
-    return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
 
 
 def _cadence(steps: int, seconds: float, *, evaluations: int) -> list[str]:

@@ -39,8 +39,11 @@ class Step(NamedTuple):
 class Quickstart:
     """The steps, where they write, and how long each took (kept in timings.json over interruptions)."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self.folder, self.plan = folder, plan
+    def __init__(self, folder: Path, plan: Plan, new: Path | None = None) -> None:
+        """`new`: images that the classifier names in the end. Raises UserError where there is no classifier."""
+        if new is not None and plan.classifier is None:
+            raise UserError("--predict: these images train no classifier; put them into a folder for each class")
+        self.folder, self.plan, self.new = folder, plan, new
         self.train, self.test = (folder / "data" / f"{split}.lmdb" for split in ("train", "test"))
         file = folder / "timings.json"
         self.timings: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
@@ -51,7 +54,8 @@ class Quickstart:
         begun: set[str] = set()  # parts of the plan
         for step in self.steps():
             self.commands.append(typed(step.command))
-            part = next(part for part in self.plan.seconds if step.name.startswith(part))  # packing may be two steps
+            # packing may be two steps, and naming new images is not planned
+            part = next((part for part in self.plan.seconds if step.name.startswith(part)), step.name)
             left = {name: seconds for name, seconds in self.plan.seconds.items() if name not in begun}
             begun.add(part)
             seconds = 0.0 if self.plan.quick or step.done else left.pop(part, 0.0)
@@ -76,6 +80,11 @@ class Quickstart:
             yield Step(f"train {task}", self.training(task), finished(self.folder / task))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
+        if self.new is not None:
+            command = ["predict.py", str(self.new), "--checkpoint", shown(self.folder / "classifier"), "--tta", "flip"]
+            files = {"--csv": "predictions.csv", "--errors": "unreadable.csv"}
+            command += [word for option, name in files.items() for word in (option, shown(self.folder / name))]
+            yield Step("predict", command, done=False)
 
     def plan_again(self) -> None:
         """Before the GAN begins: another length for it where the machine turned out slower or faster than planned."""
@@ -164,6 +173,8 @@ class Quickstart:
         )
         print(f"\n{in_words(summary)}")
         print(f"{duration(seconds)} in all" + (f", {duration(self.plan.total)} expected" * (not self.plan.quick)))
+        if self.new is not None:
+            print(f"names:   {shown(self.folder / 'predictions.csv')}")
         print(f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)")
 
 

@@ -16,6 +16,7 @@ from duetgan.planning import steps
 from duetgan.planning.plan import FILLED, Plan, choose
 from duetgan.planning.steps import QUICK_STEPS, ROOT, Quickstart, call, unfit
 from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from quickstart import main
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
@@ -246,17 +247,38 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
     assert commands.names == ["data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
     pack, classifier, gan = commands.calls[:3]
     assert pack[2] == str(images)
-    assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("128", "32", "3")
+    assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("256", "32", "3")
     assert (option(pack, "--val-share"), option(pack, "--on-error")) == ("0.2", "skip")
     assert option(pack, "--max-skipped") == "150"
     test = option(pack, "--val-dest")
     assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
-    assert option(classifier, "--config") == "configs/finetune_resnet50.yaml"
-    assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("128", "32")
+    assert option(classifier, "--config") == "configs/finetune_resnet50_last.yaml"
+    assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("256", "32")
     notes = summary_of(tmp_path / "out")["plan"]["notes"]
     assert notes
     report = (tmp_path / "out" / "report.html").read_text()
     assert all(note.replace("'", "&#39;") in report for note in notes)
+
+
+def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands, tmp_path, images, capsys):
+    out, new = tmp_path / "out", tmp_path / "new ones"
+    asked = [str(images), "--dir", str(out), "--predict", str(new)]
+    assert run_cli(main, asked) == 2
+    assert "there is no such file or folder" in capsys.readouterr().err
+    new.mkdir()
+    commands.survey = seen(500, 0, source=str(images))
+    assert run_cli(main, asked) == 2
+    assert "these images train no classifier" in capsys.readouterr().err
+    assert commands.names == []
+    (out / "plan.json").unlink()
+    commands.survey = seen(300, 5, source=str(images))
+    assert main(asked) == 0
+    *_, judging, naming = commands.calls
+    assert (judging[0], naming[:2]) == ("evaluate.py", ["predict.py", str(new)])
+    assert [option(naming, name) for name in ("--checkpoint", "--csv", "--errors")] == [
+        str(out / name) for name in ("classifier", "predictions.csv", "unreadable.csv")
+    ]
+    assert capsys.readouterr().out.count(str(out / "predictions.csv")) == 2
 
 
 def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(commands, tmp_path, images):

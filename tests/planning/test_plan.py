@@ -99,22 +99,39 @@ def test_time_that_does_not_show_is_not_spent_and_images_that_cannot_be_read_are
     assert [words for words in ("hardly show", "a.png is truncated") if words not in str(notes)] == []
 
 
-def test_classifier_is_tuned_where_weights_are_at_hand_and_its_head_alone_where_time_is_short():
-    tuned, scratch = plan("fast", "emoji", 15, weights=True), plan("fast", "emoji", 15)
-    head = plan("slow", "many", 15, weights=True)
-    assert (tuned.trainings["classifier"].config, scratch.trainings["classifier"].config) == (TUNED, SCRATCH)
-    assert "--finetune.freeze" not in tuned.trainings["classifier"].overrides
-    assert "--finetune.freeze" in head.trainings["classifier"].overrides
-    assert sum("head alone" in note for note in head.notes) == sum("fine-tuned" in note for note in head.notes) == 1
-    last = plan("slow", "emoji", 6, weights=True).trainings["classifier"]
-    assert (last.config, last.resolution) == (LAST, 256)
-    assert last.overrides[6:10] == ["--finetune.unfreeze", "{head: 0, layer4: 0}", "--model.input-size", "224"]
-    seconds = last.seconds - last.steps * last.batch_size / last.images_per_second  # before the first step
-    assert 2 * 240 * last.features < seconds < 0.6 * last.seconds
-    assert tuned.trainings["classifier"].overrides[:6] == [
+STAGE, HEAD = "{head: 0, layer4: 0}", "{head: 0}"
+
+
+@pytest.mark.parametrize(
+    ("machine", "images", "minutes", "recipe", "trained", "inside"),
+    [
+        ("fast", "emoji", 15, LAST, STAGE, "224"),
+        ("slow", "emoji", 3, LAST, STAGE, "128"),
+        ("tiny", "emoji", 6, LAST, HEAD, "128"),
+        ("tiny", "emoji", 3, LAST, HEAD, "64"),
+        ("accelerator", "many", 6, LAST, STAGE, "128"),
+        ("accelerator", "many", 60, TUNED, None, None),
+        ("slow", "many", 15, TUNED, None, None),  # its head, and features in every step
+    ],
+)
+def test_what_is_tuned_follows_from_images_and_time(machine, images, minutes, recipe, trained, inside):
+    made = plan(machine, images, minutes, weights=True)
+    found = made.trainings["classifier"]
+    given = dict(pairwise(found.overrides))
+    assert found.config == recipe
+    assert (given.get("--finetune.unfreeze"), given.get("--model.input-size")) == (trained, inside)
+    assert ("--finetune.freeze" in given) == (machine == "slow" and images == "many")
+    assert ("--augment.flip" in given) == (recipe == LAST)
+    assert found.overrides[:6] == [
         *("--model.name", "resnet50", "--model.weights", "resnet50.safetensors", "--model.he-strides", "true")
     ]
-    assert (tuned.size, tuned.smallest) == (128, tuned.gan.resolution)
+    parts = {STAGE: "its last stage alone", HEAD: "its head alone", None: "fine-tuned from"}
+    assert sum(parts[trained] in note for note in made.notes) == 1
+    if recipe == LAST:
+        views = 2 if trained == STAGE else 1
+        before = found.seconds - found.steps * found.batch_size / found.images_per_second  # the first step
+        assert views * made.training_images * found.features < before < found.seconds
+    assert plan(machine, images, minutes).trainings["classifier"].config == SCRATCH
 
 
 def test_without_labels_the_gan_is_alone_and_the_plan_says_why():

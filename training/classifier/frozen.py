@@ -88,7 +88,8 @@ class Frozen:
             kinds = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
             firsts = [(next(group), border) for (border, _), group in kinds]
             every = [(a, b, border) for (a, border), (b, _) in pairwise([*firsts, (config.steps, 0)]) if border]
-            seen = self.count * (1 + self.mirror)  # in fewer samples many images would be computed in vain
+            # in fewer samples many images would be computed in vain, unless a regression needs them all
+            seen = 0 if config.finetune.probe else self.count * (1 + self.mirror)
             self.spans = [span for span in every if (span[1] - span[0]) * config.batch_size > seen]
         self.begin, self.shape = 0, torch.Size()  # stages that what is read has been through, a sample's shape there
         self._span: tuple[int, int, int] | None = None

@@ -1,0 +1,32 @@
+"""Sizes of a GAN that the quickstart chooses from, and the work of one of their images."""
+
+import math
+from typing import NamedTuple
+
+
+class Size(NamedTuple):
+    """A GAN's size, and the images it must see before its samples can be recognised."""
+
+    side: int  # px
+    channel_base: int  # channels at a resolution: base / resolution, channel_max at most
+    channel_max: int
+    kimg: int  # thousand images, at least
+    most: int  # thousand images after which more no longer shows
+
+
+SIZES = (
+    Size(128, 4096, 256, 600, 6000),
+    Size(128, 2048, 128, 300, 3000),
+    Size(64, 2048, 256, 200, 2000),
+    Size(64, 1024, 128, 80, 1500),
+    Size(32, 512, 128, 50, 640),
+    Size(32, 256, 64, 30, 640),
+    Size(16, 256, 64, 0, 400),
+)
+
+
+def work(size: Size) -> float:
+    """Work of one image in relation to other sizes: products of the convolutions, and the pixels for all else."""
+    sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
+    channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
+    return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
