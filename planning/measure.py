@@ -29,6 +29,7 @@ from duetgan.utils.script import run_cli
 from duetgan.utils.text import columns, duration
 
 LOOKED_AT = 200  # images that are decoded, evenly spaced
+SQUARE = 0.8  # shorter side over the longer: below, a square crop takes more than a fifth
 FEWEST = 10  # images; with fewer nothing can be learnt and held out
 NOISE = 64  # images of the files that speeds are measured on
 CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoint, curves, the report
@@ -46,7 +47,7 @@ def survey(spec: str) -> Survey:
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
-        sides, grey, transparent, unreadable = [], True, False, ""
+        sides, oblong, grey, transparent, unreadable = [], 0, True, False, ""
         for row in rows:
             try:
                 content = source.item(row).content
@@ -55,6 +56,7 @@ def survey(spec: str) -> Survey:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"
                 continue
             sides.append(min(pixels.shape[:2]))
+            oblong += min(pixels.shape[:2]) < SQUARE * max(pixels.shape[:2])
             grey = grey and bool((pixels == pixels[..., :1]).all())
             if isinstance(content, bytes):
                 with Image.open(BytesIO(content), formats=FORMATS) as image:
@@ -74,6 +76,7 @@ def survey(spec: str) -> Survey:
         smallest_class=int(sizes.min()),
         largest_class=int(sizes.max()),
         side=int(median(sides)),
+        oblong=oblong / len(sides),
         channels=1 if grey else 3,
         transparent=transparent,
         unreadable=unreadable,

@@ -17,6 +17,7 @@ TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.
 BATCH = {GAN: 32, SCRATCH: 64, TUNED: 32, LAST: 32}
 FILLED = 0.93  # share of the time that is planned: measured speeds are not exact
 VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
+SOME = 0.05  # share of images that are far from square, from which that is told
 ADA_BELOW = 10_000  # training images, below which the discriminator's are augmented (2006.06676, figure 1)
 EVALUATION = 0.1  # share of the time that the GAN's evaluation may take at most
 SEARCHED_LESS = 2000  # training images that are searched for copies where time is short
@@ -63,6 +64,7 @@ class Survey(Stored):
     smallest_class: int  # images
     largest_class: int
     side: int  # px: median of the shorter sides of the images looked at
+    oblong: float = 0.0  # share of those that are far from square
     channels: int  # 1: all of those are grey
     transparent: bool  # whether some have an alpha channel
     unreadable: str  # the first that cannot be read, or empty
@@ -181,6 +183,8 @@ class _Choice:
             self.notes = [f"held out: {what}, look-alikes on one side{few}"]
         if survey.unreadable:
             self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
+        if survey.oblong >= SOME:
+            self.notes.append(f"{survey.oblong:.0%} of the images are far from square: their sides are cut off")
         if not self.labelled:
             why = "are of one class" if survey.classes else "have no labels"
             self.notes.append(f"no classifier: the images {why}; put them into a folder for each class")
@@ -285,7 +289,7 @@ class _Choice:
         """
         from duetgan.models.registry import backbone_of  # imports torch
 
-        last, side = list(backbone_of(name).stages)[-1], _side(self.survey.side, 2 * TUNED_SIDE)
+        last, side = list(backbone_of(name).stages)[-1], _side(int(1.5 * self.survey.side), 2 * TUNED_SIDE)
 
         def sized(inside: int, views: int) -> list[str]:
             trained = f"{{head: 0, {last}: 0}}" if views > 1 else "{head: 0}"

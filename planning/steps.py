@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,6 +161,7 @@ class Quickstart:
         from duetgan.reporting.report import write_quickstart_report
         from duetgan.utils.versions import environment
 
+        told = in_sentences(self.folder, self.plan)
         seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
         timings = {name: step["seconds"] for name, step in self.timings.items()}
         summary = summarise(self.folder, self.plan, seconds) | {"timings": timings, "versions": environment()}
@@ -170,12 +172,26 @@ class Quickstart:
             seconds=seconds,
             notes=[self.plan.survey.text(), *self.plan.notes],
             classifier=self.plan.classifier is not None,
+            answers=told,
         )
-        print(f"\n{in_words(summary)}")
+        print(f"\n{in_words(summary)}\n\n" + "\n".join(told))
         print(f"{duration(seconds)} in all" + (f", {duration(self.plan.total)} expected" * (not self.plan.quick)))
         if self.new is not None:
             print(f"names:   {shown(self.folder / 'predictions.csv')}")
         print(f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)")
+
+
+def in_sentences(folder: Path, plan: Plan) -> list[str]:
+    """What the evaluations have found, of which images, and what to do next."""
+    from duetgan.reporting.answers import advice, answers
+
+    found = {task: json.loads((folder / task / "eval" / "metrics.json").read_text()) for task in plan.trainings}
+    classifier, gan, smallest = found.get("classifier", {}), found["gan"], plan.survey.smallest_class
+    given = dict(pairwise(plan.classifier.overrides)) if plan.classifier else {}
+    weights = ["--weights", given["--model.weights"]] if "--model.weights" in given else []
+    what, options = advice(classifier, plan.minutes, smallest, weights=bool(weights))
+    command = ["quickstart.py", plan.survey.source, *weights, *options]
+    return [f"{plan.survey.text()}.", *answers(classifier, gan, smallest), f"Next: {what}. $ {typed(command)}"]
 
 
 def in_words(summary: dict[str, Any]) -> str:

@@ -70,7 +70,7 @@ def write_report(run_dir: str | Path) -> Path:
     if evaluation.is_file():
         commands += bounded.read_file(evaluation, bounded.TABLE).decode(errors="replace").strip().splitlines()
     page = {"title": title, "headline": headline(run), "choices": (), "runs": {"": run}, "commands": commands}
-    return write_page(run.folder / "report.html", "report.html.j2", **page)
+    return write_page(run.folder / "report.html", "report.html.j2", **page, answers=())
 
 
 def refresh(output: Path) -> None:
@@ -87,15 +87,17 @@ def write_quickstart_report(
     seconds: float | None = None,  # what the commands took together
     notes: Sequence[str] = (),  # what was chosen and why
     classifier: bool = True,  # whether one was trained
+    answers: Sequence[str] = (),  # the figures in sentences
 ) -> Path:
     """Write `folder/report.html` with the quickstart's runs in one page and return its path."""
-    titles = {"gan": "What the GAN draws"} | ({"classifier": "What the classifier gets right"} if classifier else {})
+    titles = {"classifier": "What the classifier gets right"} if classifier else {}
+    titles["gan"] = "What the GAN draws"
     runs = {title: Run(Path(folder) / name) for name, title in titles.items()}
     first = [figure for run in runs.values() for figure in headline(run)]
     if seconds is not None:
         first.append((duration(seconds), "all steps together"))
     page = {"title": "Duet quickstart", "headline": first, "choices": notes, "runs": runs, "commands": commands}
-    return write_page(Path(folder) / "report.html", "report.html.j2", **page)
+    return write_page(Path(folder) / "report.html", "report.html.j2", **page, answers=answers)
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:

@@ -8,8 +8,10 @@ import pytest
 from PIL import Image
 
 from duetgan.planning.measure import FEWEST, survey
+from duetgan.planning.plan import choose
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
+from tests.planning.machines import Fast, seen
 
 
 def images(place: Path, count: int = FEWEST, mode: str = "RGB") -> str:
@@ -60,6 +62,17 @@ def test_grey_and_transparent_images_are_seen(tmp_path):
     assert "transparent" in clear.text()
     images(tmp_path / "grey", 1)  # one of them in colour
     assert survey(grey).channels == 3
+
+
+def test_images_far_from_square_are_counted_and_told(tmp_path):
+    place = Path(images(tmp_path / "wide", 15))
+    for number, size in enumerate([(20, 26), (40, 20), (24, 20)] * 5):
+        Image.new("RGB", size).save(place / f"wide-{number}.png")
+    found = survey(str(place))
+    assert found.oblong == pytest.approx(10 / 30)
+    told = "33% of the images are far from square: their sides are cut off"
+    assert told in choose(found, Fast(), minutes=5).notes
+    assert not any("square" in note for note in choose(seen(60, 3), Fast(), minutes=5).notes)
 
 
 @pytest.mark.parametrize(

@@ -49,17 +49,20 @@ def outputs(model: Classifier, dataset: Dataset, records: np.ndarray, mirror: bo
     return torch.stack([model.features(view, end) for view in views], -1).cpu()
 
 
-def image_features(model: Classifier, dataset: Dataset, *, mirror: bool = True) -> tuple[Tensor, Tensor]:
+def image_features(
+    model: Classifier, dataset: Dataset, *, mirror: bool = True, records: np.ndarray | None = None
+) -> tuple[Tensor, Tensor]:
     """Pooled features, which the head takes, of every image of a data set and of its mirror image: float32 [n, 2, F] on
-    the CPU (without `mirror` [n, 1, F]), and labels int64 [n].
+    the CPU (without `mirror` [n, 1, F]), and labels int64 [n]. `records`: of these alone, int64 [n].
 
     `features[:, 0]` are the images', `features[:, 1]` the mirror images'. Images are brought to the model's size and
     channels, without random crops, and computed where it lies. The same call gives the same bits.
     """
-    every = blocks(len(dataset), model.side or model.resolution)
+    records = np.arange(len(dataset)) if records is None else records
+    every = blocks(len(records), model.side or model.resolution)
     with evaluating(model):
-        features = torch.cat([outputs(model, dataset, records, mirror).float() for records in every])
-    return features.mT.contiguous(), torch.tensor(dataset.labels())
+        features = torch.cat([outputs(model, dataset, records[rows], mirror).float() for rows in every])
+    return features.mT.contiguous(), torch.tensor(dataset.labels()[records])
 
 
 # --- training behind what is frozen

@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from duetgan.data.duplicates import find
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.packing import look_alikes
+from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.intervals import wilson
 from duetgan.training.base.monitors import Fields
 from duetgan.utils.seeding import numpy_generator
@@ -19,6 +23,8 @@ FOLDS = 5
 STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the penalty, strongest first: each begins where the one before ended
 WORK = 2e8  # images by features by classes that are cross-validated, which bounds the time to about half a minute
 ITERATIONS = 100  # of L-BFGS, at most
+COMPARED = 20_000  # images that are searched for look-alikes, at most: seconds
+LOOK, A_CLASS = 200, 5  # images of the first look, at least so many a class on average
 
 
 class Probe(NamedTuple):
@@ -56,13 +62,31 @@ class Probed(Fields):
             head.bias.copy_(probe.bias)
 
 
-def fit(features: Tensor, labels: Tensor, classes: int, *, seed: int = 0) -> Probe:
+def looked_at(count: int, classes: int, seed: int) -> np.ndarray | None:
+    """Some records whose features are soon there, for a first answer; None where that would hardly be sooner."""
+    number = max(LOOK, A_CLASS * classes)
+    return np.sort(numpy_generator(seed, "probe", "look").permutation(count)[:number]) if 3 * number < count else None
+
+
+def alike(dataset: Dataset) -> np.ndarray:
+    """The first image that looks like each image, its own number where none does: int64 [n]. Not searched: sets of
+    several files, or of more than COMPARED images.
+    """
+    firsts = np.arange(len(dataset))
+    reader = dataset.shards[0]
+    if len(dataset) == len(reader) <= COMPARED and isinstance(reader, LMDBReader):
+        for group in look_alikes(len(reader), find(reader, similar=True)):
+            firsts[group] = group[0]
+    return firsts
+
+
+def fit(features: Tensor, labels: Tensor, classes: int, *, seed: int = 0, groups: np.ndarray | None = None) -> Probe:
     """The regression on features [n, V, F] of V views of each image and labels int64 [n] below `classes`, where they
     lie. Its strength has the best accuracy of one view over FOLDS folds, and an image's answer there is that of the
-    strength that is best on the other folds.
+    strength that is best on the other folds. Images of a group, int64 [n], are in one fold (None: each is alone).
     """
     n, _, width = features.shape
-    folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed))
+    folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed, np.arange(n) if groups is None else groups))
     most = max(FOLDS * classes, int(WORK / width / classes))
     some = torch.from_numpy(np.sort(numpy_generator(seed, "probe", "images").permutation(n)[:most]))
     right = torch.zeros(len(STRENGTHS), FOLDS, dtype=torch.int64)
@@ -78,13 +102,14 @@ def fit(features: Tensor, labels: Tensor, classes: int, *, seed: int = 0) -> Pro
     return Probe(weight, bias, unseen / len(some), interval, len(some), STRENGTHS[best])
 
 
-def _folds(labels: np.ndarray, seed: int) -> np.ndarray:
-    """The fold of each image, int64 [n]: of each class as many in every fold as in another, or one more."""
-    order = numpy_generator(seed, "probe", "folds").permutation(len(labels))
-    order = order[np.argsort(labels[order], kind="stable")]
-    folds = np.empty(len(labels), np.int64)
-    folds[order] = np.arange(len(labels)) % FOLDS
-    return folds
+def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
+    """The fold of each image, int64 [n]: of each class as many groups in every fold as in another, or one more."""
+    _, firsts, group = np.unique(groups, return_index=True, return_inverse=True)
+    order = numpy_generator(seed, "probe", "folds").permutation(len(firsts))
+    order = order[np.argsort(labels[firsts][order], kind="stable")]
+    folds = np.empty(len(firsts), np.int64)
+    folds[order] = np.arange(len(firsts)) % FOLDS
+    return folds[group]
 
 
 def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float]) -> Any:

@@ -28,10 +28,10 @@ from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Task
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
-from duetgan.training.classifier.frozen import Frozen
+from duetgan.training.classifier.frozen import Frozen, image_features
 from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
 from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
-from duetgan.training.classifier.probe import Probe, Probed, fit
+from duetgan.training.classifier.probe import Probe, Probed, alike, fit, looked_at
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
@@ -167,11 +167,20 @@ class ClassifierTask(Task):
     def begin(self, folder: Path) -> None:
         """With `finetune.probe` the head becomes the regression; the other ranks get it from the first."""
         if self.config.finetune.probe:
-            begun, source = time.perf_counter(), self.source(0, folder)
+            begun, classes, seed = time.perf_counter(), self.shape["classes"], self.config.seed
+            groups = alike(self.reader) if collectives.is_main() else np.empty(0)
+            some = looked_at(len(self.reader), classes, seed)
+            if some is not None and collectives.is_main():
+                with self.precision.autocast():
+                    found = image_features(self.model, self.reader, mirror=False, records=some)
+                look = fit(*found, classes, seed=seed, groups=groups[some])
+                first, (low, high) = f"{len(some):,} of {len(self.reader):,} images", look.interval
+                say_main(f"probe: a first look at {first}: accuracy {look.accuracy:.3f} ({low:.3f} to {high:.3f})")
+            source = self.source(0, folder)
 
             def fitted() -> Probe:
                 features, labels = self.frozen.features(source)
-                return fit(features, labels, self.shape["classes"], seed=self.config.seed)
+                return fit(features, labels, classes, seed=seed, groups=groups)
 
             self.probe.take(collectives.from_main_process(fitted), [self.model.head, self.ema.model.head])
             self.probe.seconds = round(time.perf_counter() - begun, 1)

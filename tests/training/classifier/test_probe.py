@@ -9,6 +9,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 import evaluate
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
 from duetgan.training.classifier import probe
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.engine.tasks import build_run_config
@@ -51,10 +53,14 @@ def test_its_accuracy_is_of_images_that_it_has_not_seen():
 
 def test_views_of_an_image_and_classes_are_spread_over_the_folds(monkeypatch):
     labels = torch.tensor([0] * 50 + [1] * 11 + [2] * 5)
-    folds = probe._folds(labels.numpy(), seed=1)
+    folds = probe._folds(labels.numpy(), 1, np.arange(66))
     for label in range(3):
         counts = np.bincount(folds[labels.numpy() == label], minlength=probe.FOLDS)
         assert counts.max() - counts.min() <= 1
+    twins = np.arange(66) // 2  # but for one pair of one class
+    folds = probe._folds(labels.numpy(), 1, twins)
+    assert (folds[::2] == folds[1::2]).all()
+    assert set(folds.tolist()) == set(range(probe.FOLDS))
     monkeypatch.setattr(probe, "WORK", 12 * 3 * 20)  # images beyond are not cross-validated, but fitted to
     features, of_features = clusters()
     assert probe.fit(features, of_features, 3).images == 20
@@ -76,7 +82,7 @@ def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, dono
     task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
     assert task.frozen.begin == 5  # the regression needs all outputs, however few steps follow
     task.model.begin = 0
-    expected = probe.fit(*image_features(task.model, task.reader), 10, seed=0)
+    expected = probe.fit(*image_features(task.model, task.reader), 10, seed=0, groups=probe.alike(task.reader))
     for head in (task.model.head, task.ema.model.head):
         torch.testing.assert_close(head.weight.detach(), expected.weight, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(head.bias.detach(), expected.bias, rtol=1e-4, atol=1e-5)
@@ -98,6 +104,34 @@ def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, dono
     for state in (straight, resumed):
         state["probe"].pop("seconds")
     assert differing(straight, resumed) == []
+
+
+def test_some_images_give_a_first_answer_and_change_nothing(packed, tmp_path, donor, capsys, monkeypatch):
+    given: Any = {"finetune": {"freeze": ["backbone"], "probe": True}, "steps": 1} | donor
+    _, expected = train(config_of(packed, **given), tmp_path / "without")
+    assert "first look" not in capsys.readouterr().err
+    monkeypatch.setattr(probe, "LOOK", 60)
+    _, found = train(config_of(packed, **given), tmp_path / "with")
+    told = capsys.readouterr().err
+    assert told.index("probe: a first look at 60 of 200 images: accuracy 0.") < told.index("training begins there")
+    for state in (expected, found):
+        state["probe"].pop("seconds")
+    assert differing(expected, found) == []
+    records = probe.looked_at(200, 10, seed=0)
+    assert records is not None
+    assert sorted(set(records.tolist())) == records.tolist()
+    assert (probe.looked_at(180, 10, seed=0), probe.looked_at(200, 20, seed=0)) == (None, None)
+
+
+def test_look_alikes_share_a_fold(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32), np.uint8)
+    images = images.repeat(2, 0)
+    images[1::2, :, 0, 0] ^= 1  # a pixel
+    pack_arrays(tmp_path / "twins.lmdb", images, np.arange(24) // 2 % 3, ["a", "b", "c"], source="twins")
+    with Dataset(tmp_path / "twins.lmdb") as dataset:
+        assert probe.alike(dataset).tolist() == (np.arange(24) // 2 * 2).tolist()
+    with Dataset([tmp_path / "twins.lmdb"] * 2) as several:
+        assert probe.alike(several).tolist() == list(range(48))
 
 
 @pytest.mark.parametrize("model", [{"head": "hidden"}, {"name": "airbench", "stem": None}])

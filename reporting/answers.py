@@ -1,0 +1,46 @@
+"""The quickstart's figures in sentences, and what to do next: what its report says first, and its last lines."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LEARNT = 0.5  # of what the judge recognises of a class's real images: below it a class is not learnt
+SOLVED = 0.95  # recognised real images, or accuracy: above it there is little to gain
+FEW = 60  # images of a class: with fewer, more of them come first
+
+Document = Mapping[str, Any]  # an evaluation's
+
+
+def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
+    """Sentences from both evaluations, as far as they tell; `smallest`: images of the smallest class."""
+    found = []
+    if classifier:
+        low, high = (round(100 * bound) for bound in classifier.get("accuracy_interval") or (0, 1))
+        found = [
+            f"The classifier names {100 * classifier['accuracy']:.0f} of 100 new images rightly ({low} to {high}, "
+            f"from {classifier.get('n', 0):,} held-out ones)."
+        ]
+        pairs = [f"{row['true']} for {row['predicted']}" for row in classifier.get("confused", ())[:2]]
+        found += [f"It takes {' and '.join(pairs)} most often."] if pairs else []
+    if gan.get("recognised") is not None:
+        real = (gan.get("judge") or {}).get("accuracy")
+        beside = "" if real is None else f"; of 100 real images of that size, {100 * real:.0f}"
+        found.append(f"Of 100 images that the GAN draws, {100 * gan['recognised']:.0f} are recognised{beside}.")
+        shares = gan.get("recognised_by_class") or {}
+        bad = [name for name, share in shares.items() if share is not None and share < LEARNT * (real or 1.0)]
+        few = f", {smallest:,} images in the smallest class are few" if smallest < FEW else ""
+        names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        found += [f"Of its classes, {names} {'are' if len(bad) > 1 else 'is'} not learnt{few}."] if bad else []
+    if memorisation := gan.get("memorisation"):
+        copies = "It copies training images" if memorisation.get("copies") else "There is no sign of copied images"
+        found.append(f"{copies}.")
+    return found
+
+
+def advice(classifier: Document, minutes: float, smallest: int, *, weights: bool) -> tuple[str, list[str]]:
+    """What would help most, and the quickstart's options for it. `weights`: whether the classifier had any."""
+    gains = bool(classifier) and classifier["accuracy"] < SOLVED
+    if gains and not weights:
+        return "ImageNet weights for the classifier", ["--weights", "FILE", "--dir", "runs/with-weights"]
+    if gains and smallest < FEW:
+        return f"more images of the smallest classes, which have {smallest:,}", ["--dir", "runs/more-images"]
+    return "more time, for larger and better samples", ["--minutes", f"{4 * minutes:g}", "--dir", "runs/longer"]

@@ -1,0 +1,68 @@
+"""What the quickstart says of its figures, and what it advises."""
+
+from typing import Any
+
+import pytest
+
+from duetgan.reporting.answers import advice, answers
+
+CLASSIFIER = {"accuracy": 0.861, "accuracy_interval": [0.82, 0.904], "n": 200}
+CONFUSED = [{"true": "cat", "predicted": "dog", "n": 3}, {"true": "dog", "predicted": "cow", "n": 2}]
+GAN = {"recognised": 0.71, "judge": {"accuracy": 0.9}, "recognised_by_class": {"cat": 0.44, "dog": 0.46, "cow": None}}
+
+
+@pytest.mark.parametrize(
+    ("classifier", "gan", "smallest", "told"),
+    [
+        ({}, {}, 100, []),
+        (
+            CLASSIFIER | {"confused": CONFUSED},
+            {},
+            100,
+            [
+                "The classifier names 86 of 100 new images rightly (82 to 90, from 200 held-out ones).",
+                "It takes cat for dog and dog for cow most often.",
+            ],
+        ),
+        (
+            {},
+            GAN | {"memorisation": {"copies": False}},
+            100,
+            [
+                "Of 100 images that the GAN draws, 71 are recognised; of 100 real images of that size, 90.",
+                "Of its classes, cat is not learnt.",
+                "There is no sign of copied images.",
+            ],
+        ),
+        (
+            {},
+            {"recognised": 0.2, "recognised_by_class": dict.fromkeys("abcdefg", 0.2), "memorisation": {"copies": True}},
+            41,
+            [
+                "Of 100 images that the GAN draws, 20 are recognised.",
+                "Of its classes, a, b, c, d, e and 2 more are not learnt, 41 images in the smallest class are few.",
+                "It copies training images.",
+            ],
+        ),
+    ],
+)
+def test_figures_in_sentences(classifier, gan, smallest, told):
+    assert answers(classifier, gan, smallest) == told
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "smallest", "weights", "words", "option"),
+    [
+        (0.8, 20, False, "ImageNet weights", "--weights"),
+        (0.8, 20, True, "the smallest classes, which have 20", "--dir"),
+        (0.8, 100, True, "more time", "--minutes"),
+        (0.96, 20, False, "more time", "--minutes"),
+        (None, 0, False, "more time", "--minutes"),
+    ],
+)
+def test_what_would_help_most(accuracy, smallest, weights, words, option):
+    classifier: dict[str, Any] = {} if accuracy is None else {"accuracy": accuracy}
+    what, options = advice(classifier, 10, smallest, weights=weights)
+    assert words in what
+    assert options[0] == option
+    assert "40" in options or option != "--minutes"
