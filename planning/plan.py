@@ -26,6 +26,7 @@ SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the class
 TUNED_SIDE = 128  # px inside the network and of the images that a classifier reads that is fine-tuned as a whole
 # behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
 LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
+SCRATCH_FROM = 5000  # images that suffice without pretrained weights
 LAST_STEPS = 10  # at least: those begin at a regression
 TUNED_FROM = 1000  # images, from which a network is fine-tuned as a whole where there is time
 FEATURES, EPOCHS = 0.8, 10  # share of the time that features may take as estimated, epochs at most
@@ -71,7 +72,8 @@ class Survey(Stored):
     seconds: float  # reading and decoding one image
 
     def text(self) -> str:
-        kind = f"{self.classes} classes of {self.smallest_class:,} to {self.largest_class:,}"
+        most = f" to {self.largest_class:,}" if self.largest_class > self.smallest_class else ""
+        kind = f"{self.classes} classes of {self.smallest_class:,}{most}"
         if self.classes < 2:
             kind = "one class" if self.classes else "no labels"
         apart = f", and {self.held_out:,} held out" if self.held_out else ""
@@ -260,7 +262,7 @@ class _Choice:
         if weights is None:
             side = 64 if self.survey.side > 48 and self.images < 20_000 else _side(self.survey.side, 32)
             config, options, share = SCRATCH, [], SCRATCH_SHARE
-            few = f"{self.images:,} images {'are few for that' if self.images < 5000 else 'allow that'}"
+            few = f"{self.images:,} images {'are few for that' if self.images < SCRATCH_FROM else 'allow that'}"
             why = f"from scratch, no ImageNet weights are at hand (--weights FILE); {few}"
             wanted = max(7 * self.images, min(100 * self.images, 40_000))
         else:
@@ -307,8 +309,7 @@ class _Choice:
         options = sized(*rung)
         whole, behind = speed([*options, *uncached]).images_per_second, speed(options)
         features = max(0.0, 1 / whole - 1 / behind.images_per_second)
-        # the trained stages' too, for the regression
-        before = rung[1] * self.images * (features + 1 / (3 * behind.images_per_second))
+        before = rung[1] * self.images * (features + 1 / (3 * behind.images_per_second))  # the trained stages' too
         images = min(EPOCHS * self.images, max(0.0, budget - before) * behind.images_per_second)
         part = "its last stage" if rung[1] > 1 else "its head"
         few = "there are few images" if self.images < TUNED_FROM else "there is no time for more"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from duetgan import HOME as ROOT
-from duetgan.planning.plan import Plan, Training, replanned
+from duetgan.planning.plan import SCRATCH_FROM, Plan, Training, replanned
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
@@ -189,7 +189,8 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
     classifier, gan, smallest = found.get("classifier", {}), found["gan"], plan.survey.smallest_class
     given = dict(pairwise(plan.classifier.overrides)) if plan.classifier else {}
     weights = ["--weights", given["--model.weights"]] if "--model.weights" in given else []
-    what, options = advice(classifier, plan.minutes, smallest, weights=bool(weights))
+    scratch = plan.training_images >= SCRATCH_FROM
+    what, options = advice(classifier, plan.minutes, smallest, weights=bool(weights) or scratch)
     command = ["quickstart.py", plan.survey.source, *weights, *options]
     return [f"{plan.survey.text()}.", *answers(classifier, gan, smallest), f"Next: {what}. $ {typed(command)}"]
 

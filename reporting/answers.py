@@ -37,7 +37,7 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
 
 
 def advice(classifier: Document, minutes: float, smallest: int, *, weights: bool) -> tuple[str, list[str]]:
-    """What would help most, and the quickstart's options for it. `weights`: whether the classifier had any."""
+    """What would help most, and the quickstart's options for it. `weights`: any, or images enough without."""
     gains = bool(classifier) and classifier["accuracy"] < SOLVED
     if gains and not weights:
         return "ImageNet weights for the classifier", ["--weights", "FILE", "--dir", "runs/with-weights"]

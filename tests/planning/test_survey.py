@@ -53,6 +53,7 @@ def test_flat_folder_zip_and_csv(tmp_path, folder):
 def test_the_embedded_sample_has_its_own_held_out_part():
     found = survey("sample")
     assert (found.count, found.held_out, found.classes, found.side, found.channels) == (10_000, 2000, 10, 28, 1)
+    assert "10 classes of 1,000, about" in found.text()
 
 
 def test_grey_and_transparent_images_are_seen(tmp_path):
