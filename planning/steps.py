@@ -55,8 +55,7 @@ class Quickstart:
         begun: set[str] = set()  # parts of the plan
         for step in self.steps():
             self.commands.append(typed(step.command))
-            # packing may be two steps, and naming new images is not planned
-            part = next((part for part in self.plan.seconds if step.name.startswith(part)), step.name)
+            part = next(part for part in self.plan.seconds if step.name.startswith(part))  # packing may be two steps
             left = {name: seconds for name, seconds in self.plan.seconds.items() if name not in begun}
             begun.add(part)
             seconds = 0.0 if self.plan.quick or step.done else left.pop(part, 0.0)
@@ -70,7 +69,15 @@ class Quickstart:
                 print(f"{how}; the same command resumes from here", file=sys.stderr)
                 return code
         self.finish()
-        return 0
+        return 0 if self.new is None else self.name(self.new)
+
+    def name(self, new: Path) -> int:
+        """Name new images; the exit code: 2 where some cannot be read, which leaves the others their names."""
+        command = ["predict.py", str(new), "--checkpoint", shown(self.folder / "classifier")]
+        files = {"--csv": "predictions.csv", "--errors": "unreadable.csv"}
+        command += [word for option, name in files.items() for word in (option, shown(self.folder / name))]
+        print(f"\n$ {typed(command)}", flush=True)
+        return call([sys.executable, *command])
 
     def steps(self) -> Iterator[Step]:
         """The steps in order, one by one: whether a step is done already is looked up when its turn comes."""
@@ -81,11 +88,6 @@ class Quickstart:
             yield Step(f"train {task}", self.training(task), finished(self.folder / task))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
-        if self.new is not None:
-            command = ["predict.py", str(self.new), "--checkpoint", shown(self.folder / "classifier"), "--tta", "flip"]
-            files = {"--csv": "predictions.csv", "--errors": "unreadable.csv"}
-            command += [word for option, name in files.items() for word in (option, shown(self.folder / name))]
-            yield Step("predict", command, done=False)
 
     def plan_again(self) -> None:
         """Before the GAN begins: another length for it where the machine turned out slower or faster than planned."""
@@ -176,8 +178,6 @@ class Quickstart:
         )
         print(f"\n{in_words(summary)}\n\n" + "\n".join(told))
         print(f"{duration(seconds)} in all" + (f", {duration(self.plan.total)} expected" * (not self.plan.quick)))
-        if self.new is not None:
-            print(f"names:   {shown(self.folder / 'predictions.csv')}")
         print(f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)")
 
 

@@ -27,7 +27,7 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
         found.append(f"Of 100 images that the GAN draws, {100 * gan['recognised']:.0f} are recognised{beside}.")
         shares = gan.get("recognised_by_class") or {}
         bad = [name for name, share in shares.items() if share is not None and share < LEARNT * (real or 1.0)]
-        few = f", {smallest:,} images in the smallest class are few" if smallest < FEW else ""
+        few = f"; {smallest:,} images in the smallest class are few" if smallest < FEW else ""
         names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         found += [f"Of its classes, {names} {'are' if len(bad) > 1 else 'is'} not learnt{few}."] if bad else []
     if memorisation := gan.get("memorisation"):

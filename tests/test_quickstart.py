@@ -269,16 +269,16 @@ def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands,
     commands.survey = seen(500, 0, source=str(images))
     assert run_cli(main, asked) == 2
     assert "these images train no classifier" in capsys.readouterr().err
-    assert commands.names == []
     (out / "plan.json").unlink()
     commands.survey = seen(300, 5, source=str(images))
-    assert main(asked) == 0
+    commands.fail_at, commands.code = 6, 2  # one of the new images cannot be read
+    assert (commands.names, main(asked)) == ([], 2)
     *_, judging, naming = commands.calls
     assert (judging[0], naming[:2]) == ("evaluate.py", ["predict.py", str(new)])
-    assert [option(naming, name) for name in ("--checkpoint", "--csv", "--errors")] == [
-        str(out / name) for name in ("classifier", "predictions.csv", "unreadable.csv")
-    ]
-    assert capsys.readouterr().out.count(str(out / "predictions.csv")) == 2
+    files = {"--checkpoint": "classifier", "--csv": "predictions.csv", "--errors": "unreadable.csv"}
+    assert [option(naming, name) for name in files] == [str(out / name) for name in files.values()]
+    assert capsys.readouterr().out.count(str(out / "predictions.csv")) == 1
+    assert (out / "report.html").exists()
 
 
 def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(commands, tmp_path, images):

@@ -255,6 +255,7 @@ def test_gradient_is_the_transposed_matrix_and_its_gradient_the_matrix(name, lay
     close(second.reshape(-1), dense @ again.reshape(-1).numpy())
 
 
+@pytest.mark.usefixtures("low_pass")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_case

@@ -40,7 +40,7 @@ GAN = {"recognised": 0.71, "judge": {"accuracy": 0.9}, "recognised_by_class": {"
             41,
             [
                 "Of 100 images that the GAN draws, 20 are recognised.",
-                "Of its classes, a, b, c, d, e and 2 more are not learnt, 41 images in the smallest class are few.",
+                "Of its classes, a, b, c, d, e and 2 more are not learnt; 41 images in the smallest class are few.",
                 "It copies training images.",
             ],
         ),
