@@ -140,8 +140,15 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
     """
     kinds = len(sampler.chosen)
     count = count or GRID[0] * kinds or GRID[1]
+    side = max(sampler.generator.resolution, CELL)  # of a picture's cell, about
+    fits = available_bytes() // (COPIES * 3 * side * side)
+    picture = out.suffix.lower() == ".png"
+    if picture and count > fits:
+        raise UserError(
+            f"--n {count}: memory holds a picture of about {fits:,}; --out FOLDER writes any number, one by one"
+        )
     bar: Iterable[range] = Bar(sampler.batches(count), "samples", unit="batch", delay=1)
-    if out.suffix.lower() != ".png":
+    if not picture:
         for numbers in bar:
             words = captions(sampler, names, numbers) if kinds else [""] * len(numbers)
             for index, word, image in zip(sampler.indices(numbers), words, sampler.images(numbers), strict=True):
@@ -149,12 +156,6 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
                 name = "-".join(f"{key}{value}" if key != "class" else value for key, value in about.items())
                 save_png(image.permute(1, 2, 0).numpy(), out / f"{name.replace('/', '_')}.png", about)
         return count
-    side = max(sampler.generator.resolution, CELL)  # of a picture's cell, about
-    fits = available_bytes() // (COPIES * 3 * side * side)
-    if count > fits:
-        raise UserError(
-            f"--n {count}: memory holds a picture of about {fits:,}; --out FOLDER writes any number, one by one"
-        )
     images = [image for numbers in bar for image in sampler.images(numbers)]
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))

@@ -1,8 +1,11 @@
 """Fixtures that several folders of tests use."""
 
+import gc
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +52,18 @@ def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
     if "reporting" not in request.path.parts:
         monkeypatch.setattr("duetgan.reporting.pictures._svg", no_curves)
+
+
+@pytest.fixture(autouse=True)
+def no_bar_talks_on() -> Iterator[None]:
+    """A bar that nobody closed writes its lines into the tests that follow."""
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name == "progress"]
+    if left:  # or is about to be closed with an error's frames
+        gc.collect()
+        time.sleep(0.1)
+        left = [thread.name for thread in threading.enumerate() if thread.name == "progress"]
+    assert not left
 
 
 @pytest.fixture

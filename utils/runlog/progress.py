@@ -69,7 +69,8 @@ class Bar(tqdm):
         seconds, total = time.monotonic() - self._started, self.total
         rate = (self.done - self._first) / max(seconds, 1e-9)
         what = f"{self._what}: " if self._what else ""
-        unit = self._unit if self._unit.endswith("s") or self._unit == "it" else f"{self._unit}s"
+        plural = "" if self._unit.endswith("s") or self._unit == "it" else "es" if self._unit.endswith("ch") else "s"
+        unit = self._unit + plural
         far = f"{self.done:,} of {total:,} {unit} ({self.done / total:.0%})" if total else f"{self.done:,} {unit}"
         left = f", {duration((total - self.done) / rate)} left" if total and rate > 0 else ""
         return f"{what}{far}, {rate:,.3g}/s{left}{self.more}"

@@ -58,6 +58,8 @@ def test_iterating_counts_and_closes(capsys):
     assert list(bar) == [1, 2, 3]
     assert (bar.done, bar._closed.is_set()) == (3, True)
     assert bar.text().startswith("reading: 3 of 3 images (100%)")
+    bar._unit = "batch"
+    assert bar.text().startswith("reading: 3 of 3 batches (100%)")
     capsys.readouterr()
     with Bar(total=12, disable=True) as off:
         off.update(3)
