@@ -73,9 +73,9 @@ def check_memory(
                 name: copies * sum(p.nbytes for p in network.parameters())
                 for name, (network, copies) in outline().items()
             }
-    except NotImplementedError:  # of the meta device: a fault of the network
-        raise
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
+        if isinstance(error, RuntimeError) and "overflow" not in str(error).lower():  # a fault of the network
+            raise
         raise UserError(f"no memory holds networks of this size: {_remedy(config, vars(config))}") from error
     weights = sum(needs.values())
     if weights > room:

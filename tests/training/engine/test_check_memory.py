@@ -88,6 +88,16 @@ def test_weights_count_with_what_belongs_to_them():
         check(tree, gib=3.5)
 
 
+def test_a_fault_of_a_network_is_not_called_a_want_of_memory():
+    config = build_run_config({"task": "gan"}, [], "x.yaml")
+
+    def outline():
+        return torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        preflight.check_memory(config, outline, {"channels": 3, "resolution": 32}, CPU)
+
+
 def test_all_the_memory_there_is():
     assert 2**28 < total_bytes(CPU) < 2**50
 
