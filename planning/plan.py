@@ -3,18 +3,18 @@
 Nothing is measured here: a `Machine` tells how fast it is, so that tests can ask for any other.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from duetgan.planning.sizes import SIZES, Size, work
+from duetgan.planning.sizes import SIZES, START, Size, cadence, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
+STARTED = "configs/gan_64_cpu.yaml"  # a GAN that begins with START's networks
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
-BATCH = {GAN: 32, SCRATCH: 64, TUNED: 32, LAST: 32}
+BATCH = {GAN: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32}
 FILLED = 0.93  # share of the time that is planned: measured speeds are not exact
 VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
 SOME = 0.05  # share of images that are far from square, from which that is told
@@ -154,13 +154,13 @@ def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
     took, meant = duration(sum(spent.values())), duration(sum(planned[name] for name in spent))
     why = f", because the parts before it took {took} instead of {meant}" if took != meant else ""
     note = f"GAN: {steps:,} steps instead of {gan.steps:,}{why}"
-    cadence = _cadence(steps, gan.batch_size / rate, evaluations=1)
+    often = cadence(steps, gan.batch_size / rate, evaluations=1)
     seconds = GRIDS * steps * gan.batch_size / rate
     change = {"steps": steps, "images_per_second": rate, "seconds": seconds}
     times = {**spent, **coming, "train gan": seconds + start}
     return plan.model_copy(
         update={
-            "gan": gan.model_copy(update=change | {"overrides": [*gan.overrides[: -len(cadence)], *cadence]}),
+            "gan": gan.model_copy(update=change | {"overrides": [*gan.overrides[: -len(often)], *often]}),
             "seconds": {name: round(times[name], 1) for name in planned},
             "notes": [*plan.notes, note],
             "replanned": {"gan_steps": gan.steps, "seconds": round(plan.total, 1)},
@@ -176,7 +176,7 @@ class _Choice:
         self.images = survey.count - (self.held_out if self.val_share else 0)
         self.labelled = survey.classes > 1
         self.ada = self.images < ADA_BELOW
-        self.gan_side = _side(survey.side, SIZES[0].side)  # px: the largest that the images have details for
+        self.gan_side = side_for(survey.side, SIZES[0].side)  # px: the largest that the images have details for
         if self.val_share is None:
             self.notes = [f"held out: the source's own {survey.held_out:,} images"]
         else:
@@ -233,7 +233,7 @@ class _Choice:
     def _training(
         self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
     ) -> Training:
-        gan, batch, rate = config == GAN, BATCH[config], speed.images_per_second
+        gan, batch, rate = config in (GAN, STARTED), BATCH[config], speed.images_per_second
         least = STEPS["gan" if gan else "classifier"] if config != LAST else LAST_STEPS
         steps = least if self.quick else max(least, int(images / batch))
         if not gan:
@@ -241,7 +241,7 @@ class _Choice:
         self.notes.append(f"{'GAN' if gan else 'classifier'}: {why}")
         return Training(
             config=config,
-            overrides=[*options, *_cadence(steps, batch / rate, evaluations=1 if gan else 2)],
+            overrides=[*options, *cadence(steps, batch / rate, evaluations=1 if gan else 2)],
             steps=steps,
             batch_size=batch,
             resolution=side,
@@ -260,14 +260,14 @@ class _Choice:
         """
         weights = self.machine.weights
         if weights is None:
-            side = 64 if self.survey.side > 48 and self.images < 20_000 else _side(self.survey.side, 32)
+            side = 64 if self.survey.side > 48 and self.images < 20_000 else side_for(self.survey.side, 32)
             config, options, share = SCRATCH, [], SCRATCH_SHARE
             few = f"{self.images:,} images {'are few for that' if self.images < SCRATCH_FROM else 'allow that'}"
             why = f"from scratch, no ImageNet weights are at hand (--weights FILE); {few}"
             wanted = max(7 * self.images, min(100 * self.images, 40_000))
         else:
             file, name, he_strides = weights
-            side, config, share = _side(self.survey.side, TUNED_SIDE), TUNED, TUNED_SHARE
+            side, config, share = side_for(self.survey.side, TUNED_SIDE), TUNED, TUNED_SHARE
             options = ["--model.name", name, "--model.weights", file, "--model.he-strides", str(he_strides).lower()]
             why = f"fine-tuned from {name}'s ImageNet weights, {file}"
             wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
@@ -291,7 +291,7 @@ class _Choice:
         """
         from duetgan.models.registry import backbone_of  # imports torch
 
-        last, side = list(backbone_of(name).stages)[-1], _side(int(1.5 * self.survey.side), 2 * TUNED_SIDE)
+        last, side = list(backbone_of(name).stages)[-1], side_for(int(1.5 * self.survey.side), 2 * TUNED_SIDE)
 
         def sized(inside: int, views: int) -> list[str]:
             trained = f"{{head: 0, {last}: 0}}" if views > 1 else "{head: 0}"
@@ -327,15 +327,20 @@ class _Choice:
             known = self._gan_speed(base).images_per_second
         for size in sizes[:-1]:
             hoped = known * work(base) / work(size) * budget
-            if self.quick or hoped < 600 * size.kimg:  # not worth measuring
+            kimg = size.started if self._starts(size) else size.kimg
+            if self.quick or hoped < 600 * kimg:  # not worth measuring
                 continue
             speed = self._gan_speed(size)
-            if speed.images_per_second * budget >= 1000 * size.kimg:
+            if speed.images_per_second * budget >= 1000 * kimg:
                 return size, speed
         return sizes[-1], self._gan_speed(sizes[-1])
 
     def _gan_speed(self, size: Size) -> Speed:
-        return self.machine.speed(GAN, self._options(size), size.side, self.survey)
+        return self.machine.speed(*self._recipe(size), size.side, self.survey)
+
+    def _starts(self, size: Size) -> bool:
+        """Whether it begins with START's networks: measured with few images in colour only."""
+        return bool(size.started) and self.survey.channels == 3 and self.ada
 
     def _gan(self, size: Size, speed: Speed, budget: float) -> Training:
         """As long as there is time, and as it shows."""
@@ -345,17 +350,23 @@ class _Choice:
             why += f"; {size.side * 2} px want more time than there is (--minutes)"
         if self.ada:
             why += f"; with ADA, because there are fewer than {ADA_BELOW:,} training images"
+        if self._starts(size):
+            why += f"; it starts from a GAN of drawings, {START}"
         if images == 1000 * size.most and not self.quick:
             why += "; training longer would hardly show"
-        return self._training(GAN, self._options(size), size.side, speed, images, why, 1000 * size.most)
+        return self._training(*self._recipe(size), size.side, speed, images, why, 1000 * size.most)
 
-    def _options(self, size: Size) -> list[str]:
+    def _recipe(self, size: Size) -> tuple[str, list[str]]:
         options = ["--data.resolution", str(size.side)]
         for network in ("generator", "discriminator"):
             options += [f"--{network}.channel-base", str(size.channel_base)]
             options += [f"--{network}.channel-max", str(size.channel_max)]
         options += [] if self.labelled else ["--loss.mismatch-weight", "0"]
-        return options + (["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else [])
+        if self._starts(size):
+            options += ["--init-from", START, "--ema.ema-kimg", "5", "--augment.flip", "false"]
+            options += ["--loss.auxiliary-weight", "0.2"] if self.labelled else []
+        options += ["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else []
+        return STARTED if self._starts(size) else GAN, options
 
     # --- evaluation
 
@@ -386,15 +397,3 @@ class _Choice:
             per_class = max(10, min(per_class, n // classes))
             options += ["--n", str(n), "--per-class", str(per_class)]
         return options, seconds(n, searched, features)
-
-
-def _side(side: int, most: int) -> int:
-    """A power of two near `side` px, from 16 to `most`: images are enlarged by less than half."""
-    return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
-
-
-def _cadence(steps: int, seconds: float, *, evaluations: int) -> list[str]:
-    """How often a training evaluates and saves (every two minutes or so), and its length."""
-    every = max(1, math.ceil(steps / evaluations))
-    save = max(10, min(every, int(120 / seconds)))
-    return ["--steps", str(steps), "--evaluation.every", str(every), "--checkpoint.every", str(save)]

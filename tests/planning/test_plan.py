@@ -3,10 +3,25 @@
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from duetgan.planning.plan import ADA_BELOW, BATCH, FILLED, GAN, LAST, SCRATCH, STEPS, TUNED, Plan, choose, replanned
+from duetgan.planning.plan import (
+    ADA_BELOW,
+    BATCH,
+    FILLED,
+    GAN,
+    LAST,
+    SCRATCH,
+    STARTED,
+    STEPS,
+    TUNED,
+    Plan,
+    choose,
+    replanned,
+)
+from duetgan.planning.sizes import START
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
@@ -71,7 +86,8 @@ def test_sample_on_a_fast_machine_has_what_the_figures_of_a_quarter_of_an_hour_n
 @pytest.mark.parametrize(
     ("images", "machine", "minutes", "side"),
     [
-        *(("emoji", *row) for row in (("fast", 15, 32), ("fast", 60, 64), ("tiny", 15, 16), ("accelerator", 15, 128))),
+        *(("emoji", "fast", *row) for row in ((3, 32), (15, 64), (60, 64))),
+        *(("emoji", *row) for row in (("tiny", 15, 16), ("accelerator", 15, 128))),
         *(("tiny images", *row) for row in (("fast", 15, 16), ("accelerator", 600, 16))),  # hardly enlarged
     ],
 )
@@ -80,6 +96,24 @@ def test_resolution_follows_from_images_machine_and_time(images, machine, minute
     assert made.gan.resolution == side
     assert made.size <= max(side, 64)
     assert images == "emoji" or made.size == side
+
+
+@pytest.mark.parametrize(
+    ("images", "starts"),
+    [
+        (seen(930, 5, side=64), True),
+        (seen(930, 0, side=64), True),  # without labels and their head
+        (seen(930, 5, side=64, channels=1), False),
+        (seen(11_200, 5, side=64), False),  # enough images of their own
+    ],
+)
+def test_few_images_in_colour_start_from_trained_networks_and_are_told(images, starts):
+    made = choose(images, Fast(), minutes=15)
+    options = made.gan.overrides
+    assert made.gan.config == (STARTED if starts else GAN)
+    assert ("--init-from" in options) == starts == (START in str(made.notes))
+    assert ("--loss.auxiliary-weight" in options) == (starts and images.classes > 0)
+    build_run_config(read_yaml(Path(made.gan.config)), options, made.gan.config)
 
 
 def test_more_time_never_means_fewer_images_of_the_same_size():
