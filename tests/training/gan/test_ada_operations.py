@@ -51,7 +51,7 @@ def variants(group, n, pixels=None):
 def test_blit_against_numpy(size):
     images, seen = random(40, 3, size, size), set()
     for draws in variants("blit", 40):
-        inverse = ops.blit_inverse(draws, probability(0.5), size)
+        inverse = ops.blit_inverse(draws, probability(0.5), (size, size))
         found = ops.move(images, inverse, None).numpy()
         for k, (chance, uniform, _) in enumerate(rows(draws)):
             numbers_, matrix = oracle.blit_matrix(chance, uniform, 0.5, size)
@@ -67,7 +67,7 @@ def test_blit_against_numpy(size):
 @pytest.mark.parametrize("p", [0.5, 0.9])
 def test_geometry_against_numpy(p):
     for draws in variants("geometry", 40):
-        inverse, moved = ops.geometry_inverse(draws, probability(p), 10)
+        inverse, moved = ops.geometry_inverse(draws, probability(p), (10, 10))
         for k, (chance, uniform, normal) in enumerate(rows(draws)):
             forward = oracle.geometry_matrix(chance, uniform, normal, p, 10)
             np.testing.assert_allclose(inverse[k], np.linalg.inv(forward), rtol=0, atol=1e-12)
@@ -79,8 +79,8 @@ def test_both_groups_are_one_warp_and_what_geometry_leaves_is_copied():
     images = random(n, 1, size, size)
     blit, geometry = numbers("blit", n), numbers("geometry", n)
     blit.chance[:], geometry.chance[:], geometry.chance[1] = 0.1, 0.1, 0.9
-    first = ops.blit_inverse(blit, probability(0.5), size)
-    found = ops.move(images, first, ops.geometry_inverse(geometry, probability(0.5), size)).numpy()
+    first = ops.blit_inverse(blit, probability(0.5), (size, size))
+    found = ops.move(images, first, ops.geometry_inverse(geometry, probability(0.5), (size, size))).numpy()
     for k, ((chance, uniform, _), (more, angles, normal)) in enumerate(zip(rows(blit), rows(geometry), strict=True)):
         what, matrix = oracle.blit_matrix(chance, uniform, 0.5, size)
         if k == 1:
@@ -88,7 +88,7 @@ def test_both_groups_are_one_warp_and_what_geometry_leaves_is_copied():
             continue
         matrix = oracle.geometry_matrix(more, angles, normal, 0.5, size) @ matrix
         np.testing.assert_allclose(found[k, 0], oracle.warped(images[k, 0].numpy(), matrix), rtol=0, atol=1e-11)
-    alone = ops.move(images, None, ops.geometry_inverse(geometry, probability(0.5), size))
+    alone = ops.move(images, None, ops.geometry_inverse(geometry, probability(0.5), (size, size)))
     assert torch.equal(alone[1], images[1])
     matrix = oracle.geometry_matrix(*next(rows(geometry)), 0.5, size)
     np.testing.assert_allclose(alone[0, 0], oracle.warped(images[0, 0].numpy(), matrix), rtol=0, atol=1e-11)
@@ -154,8 +154,8 @@ def apply_all(images, p, key=0):
     pixels = torch.randn(images.shape, generator=generator(0, "pixels"), dtype=images.dtype)
     draws = {name: numbers(name, n, key, pixels) for name in DRAWS}
     p = probability(p)
-    blit = ops.blit_inverse(draws["blit"], p, size)
-    warped = ops.geometry_inverse(draws["geometry"], p, size)
+    blit = ops.blit_inverse(draws["blit"], p, (size, size))
+    warped = ops.geometry_inverse(draws["geometry"], p, (size, size))
     return {
         "blit": lambda x: ops.move(x, blit, None),
         "geometry": lambda x: ops.move(x, None, warped),
