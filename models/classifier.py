@@ -38,7 +38,7 @@ class ModelConfig(Config):
     head_width: PositiveInt = 128  # of the hidden head's layer
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: as with the weights, else [-1, 1] as it is
-    # px that the images' shorter side is scaled to inside the network; None: as they come
+    # px that shorter sides are scaled to inside the network; None: as they come
     input_size: Annotated[int, Interval(ge=8, le=8192)] | None = None
     activation_checkpointing: bool = False  # compute each stage again in the backward pass instead of keeping it
     inplace: bool = True  # ReLUs overwrite their input

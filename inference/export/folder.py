@@ -116,7 +116,7 @@ TAGS = {"classifier": "image-classification", "gan": "unconditional-image-genera
 NAMED = 20  # classes that a card lists
 COLOURS = {1: "grey", 3: "RGB"}
 RESIZED = {
-    "crop": "the largest central square, scaled by Pillow's Lanczos filter",
+    "crop": "the largest middle part of its shape, scaled by Pillow's Lanczos filter",
     "pad": "centred on zeros, scaled down first where it is too large, never enlarged",
 }
 

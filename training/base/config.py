@@ -66,7 +66,7 @@ class DataConfig(Config):
     # files, or a pattern for several as one data set: "train-*.lmdb", "train-{0000..0146}.tar"
     path: str = ""
     val_path: str | None = None  # held-out images, for evaluation; likewise
-    resolution: Resolution | None = None  # px of squares, or width x height: 96x64; None: the largest that is stored
+    resolution: Resolution | None = None  # px, or 96x64; None: the largest that is stored
     crop: Literal["centre", "random"] = "centre"  # of training images; random: crop_area and crop_aspect
     crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)  # its width / height before it is made square
