@@ -243,11 +243,10 @@ def _find_duplicates(
 
 
 def _size(text: str) -> int | str:
-    spec = ImageSpec.of(1, text) if re.fullmatch(SIZE, text) else ImageSpec.of(1, int(text) if text.isdecimal() else 0)
-    if spec.side < 4:
+    if not (re.fullmatch(SIZE, text) or (text.isdecimal() and int(text) >= 4)):
         told = "is not a whole number of at least 4, nor width x height such as 96x64"
         raise argparse.ArgumentTypeError(f"{text[:40]!r} {told}")
-    return spec.resolution
+    return ImageSpec.of(1, int(text) if text.isdecimal() else text).resolution
 
 
 def make_parser() -> Parser:

@@ -69,7 +69,8 @@ def feature_distance(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 
 def resize(images: Tensor, side: int) -> Tensor:
-    """Scale images [n, C, H, W] to a shorter side of `side` px: bilinearly up; down by averaging too, so that nothing aliases.
+    """Scale images [n, C, H, W] to a shorter side of `side` px: bilinearly up; down by averaging too, so that
+    nothing aliases.
 
     As two matrix products, because the backward pass of torch's own scaling adds up in any order on GPUs.
     """

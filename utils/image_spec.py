@@ -11,7 +11,8 @@ from pydantic import Field
 
 from duetgan.utils.errors import UserError
 
-SIZE = r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}"  # width x height, as image tools write it
+SIDE = "(?:[4-9]|[1-9][0-9]{1,4})"
+SIZE = f"{SIDE}x{SIDE}"  # width x height, as image tools write it
 Rectangle = Annotated[str, Field(pattern=f"^{SIZE}$", examples=["96x64"])]
 # A size as configurations and files hold it: the side of squares in px, or "96x64" (width x height) of rectangles.
 Resolution = Annotated[int, Ge(4)] | Rectangle

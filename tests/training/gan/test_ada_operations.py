@@ -47,7 +47,7 @@ def variants(group, n, pixels=None):
     return [*(only(draws, k) for k in range(DRAWS[group][0])), draws, numbers(group, n, 1, pixels)]
 
 
-RECTANGLES = [(8, 12), (14, 6), (64, 96)]  # height, width
+RECTANGLES = [(8, 12), (14, 6), (16, 24)]  # height, width
 
 
 @pytest.mark.parametrize("size", [(8, 8), (9, 9), (32, 32), *RECTANGLES])
@@ -61,7 +61,7 @@ def test_blit_against_numpy(size):
             seen.add(numbers_)
             if size[0] == size[1]:
                 assert (found[k] == oracle.blitted(images[k].numpy(), *numbers_)).all()
-            elif k < 8:
+            elif k < 4:
                 assert (found[k] == oracle.copied(images[k].numpy(), matrix)).all()
             np.testing.assert_allclose(inverse[k], np.linalg.inv(matrix), rtol=0, atol=1e-12)
     assert {flip for flip, *_ in seen} == {False, True}
