@@ -191,7 +191,7 @@ def make_plan(
     elif source.shape == (image := ImageSpec.of(channels, size)).size:
         mode = "exact"
     elif resize == "auto":
-        room = min((there - here for there, here in zip(image.size, source.shape or (0, 0), strict=True)))
+        room = min(there - here for there, here in zip(image.size, source.shape or (0, 0), strict=True))
         mode = "pad" if source.shape is not None and 0 < room <= image.side // PAD_SHARE else "crop"
     else:
         mode = resize
