@@ -24,7 +24,7 @@ dependencies = ["torch", "torchvision", "numpy", "safetensors", "pydantic", "yam
 def resnet_classifier(
     checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _Any
 ) -> _Any:
-    """A classifier of images: float [N, channels, resolution, resolution] in [-1, 1] -> logits [N, classes].
+    """A classifier of images: float [N, channels, height, width] in [-1, 1] -> logits [N, classes].
 
     Args:
         checkpoint: a run folder of train.py, a checkpoint file, a .safetensors file of export.py, or a ready-made
@@ -33,7 +33,8 @@ def resnet_classifier(
         which: "last" or "best" checkpoint of a run folder.
         device: where the network goes: "cpu", "cuda", ...
         seed: of the random weights.
-        sizes: of a new network: `classes` (default 10), `channels` and `resolution` of its images (default 3, 32 px),
+        sizes: of a new network: `classes` (default 10), `channels` and `resolution` of its images (default 3, 32 px;
+            text of rectangles: "96x64", width x height),
             and the keys of a config's `model` section, e.g. `name="convnext_tiny"`, `stem="small"`, `weights=FILE`;
             what was taken of these is told on stderr.
 
@@ -51,8 +52,8 @@ def resnet_classifier(
     return model
 
 
-_GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
-    resolution] in about [-1, 1].
+_GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, height, width]
+    in about [-1, 1].
 
     Call it as `model(z, labels)`; with styles and noise (StyleGAN2) as `model(z, labels, truncation_psi=1.0,
     noise="const")`: `noise` may be a list of maps of `model.noise_shapes()`, "const" or "none", and `model.mapping` and
@@ -102,7 +103,7 @@ def _new(network: _Any, config: _Any, classes: int, sizes: dict, device: str, se
 def _described(model: _Any, names: _Any) -> _Any:
     """The network with what its user must know."""
     model.class_names, model.image_range = list(names), (-1.0, 1.0)
-    model.image_shape = (model.channels, model.resolution, model.resolution)
+    model.image_shape = model.spec.shape
     return model
 
 

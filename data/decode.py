@@ -33,28 +33,26 @@ class RandomCrop:
     """
 
     area: tuple[float, float] = (0.08, 1.0)  # share of the image, uniform
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height, uniform in the logarithm
+    aspect: tuple[float, float] = (
+        3 / 4,
+        4 / 3,
+    )  # width / height, over that of what it becomes; uniform in the logarithm
 
-    def box(self, height: int, width: int, draws: np.random.Generator) -> Box:
-        """A crop of an image of height x width px; if TRIES draws do not fit, the largest one in the middle that
-        keeps the aspect's bounds.
+    def box(self, height: int, width: int, draws: np.random.Generator, wanted: Size = (1, 1)) -> Box:
+        """A crop of an image of height x width px that becomes one of `wanted`; if TRIES draws do not fit, the largest
+        one in the middle that keeps the aspect's bounds.
         """
+        own = wanted[1] / wanted[0]
         low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
         for area, log_aspect, row, column in draws.random((TRIES, 4)).tolist():
             target = height * width * (self.area[0] + area * (self.area[1] - self.area[0]))
-            aspect = math.exp(low + log_aspect * (high - low))
+            aspect = math.exp(low + log_aspect * (high - low)) * own
             w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
             if 0 < w <= width and 0 < h <= height:
                 return int(row * (height - h + 1)), int(column * (width - w + 1)), h, w
-        aspect = min(max(width / height, self.aspect[0]), self.aspect[1])
+        aspect = min(max(width / height, self.aspect[0] * own), self.aspect[1] * own)
         w, h = min(width, round(height * aspect)), min(height, round(width / aspect))
         return (height - h) // 2, (width - w) // 2, h, w
-
-
-def centre_box(height: int, width: int) -> Box:
-    """The largest square in the middle."""
-    side = min(height, width)
-    return (height - side) // 2, (width - side) // 2, side, side
 
 
 def decode(payload: bytes | memoryview, codec: int, channels: int, size: Size | None = None) -> np.ndarray:
@@ -99,16 +97,16 @@ def decode_crop(
     codec: int,
     box: Box,  # in the whole image
     size: Size,  # of the whole image, which its header must have
-    out: np.ndarray,  # uint8 [C, S, S], filled
+    out: np.ndarray,  # uint8 [C, H, W], filled
 ) -> None:
-    """Decode the part of an image inside `box` and bring it to S x S px. Raises ImageError as `decode` does.
+    """Decode the part of an image inside `box` and bring it to the size of `out`. Raises ImageError as `decode` does.
 
     Scaled by OpenCV: bilinear where it is enlarged or shrunk to not less than half (after the scaled DCT), else by
     area averaging.
     """
     top, left, h, w = box
-    channels, side = out.shape[0], out.shape[1]
-    shrink = min(8, 1 << int(math.log2(max(1.0, min(h, w) / (MARGIN * side)))))
+    channels, height, width = out.shape
+    shrink = min(8, 1 << int(math.log2(max(1.0, min(h / (MARGIN * height), w / (MARGIN * width))))))
     if codec != CODEC_JPEG:
         pixels = decode(payload, codec, channels, size)
     elif shrink > 1:
@@ -126,22 +124,22 @@ def decode_crop(
 def crop_into(
     pixels: np.ndarray,  # uint8 [H, W, C]
     box: Box,
-    out: np.ndarray,  # uint8 [C, S, S], filled; fastest where it lies in memory as [S, S, C]
+    out: np.ndarray,  # uint8 [C, H, W], filled; fastest where it lies in memory as [H, W, C]
 ) -> None:
     """Bring a part of a decoded image to size, channels first."""
     top, left, height, width = box
     pixels = pixels[top : top + height, left : left + width]
-    channels, side = out.shape[0], out.shape[1]
+    channels, down, across = out.shape
     height, width = pixels.shape[:2]  # as far as the box lies in the image
-    if (height, width) == (side, side):
+    if (height, width) == (down, across):
         np.copyto(out.transpose(1, 2, 0), pixels)
         return
-    method = cv2.INTER_AREA if max(height, width) > 2 * side else cv2.INTER_LINEAR
+    method = cv2.INTER_AREA if height > 2 * down or width > 2 * across else cv2.INTER_LINEAR
     target = out.transpose(1, 2, 0) if channels > 1 else out[0]  # OpenCV knows no third axis of length one
     if target.flags.c_contiguous:
-        cv2.resize(pixels, (side, side), dst=target, interpolation=method)
+        cv2.resize(pixels, (across, down), dst=target, interpolation=method)
     else:
-        np.copyto(target, cv2.resize(pixels, (side, side), interpolation=method))
+        np.copyto(target, cv2.resize(pixels, (across, down), interpolation=method))
 
 
 def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | memoryview:

@@ -118,20 +118,20 @@ def find(
         here, there = indices[indices < count].tolist(), (indices[indices >= count] - count).tolist()
         if other is None or (here and there):
             groups.append(Group(here, there, differ(here, there)))
-    shapes = [(one.meta.channels, one.meta.resolutions[-1]) for one in (reader, second)]
+    specs = [one.meta.spec for one in (reader, second)]
     report = Report(
         file=str(reader.path),
         images=count,
         other_file=str(other.path) if other else None,
         other_images=len(other) if other else None,
         exact_duplicates=sum(len(group.other_records) if other else len(group.records) - 1 for group in groups),
-        exact_comparable=shapes[0] == shapes[1],
+        exact_comparable=specs[0] == specs[1],
         exact=groups,
         names=(_with_class(reader, item_name), _with_class(second, None if other else item_name)),
     )
     if similar:
         candidates = near(signatures, others)
-        size = min(side or 64 for _, side in shapes)
+        size = min(spec.side or 64 for spec in specs)
         pairs, correlations = confirm(
             candidates, lambda i: stored_image(reader, i)[0], lambda j: stored_image(second, j)[0], size
         )

@@ -136,35 +136,42 @@ def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     return pixels if pixels.shape[2] == channels else np.repeat(pixels, 3, axis=2)
 
 
-def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
-    """Bring an image uint8 [H, W, C] to [size, size, C].
+def centre_box(height: int, width: int, wanted: tuple[int, int] = (1, 1)) -> tuple[int, int, int, int]:
+    """Top, left, height and width of the largest part in the middle that has the shape of `wanted` (height, width)."""
+    down, across = wanted
+    h, w = min(height, max(1, round(width * down / across))), min(width, max(1, round(height * across / down)))
+    return (height - h) // 2, (width - w) // 2, h, w
 
-    Modes: "exact" leaves it and refuses other sizes; "crop" takes the largest square in the middle and scales it with
-    Pillow's Lanczos filter; "pad" puts it in the middle of zeros, scaled down before (Lanczos) if it is larger than
-    `size`, never scaled up. "shorter-side-256+bilinear+centre-crop" (PUBLISHED) scales the shorter side
+
+def fit(pixels: np.ndarray, size: int | tuple[int, int], mode: str) -> np.ndarray:
+    """Bring an image uint8 [H, W, C] to the side or the (height, width) `size`.
+
+    Modes: "exact" leaves it and refuses other sizes; "crop" takes the largest part of that shape in the middle and
+    scales it with Pillow's Lanczos filter; "pad" puts it in the middle of zeros, scaled down before (Lanczos) if it is
+    larger than `size`, never scaled up. "shorter-side-256+bilinear+centre-crop" (PUBLISHED) scales the shorter side
     to 256 px and takes the middle, as classifiers of others have it. Raises ImageError for a size that "exact" does not
     allow.
     """
     height, width = pixels.shape[:2]
+    down, across = size if isinstance(size, tuple) else (size, size)
     if published := PUBLISHED.fullmatch(mode):
         short, filtering = int(published[1]), Image.Resampling[published[2].upper()]
         height, width = (int(short * side / min(height, width)) for side in (height, width))
-        top, left = round((height - size) / 2), round((width - size) / 2)
-        return _scale(pixels, height, width, filtering)[top : top + size, left : left + size]
-    if (height, width) == (size, size):
+        top, left = round((height - down) / 2), round((width - across) / 2)
+        return _scale(pixels, height, width, filtering)[top : top + down, left : left + across]
+    if (height, width) == (down, across):
         return pixels
     if mode == "exact":
-        raise ImageError(f"is {width}x{height} px where {size}x{size} was expected; pass --size N")
+        raise ImageError(f"is {width}x{height} px where {across}x{down} was expected; pass --size N, or WxH")
     if mode == "crop":
-        side = min(height, width)
-        top, left = (height - side) // 2, (width - side) // 2
-        return _scale(pixels[top : top + side, left : left + side], size, size)
-    longest = max(height, width)
-    if longest > size:
-        height, width = (max(1, round(side * size / longest)) for side in (height, width))
+        top, left, high, wide = centre_box(height, width, (down, across))
+        return _scale(pixels[top : top + high, left : left + wide], down, across)
+    room, needed = (down, height) if height * across > width * down else (across, width)  # of the side that is tighter
+    if needed > room:
+        height, width = (max(1, round(side * room / needed)) for side in (height, width))
         pixels = _scale(pixels, height, width)
-    top, left = (size - height) // 2, (size - width) // 2
-    return np.pad(pixels, ((top, size - height - top), (left, size - width - left), (0, 0)))
+    top, left = (down - height) // 2, (across - width) // 2
+    return np.pad(pixels, ((top, down - height - top), (left, across - width - left), (0, 0)))
 
 
 def thumbnail(pixels: np.ndarray, side: int) -> np.ndarray:

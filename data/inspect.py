@@ -188,6 +188,7 @@ def main(argv: list[str]) -> None:
     with LMDBReader(args.path) as reader:
         damage = verify(reader) if args.verify else None
         document = {"file": str(reader.path), "bytes": reader.path.stat().st_size, **reader.meta.model_dump()}
+        document["size"] = reader.meta.spec.resolution or None
         if damage is not None:
             document["damaged"] = sorted(damage.records)
         print(json.dumps(document, indent=2) if args.json else "\n".join(lines(document, reader.meta)))

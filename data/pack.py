@@ -6,9 +6,11 @@ if __name__ == "__main__" and not __package__:  # the modules beside this file w
     print("error: start it as a module, in the folder that holds data/: python -m data.pack ...", file=sys.stderr)
     sys.exit(2)
 
+import argparse
 import contextlib
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Generator, Sequence
 from fractions import Fraction
@@ -27,6 +29,7 @@ from duetgan.data.records import Converted, Plan, converted, make_plan, thread_c
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from duetgan.utils.config.cli import Parser, add_import_option, number
 from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.image_spec import SIZE, ImageSpec
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.script import run_cli
@@ -86,7 +89,7 @@ def pack(
     source: Source,
     dest: str | Path,
     *,
-    size: int | None = None,  # side of the square images in px
+    size: int | str | None = None,  # side of the images in px, or width x height: 96x64
     encoding: str = "raw",
     channels: int | None = None,
     resize: str = "auto",
@@ -239,13 +242,20 @@ def _find_duplicates(
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
 
 
+def _size(text: str) -> int | str:
+    if not (re.fullmatch(SIZE, text) or (text.isdecimal() and int(text) >= 4)):
+        told = "is not a whole number of at least 4, nor width x height such as 96x64"
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} {told}")
+    return ImageSpec.of(1, int(text) if text.isdecimal() else text).resolution
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
     add("source", help=f"folder, .zip, .tar, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
-    add("--size", type=number(int, 4), metavar="N", help="side of the square images in px; default: their own")
+    add("--size", type=_size, metavar="N|WxH", help="the images' side in px, or width x height; default: their own")
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
     add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
     add("--channels", type=int, choices=(1, 3), help="grey or RGB; default: the data set's own, 3 for image files")

@@ -18,10 +18,11 @@ from PIL import ExifTags, Image
 from duetgan.data.errors import MOST_SIDE, ImageError
 from duetgan.data.images import FORMATS, RESIZE_FILTERS, decode_file, encode, fit, has_16_bits, to_channels
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, make_entry
-from duetgan.data.lmdb.record import Layout, Record, halvings
+from duetgan.data.lmdb.record import Layout, Record
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Item, Problem, Source
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.provenance import Provenance
 
@@ -49,13 +50,13 @@ def make_record(
     codec: int = CODEC_RULES,  # of that file
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
-    side = layout.resolutions[-1]
+    wanted = layout.spec
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != layout.channels:
         raise ValueError(f"image {image.dtype} {image.shape}, expected uint8 [H, W, {layout.channels}]")
-    if side and image.shape[:2] != (side, side):
-        raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {side}x{side}")
+    if wanted.side and image.shape[:2] != wanted.size:
+        raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {wanted.width}x{wanted.height}")
     assert (payload is None) == (layout.encoding != "source")
-    levels = pyramid(image, layout.resolutions)
+    levels = pyramid(image, layout)
     if payload is not None:
         payloads = [payload]
     elif layout.encoding == "raw":
@@ -74,14 +75,15 @@ def add_image(writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: by
     writer.add_record(make_record(image, label, writer.layout, payload))
 
 
-def pyramid(image: np.ndarray, resolutions: Sequence[int]) -> list[np.ndarray]:
+def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
     """The image at every resolution, ascending; each is the mean of 2x2 pixels of the next larger one, rounded half
     up, as in the progressive growing of GANs (Karras et al. 2018, section 2: average pooling).
     """
     levels = [image]
-    for side in reversed(resolutions[:-1]):
-        smaller = cv2.resize(levels[-1], (side, side), interpolation=cv2.INTER_AREA)
-        levels.append(smaller.reshape(side, side, image.shape[2]))
+    for side in reversed(layout.resolutions[:-1]):
+        height, width = layout.spec.at(side).size
+        smaller = cv2.resize(levels[-1], (width, height), interpolation=cv2.INTER_AREA)
+        levels.append(smaller.reshape(height, width, image.shape[2]))
     return levels[::-1]
 
 
@@ -119,7 +121,7 @@ def plain_codec(content: bytes, channels: int) -> int:
 
 def pack_arrays(
     path: str | Path,
-    images: np.ndarray,  # uint8 [n, C, H, H]
+    images: np.ndarray,  # uint8 [n, C, H, W]
     labels: Sequence[int] | np.ndarray | None = None,  # [n]
     classes: Sequence[str] = (),
     *,
@@ -130,8 +132,7 @@ def pack_arrays(
     overwrite: bool = False,
 ) -> Meta:
     """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
-    resolutions = halvings(images.shape[2], smallest)
-    layout = Layout(channels=images.shape[1], resolutions=resolutions, encoding=encoding)
+    layout = Layout.of(ImageSpec(*images.shape[1:]), encoding, smallest)
     with LMDBWriter(path, layout, classes=classes, source=source, passport=passport, overwrite=overwrite) as writer:
         for index, image in enumerate(images):
             label = 0 if labels is None else int(labels[index])
@@ -147,9 +148,9 @@ class Plan:
     mode: str  # data.images.fit's
 
     @property
-    def size(self) -> int:
-        """Side of the images in px; 0: as they are."""
-        return self.layout.resolutions[-1]
+    def size(self) -> tuple[int, int]:
+        """Height and width of the images in px; 0: as they are."""
+        return self.layout.spec.size
 
     @property
     def resize_filter(self) -> str:
@@ -159,7 +160,7 @@ class Plan:
 def make_plan(
     source: Source,
     *,
-    size: int | None = None,
+    size: int | str | None = None,  # side in px, or width x height: 96x64
     encoding: str = "raw",
     channels: int | None = None,
     resize: str = "auto",  # "crop" or "pad"
@@ -168,7 +169,8 @@ def make_plan(
     """Decide what the user has left open.
 
     Channels: the source's own, else 3. Size: the source's own, else the first readable image's, and then all must
-    have it. Resize "auto": "pad" where all images have one known size that lies at most N/8 below N, else "crop".
+    have it. Resize "auto": "pad" where all images have one known size that lies within both sides, at most 1/8 below
+    the shorter one, else "crop".
     Raises UserError for options that do not fit together.
     """
     if encoding == "source":
@@ -182,21 +184,21 @@ def make_plan(
     channels = channels or source.channels or 3
     if size is None:
         height, width = source.shape or _first_shape(source, channels)
+        image, mode = ImageSpec(channels, height, width), "exact"
         if height != width:
-            raise UserError(f"{source.name}: images are {width}x{height} px, not square: pass --size N")
-        size, mode = height, "exact"
-    elif source.shape == (size, size):
+            example = "x".join(str(max(1, round(side / image.side * 4)) * 16) for side in (width, height))
+            raise UserError(f"{source.name}: images are {width}x{height} px, not square: pass --size N, or {example}")
+    elif source.shape == (image := ImageSpec.of(channels, size)).size:
         mode = "exact"
     elif resize == "auto":
-        near = source.shape is not None and 0 < size - max(source.shape) <= size // PAD_SHARE
-        mode = "pad" if near else "crop"
+        room = min(there - here for there, here in zip(image.size, source.shape or (0, 0), strict=True))
+        mode = "pad" if source.shape is not None and 0 < room <= image.side // PAD_SHARE else "crop"
     else:
         mode = resize
-    if size > MOST_SIDE:
-        raise UserError(f"{source.name}: {size} px; a packed image has at most {MOST_SIDE} px: lower --size")
-    with explained(ValueError, f"--pyramid {smallest}: {size} px must be {smallest} px times 2, 4, 8, ..."):
-        sides = halvings(size, smallest)
-    return Plan(layout=Layout(channels=channels, resolutions=sides, encoding=encoding), mode=mode)
+    if max(image.size) > MOST_SIDE:
+        raise UserError(f"{source.name}: {image}; a packed image has at most {MOST_SIDE} px: lower --size")
+    with explained(ValueError, f"--pyramid {smallest}: {image} must be {smallest} px times 2, 4, 8, ..."):
+        return Plan(layout=Layout.of(image, encoding, smallest), mode=mode)
 
 
 def _first_shape(source: Source, channels: int) -> tuple[int, int]:
@@ -241,7 +243,7 @@ def _convert(item: Item | ImageError, plan: Plan) -> Converted:
         record = make_record(image, item.label, layout, payload, codec)
     except ImageError as error:
         return error
-    enlarged = plan.mode == "crop" and min(pixels.shape[:2]) < plan.size
+    enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], plan.size))
     cut = payload is None and isinstance(content, bytes) and has_16_bits(content)
     return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut)
 
@@ -263,7 +265,7 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
         for row in range(len(source)):
             yield _convert(_read(source, row), plan)
         return
-    pixels = plan.size * plan.size * plan.layout.channels
+    pixels = plan.layout.spec.values
     length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
     pool = ThreadPool(workers)
     waiting: deque[AsyncResult[list[Converted]]] = deque()

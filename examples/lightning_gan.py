@@ -64,7 +64,11 @@ class Steps(torch.utils.data.IterableDataset[Batch]):
 
 
 def train(images: Dataset, steps: int, batch_size: int, **options: Any) -> GAN:
-    shape = {"resolution": images.resolution, "channels": images.meta.channels, "classes": len(images.classes)}
+    shape: dict[str, Any] = {
+        "resolution": images.resolution,
+        "channels": images.meta.channels,
+        "classes": len(images.classes),
+    }
     gan = GAN(**shape, **options)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = lightning.Trainer(max_epochs=1, **quiet)

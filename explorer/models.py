@@ -69,7 +69,7 @@ class Shown:
             "task": self.task,
             "step": self.checkpoint["step"],
             "classes": self.classes,
-            "resolution": self.model.resolution,
+            "resolution": self.model.spec.side,
             "layers": self.model.num_ws if getattr(self.model, "has_styles", False) else 0,
             "steps": [int(path.stem.removeprefix("step-")) for path in self.files().samples],
         }

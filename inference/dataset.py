@@ -45,7 +45,7 @@ def write_dataset(
         raise UserError(f"--n {count}: fewer than one image for each of {kinds} classes; give {kinds} or more")
     generator = sampler.generator
     passport = provenance_of(generator, checkpoint, seed=sampler.seed, truncation_psi=sampler.truncation_psi)
-    layout = Layout(channels=generator.channels, resolutions=(generator.resolution,), encoding=encoding)
+    layout = Layout.of(generator.spec, encoding)
     classes = checkpoint["classes"] if kinds else ()
     resize_filter = (checkpoint.get("data") or {}).get("resize_filter", "none")  # as the images it learnt from
     about: dict[str, Any] = {"source": source, "passport": passport, "resize_filter": resize_filter}
@@ -98,13 +98,13 @@ def write_labelled(
     """
     first = parts[0][0]
     for reader, _, _ in parts:
-        if (reader.resolution, reader.meta.channels) != (first.resolution, first.meta.channels):
+        if reader.spec != first.spec:
             raise UserError(
-                f"{reader.path}: images of {reader.resolution} px with {reader.meta.channels} channels, those of "
-                f"{first.path} have {first.resolution} px and {first.meta.channels}; pack both alike"
+                f"{reader.path}: images of {reader.spec} with {reader.meta.channels} channels, those of "
+                f"{first.path} have {first.spec} and {first.meta.channels}; pack both alike"
             )
     encoding = encoding or ("raw" if first.meta.encoding == "raw" else "png")
-    layout = Layout(channels=first.meta.channels, resolutions=(first.resolution,), encoding=encoding)
+    layout = Layout.of(first.spec, encoding)
     passport = next((reader.meta.passport for reader, _, _ in parts if reader.meta.passport), None)
     more: dict[str, Any] = {"resize_filter": first.meta.resize_filter, "passport": passport, "overwrite": overwrite}
     with LMDBWriter(out, layout, classes=classes, source=source, **more) as writer:

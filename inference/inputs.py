@@ -23,13 +23,14 @@ from duetgan.data.sources.base import Source
 from duetgan.data.sources.files import LocalSource, read_file
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
 
 Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor"
 
 
 @dataclass(frozen=True)
 class Transform:
-    """An image as a network takes it: float32 [channels, resolution, resolution] in [-1, 1].
+    """An image as a network takes it: float32 [C, H, W], those of `spec`, in [-1, 1].
 
     Brings it to size as the images of the network's training were. Takes a file's name; a PIL image; an array [H, W],
     [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]. Can be sent to the workers of a DataLoader. Raises
@@ -37,7 +38,7 @@ class Transform:
     """
 
     channels: int
-    resolution: int
+    resolution: int | str  # px of squares, or width x height: 96x64
     mode: str  # of data.images.fit: crop, pad, or as a ready-made network has it
 
     def __call__(self, image: Image) -> Tensor:
@@ -50,9 +51,14 @@ class Transform:
         return cls(shape["channels"], shape["resolution"], resize or trained_mode(checkpoint))
 
     @property
+    def spec(self) -> ImageSpec:
+        """Of what it gives."""
+        return ImageSpec.of(self.channels, self.resolution)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Of what it gives."""
-        return self.channels, self.resolution, self.resolution
+        return self.spec.shape
 
     def read(self, image: "Image | bytes") -> Tensor:
         """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's name."""
@@ -64,10 +70,10 @@ class Transform:
             pixels = from_pillow(image, self.channels)
         else:
             pixels = to_channels(_hwc(image), self.channels)
-        return torch.from_numpy(fit(pixels, self.resolution, self.mode).transpose(2, 0, 1).copy())
+        return torch.from_numpy(fit(pixels, self.spec.size, self.mode).transpose(2, 0, 1).copy())
 
     def pixels(self, image: Image) -> Tensor:
-        """The same as uint8 [channels, resolution, resolution]."""
+        """The same as uint8 [C, H, W]."""
         name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
         with explained(ImageError, lambda why: f"{name} {why}"):
             return self.read(image)

@@ -3,7 +3,7 @@
 They are written frame by frame through PyAV: MP4 (H.264) and GIF, atomically, in memory that does not grow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -27,7 +27,7 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
 
     Args: `scale`: each pixel becomes scale x scale; None: to about 256 px. Raises UserError.
     """
-    scale = enlargement(journey.sampler.generator.resolution, scale)
+    scale = enlargement(journey.sampler.generator.spec.size, scale)
     with film(out, fps=fps, scale=scale) as add:
         for frame in Bar(journey, "frames", unit="frame"):
             add(frame)
@@ -121,15 +121,16 @@ FORMATS = {  # codec, pixels, options of the codec and of the file
 }
 
 
-def enlargement(side: int, asked: int | None = None) -> int:
-    """How much frames of so many pixels are enlarged: as asked, else to LEAST_SIDE or a little more, to an even side.
+def enlargement(size: Sequence[int], asked: int | None = None) -> int:
+    """How much frames of such sides are enlarged: as asked, else to LEAST_SIDE or a little more, to even sides.
 
-    Raises UserError if the enlarged side would be odd, which yuv420p cannot hold.
+    Raises UserError if an enlarged side would be odd, which yuv420p cannot hold.
     """
-    if asked and side * asked % 2:
-        raise UserError(f"--scale {asked}: {side * asked} px is an odd size, films have even ones; take {asked + 1}")
-    scale = max(1, -(-LEAST_SIDE // side))
-    return asked or scale + (side * scale % 2)
+    odd = [side for side in size if side % 2]
+    if asked and asked % 2 and odd:
+        raise UserError(f"--scale {asked}: {odd[0] * asked} px is an odd size, films have even ones; take {asked + 1}")
+    scale = max(1, -(-LEAST_SIDE // min(size)))
+    return asked or scale + (scale % 2 if odd else 0)
 
 
 @contextmanager

@@ -136,8 +136,7 @@ def default_layer(classifier: Classifier) -> str:
     last = classifier.backbone.maps
     if last != RESNET[-1]:
         return last
-    shape = 1, classifier.channels, classifier.resolution, classifier.resolution
-    image = next(classifier.parameters()).new_zeros(shape)
+    image = next(classifier.parameters()).new_zeros(1, *classifier.spec.shape)
     with evaluating(classifier):
         for name in reversed(RESNET):
             maps, _ = output_gradient(classifier, name, (image,), torch.sum)

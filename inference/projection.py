@@ -47,8 +47,8 @@ class ResNetFeatures:
         self._stages = create_feature_extractor(network, ["relu", "layer1", "layer2", "layer3", "layer4"])
 
     def __call__(self, images: Tensor) -> list[Tensor]:
-        """Maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, H] in [-1, 1]; differentiable."""
-        x = resize(images.to(self._dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
+        """Maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, W] in [-1, 1]; differentiable."""
+        x = resize(images.to(self._dtype), min(max(min(images.shape[2:]), SMALLEST), LARGEST))
         return [unit_length(maps) for maps in self._stages(normalize((x + 1) / 2)).values()]
 
 
@@ -69,23 +69,28 @@ def feature_distance(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 
 def resize(images: Tensor, side: int) -> Tensor:
-    """Scale images [n, C, H, H] to `side` px: bilinearly up; down by averaging too, so that nothing aliases.
+    """Scale images [n, C, H, W] to a shorter side of `side` px: bilinearly up; down by averaging too, so that
+    nothing aliases.
 
     As two matrix products, because the backward pass of torch's own scaling adds up in any order on GPUs.
     """
-    before = images.shape[-1]
-    if before == side:
+    shorter = min(images.shape[2:])
+    if shorter == side:
         return images
-    eye = torch.eye(before, dtype=images.dtype, device=images.device)[None, None]
-    matrix = F.interpolate(eye, size=(side, before), mode="bilinear", align_corners=False, antialias=True)[0, 0]
-    return matrix @ images @ matrix.t()
+
+    def matrix(before: int) -> Tensor:
+        eye = torch.eye(before, dtype=images.dtype, device=images.device)[None, None]
+        size = (round(before * side / shorter), before)
+        return F.interpolate(eye, size=size, mode="bilinear", align_corners=False, antialias=True)[0, 0]
+
+    return matrix(images.shape[2]) @ images @ matrix(images.shape[3]).t()
 
 
 class Distance:
     """How far images are from one target: feature distance (if there are features) + pixel_weight * mean square."""
 
     def __init__(self, target: Tensor, *, features: ResNetFeatures | None, pixel_weight: float) -> None:
-        """Args: `target` [1, C, H, H] in [-1, 1], on the device that all is computed on."""
+        """Args: `target` [1, C, H, W] in [-1, 1], on the device that all is computed on."""
         self._target, self._features, self._pixel_weight = target, features, pixel_weight
         with torch.no_grad():
             self._wanted = features(target) if features else []
@@ -246,7 +251,7 @@ def correlation(maps: Sequence[Tensor]) -> Tensor:
         while True:
             for dimension in (2, 3):
                 total = total + (level * level.roll(1, dimension)).mean().square()
-            if level.shape[-1] <= SMALLEST_NOISE:
+            if min(level.shape[2:]) <= SMALLEST_NOISE:
                 break
             level = 2 * F.avg_pool2d(level, 2)
     return total

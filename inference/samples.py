@@ -140,8 +140,8 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
     """
     kinds = len(sampler.chosen)
     count = count or GRID[0] * kinds or GRID[1]
-    side = max(sampler.generator.resolution, CELL)  # of a picture's cell, about
-    fits = available_bytes() // (COPIES * 3 * side * side)
+    height, width = (max(side, CELL) for side in sampler.generator.spec.size)  # of a picture's cell, about
+    fits = available_bytes() // (COPIES * 3 * height * width)
     picture = out.suffix.lower() == ".png"
     if picture and count > fits:
         raise UserError(

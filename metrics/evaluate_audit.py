@@ -54,7 +54,7 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
             require_same_classes("the generator", checkpoint["classes"], "the images", reader.classes)
         train = _training_images(checkpoint, reader)
     searched, seed, n = options.searched or SEARCHED, options.seed, options.n or GAN_IMAGES
-    how: dict[str, Any] = {"side": generator.resolution, "batch_size": options.batch_size}
+    how: dict[str, Any] = {"side": generator.spec.side, "batch_size": options.batch_size}
     with train:
         with collectives.raising_together():
             how_many: dict[str, Any] = {"conditional": bool(generator.classes), "searched": searched, "seed": seed}
@@ -174,8 +174,9 @@ def _logits(
     """The discriminator's logits of the files' images, one after the other, on rank 0; None where there is no whole
     discriminator. All ranks must call this.
     """
-    side, alpha = checkpoint.get("stage", [generator.resolution, 1.0])
-    if "discriminator" not in checkpoint["state"] or (side, alpha) != (generator.resolution, 1.0):
+    full = generator.spec.side
+    side, alpha = checkpoint.get("stage", [full, 1.0])
+    if "discriminator" not in checkpoint["state"] or (side, alpha) != (full, 1.0):
         return None
     discriminator = discriminator_from(checkpoint, next(generator.parameters()).device)
     group = discriminator.config.group

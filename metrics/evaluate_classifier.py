@@ -61,7 +61,7 @@ def classify(
         return logits_of(classifier, read_batch(reader, np.arange(rows.start, rows.stop)).images)
 
     count = len(reader) if limit is None else min(limit, len(reader))
-    parts = shared_pass(count, work, side=reader.resolution, batch_size=batch_size, what=what)
+    parts = shared_pass(count, work, side=reader.spec.side, batch_size=batch_size, what=what)
     return torch.cat([torch.empty(0, classifier.classes), *parts])
 
 
@@ -108,7 +108,7 @@ def corrupted_hits(classifier: Classifier, reader: Dataset, *, seed: int, limit:
         return hits
 
     count = len(reader) if limit is None else min(limit, len(reader))
-    parts = shared_pass(count, work, side=reader.resolution, batch_size=batch_size, what="corrupted images")
+    parts = shared_pass(count, work, side=reader.spec.side, batch_size=batch_size, what="corrupted images")
     return sum(parts, torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64))
 
 
@@ -137,7 +137,7 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
             sure = "{:.3f} ({:.3f} to {:.3f}) by cross-validation".format(probe["accuracy"], *probe["interval"])
             document["notes"]["probe"] = f"it began as a logistic regression on its features: {sure}"
         if hits is not None:
-            document["robustness"] = robustness(hits, document["n"], reader.resolution)
+            document["robustness"] = robustness(hits, document["n"], reader.spec.side)
             save_corruptions(reader.read([0])[0][0], out / "robustness.png", seed=options.seed)
             document["images"].append("robustness.png")
         if others is not None and outside is not None:

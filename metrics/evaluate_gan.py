@@ -138,7 +138,7 @@ def gather(
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
     samples = Sampler(generator, side, seed=seed, judge=classifier, observe=observe)
     with evaluating(generator):
-        how: Any = {"total": len(side.indices), "side": generator.resolution, "batch_size": batch_size}
+        how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **how, what="samples" if show else "", take=samples.take)
     answers = torch.cat(samples.answers)[:n] if samples.answers else None
     about: Any = {"labels": torch.from_numpy(side.labels), "n": n, "seed": seed, "per_class": per_class}
@@ -215,12 +215,13 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
 
     Raises UserError unless its images and classes are those of the generator.
     """
-    channels, height, width = reader.read(np.zeros(1, dtype=np.int64))[0].shape[1:]
-    side = generator.resolution
-    if (channels, height, width) != (generator.channels, side, side):
+    reader.read(np.zeros(1, dtype=np.int64))
+    given, drawn = reader.spec, generator.spec
+    if given != drawn:
         raise UserError(
-            f"the {role} images are {width}x{height} with {channels} channels, the generator draws {side}x{side} "
-            f"with {generator.channels}; pack them with --size {side} --channels {generator.channels}"
+            f"the {role} images are {given.width}x{given.height} with {given.channels} channels, the generator draws "
+            f"{drawn.width}x{drawn.height} with {drawn.channels}; pack them with --size {drawn.resolution} "
+            f"--channels {drawn.channels}"
         )
     if generator.classes and len(reader.classes) != generator.classes:
         raise UserError(
@@ -321,7 +322,7 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     """
     chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
     work = lambda rows: judge_images(judge, chosen.images(reader, rows))  # noqa: E731
-    parts = list(shared_pass(n, work, side=reader.resolution, batch_size=options.batch_size))
+    parts = list(shared_pass(n, work, side=reader.spec.side, batch_size=options.batch_size))
 
     def figures() -> dict[str, Any]:
         answers = torch.cat(parts)

@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from duetgan.models.backbones import discriminator as gans
 from duetgan.models.backbones.base import Backbone, in_turn
 from duetgan.models.batchnorm import statistics_kept
+from duetgan.models.gan import ImageNetwork
 from duetgan.models.registry import backbone_of
 from duetgan.utils.config.model import Config, PositiveInt
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
 
 Stem = Literal["imagenet", "small", "small-stride2"]
@@ -36,7 +38,7 @@ class ModelConfig(Config):
     head_width: PositiveInt = 128  # of the hidden head's layer
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: as with the weights, else [-1, 1] as it is
-    # px that images are scaled to inside the network; None: as they come
+    # px that shorter sides are scaled to inside the network; None: as they come
     input_size: Annotated[int, Interval(ge=8, le=8192)] | None = None
     activation_checkpointing: bool = False  # compute each stage again in the backward pass instead of keeping it
     inplace: bool = True  # ReLUs overwrite their input
@@ -66,7 +68,7 @@ class ModelConfig(Config):
         return backbone_of(self.name) if self.discriminator is None else gans.discriminator_backbone(self.discriminator)
 
 
-class Classifier(nn.Module):
+class Classifier(ImageNetwork):
     """`forward(images [N, channels, H, W] in [-1, 1])` -> logits [N, classes]; `features` -> pooled features [N, F].
 
     Scaling to `input_size` and ImageNet's normalisation happen in here, so that whoever uses the network gives it the
@@ -78,7 +80,7 @@ class Classifier(nn.Module):
     input_scale: Tensor | None
     input_shift: Tensor | None
 
-    def __init__(self, config: ModelConfig, *, channels: int, classes: int, resolution: int) -> None:
+    def __init__(self, config: ModelConfig, *, channels: int, classes: int, resolution: int | str) -> None:
         super().__init__()
         if classes < 2:
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
@@ -105,7 +107,7 @@ class Classifier(nn.Module):
         # px that images are scaled to, None: as they come; less for a while in a training with progressive resizing
         self.side = config.input_size
         self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
-        self.check_side(self.side or resolution)
+        self.check_side(self.side or self.spec.side)
         wanted = config.imagenet_normalised
         pair = normalisation(channels, self.backbone.mean, self.backbone.std) if wanted else (None, None)
         for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
@@ -115,9 +117,11 @@ class Classifier(nn.Module):
         """Raise UserError for images of `side` px if the network cannot take them; `remedy`: if not another size."""
         backbone = self.backbone
         least = backbone.smallest * self.network.get_submodule(backbone.first).stride[0] if backbone.smallest > 1 else 1
-        if side != (backbone.side or max(side, least)):
+        bent = self.side is None and self.spec.height != self.spec.width and backbone.side is not None
+        if bent or side != (backbone.side or max(side, least)):
             remedy = remedy or f"set model.input_size {backbone.side or least}"
-            raise UserError(f"{self.config.name} cannot take images of {side} px: {remedy}")
+            size = self.spec if bent else f"{side} px"
+            raise UserError(f"{self.config.name} cannot take images of {size}: {remedy}")
 
     @property
     def head(self) -> Any:
@@ -131,7 +135,7 @@ class Classifier(nn.Module):
     def prepare(self, x: Tensor) -> Tensor:
         """Images [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
         if self.side is not None:
-            x = scaled(x, self.side)
+            x = scaled(x, (self.side, self.side) if self.backbone.side else self.side)
         if self.input_scale is None or self.input_shift is None:
             return x
         return x * self.input_scale + self.input_shift
@@ -166,24 +170,30 @@ def normalisation(channels: int, means: Sequence[float], stds: Sequence[float]) 
     return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
 
 
-def scaled(images: Tensor, side: int) -> Tensor:
-    """[N, C, side, side], bilinear and antialiased, in float32 at least: torch does not do it in bf16 on CPUs."""
-    if images.shape[-2:] == (side, side):
+def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
+    """[N, C, H, W], bilinear and antialiased, in float32 at least: torch does not do it in bf16 on CPUs. `size`:
+    height and width, or the shorter side: the aspect is kept.
+    """
+    if not isinstance(size, tuple):
+        shorter = min(images.shape[-2:])
+        size = (round(images.shape[-2] * size / shorter), round(images.shape[-1] * size / shorter))
+    if images.shape[-2:] == size:
         return images
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
-    found = F.interpolate(wide, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+    found = F.interpolate(wide, size=size, mode="bilinear", align_corners=False, antialias=True)
     return found.to(images.dtype)
 
 
 torch.fx.wrap("scaled")  # folding (models/fast.py) traces the network; what depends on the size is not looked into
 
 
-def fit_images(images: Tensor, side: int, channels: int) -> Tensor:
-    """Images [N, C, H, W] in [-1, 1] as a classifier of `side` px and `channels` takes them; differentiable.
+def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
+    """Images [N, C, H, W] in [-1, 1] as a classifier of `resolution` and `channels` takes them; differentiable.
 
-    Another size is scaled bilinearly; grey is repeated to RGB, RGB is weighed to grey (ITU-R 601: .299, .587, .114).
+    Another size is scaled bilinearly, another aspect is bent; grey is repeated to RGB, RGB is weighed to grey (ITU-R
+    601: .299, .587, .114).
     """
-    images = scaled(images, side)
+    images = scaled(images, ImageSpec.of(channels, resolution).size)
     if channels == 1 and images.shape[1] == 3:
         images = (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
     return images.expand(-1, channels, -1, -1)

@@ -38,9 +38,10 @@ class DcganConfig(Config):
     width: PositiveInt = 64  # channels at the full resolution; they double towards 4 px
     width_max: PositiveInt = 512  # channels at most
 
-    def widths(self, resolution: int) -> list[int]:
-        """Channels from 4 px up to `resolution`. Raises UserError for one that is no power of two from 8."""
-        return [min(self.width * resolution // size, self.width_max) for size in sizes_up_to(resolution)]
+    def widths(self, resolution: int | str) -> list[int]:
+        """Channels from the smallest maps up to `resolution`. Raises UserError for one that `sizes_up_to` refuses."""
+        sizes = sizes_up_to(resolution)
+        return [min(self.width * sizes[-1] // size, self.width_max) for size in sizes]
 
 
 class DcganGeneratorConfig(DcganConfig):
@@ -58,7 +59,7 @@ class DcganGenerator(PlainGenerator):
 
     title = "DCGAN"
 
-    def __init__(self, config: DcganGeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
+    def __init__(self, config: DcganGeneratorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         self.z_dim = config.z_dim
@@ -66,12 +67,13 @@ class DcganGenerator(PlainGenerator):
         self.embed = nn.Linear(classes, config.z_dim, bias=False) if classes else None
         if self.embed is not None:
             nn.init.normal_(self.embed.weight)
-        self.linear = nn.Linear(config.z_dim * (2 if classes else 1), 16 * widths[0])
+        self.smallest = self.spec.at(sizes_up_to(resolution)[0]).size
+        self.linear = nn.Linear(config.z_dim * (2 if classes else 1), math.prod(self.smallest) * widths[0])
         self.blocks = nn.ModuleList(nn.ConvTranspose2d(a, b, 4, stride=2, padding=1) for a, b in pairwise(widths))
         self.to_rgb = nn.Conv2d(widths[-1], channels, 3, padding=1)
 
     def images(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (-1, 4, 4))
+        x = x.unflatten(1, (-1, *self.smallest))
         for block in self.blocks:
             x = block(F.relu(normalize_second_moment(x)))
         with torch.autocast(x.device.type, enabled=False):
@@ -124,7 +126,7 @@ class DcganDiscriminator(ImageDiscriminator):
     Conditional: the features' first dimension, plus the product of the others with the label's embedding (1802.05637).
     """
 
-    def __init__(self, config: DcganConfig, *, resolution: int, channels: int, classes: int) -> None:
+    def __init__(self, config: DcganConfig, *, resolution: int | str, channels: int, classes: int) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         *widths, last = config.widths(resolution)[::-1]
@@ -134,7 +136,8 @@ class DcganDiscriminator(ImageDiscriminator):
             layers += [Spectral(width, width, 4, stride=2, gain=GAIN), nn.LeakyReLU(SLOPE)]
         self.layers = nn.Sequential(*layers, Spectral(widths[-1], last, 3, gain=GAIN), nn.LeakyReLU(SLOPE))
         self.trunk_width = last
-        self.output = Spectral(16 * last, last + 1 if classes else 1)
+        smallest = self.spec.at(sizes_up_to(resolution)[0])
+        self.output = Spectral(smallest.height * smallest.width * last, last + 1 if classes else 1)
         self.embed = Spectral(classes, last) if classes else None
 
     def trunk(self) -> dict[str, nn.Module]:
@@ -142,7 +145,7 @@ class DcganDiscriminator(ImageDiscriminator):
         return {f"stage{n}" if n else "stem": pair for n, pair in enumerate(pairs)}
 
     def hidden(self, images: Tensor) -> Tensor:
-        """The last hidden activations [N, 16 F], F the channels at 4 px, in the parameters' precision."""
+        """The last hidden activations [N, F h w], F the channels of the smallest maps in the parameters' precision."""
         self.check_shape(images)
         return self.layers(images).flatten(1).to(self.output.bias.dtype)
 

@@ -5,6 +5,7 @@ line in models/registry.py. A network is built as `cls(config, resolution=, chan
 unconditional. A discriminator that can grow also takes `progressive=`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import upload
 from duetgan.utils.seeding import generator as keyed_generator
 
@@ -22,9 +24,24 @@ NoiseMode = Literal["random", "const", "none"]
 Alpha = float | Tensor  # weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device
 
 
-class ImageGenerator(nn.Module):
-    """`forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=)` -> images [N, channels, resolution,
-    resolution] in about [-1, 1].
+LARGEST_START = 256  # pixels that networks begin with: squares with 16 of them
+
+
+class ImageNetwork(nn.Module):
+    """A network of images of one size: `resolution`, the side of squares in px, or text of rectangles: "96x64"."""
+
+    channels: int
+    resolution: int | str
+
+    @property
+    def spec(self) -> ImageSpec:
+        """What its images are."""
+        return ImageSpec.of(self.channels, self.resolution)
+
+
+class ImageGenerator(ImageNetwork):
+    """`forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=)` -> images [N, channels, H, W] in
+    about [-1, 1].
 
     `labels`: int64 [N] or, for mixtures, weights of the classes [N, classes]; None without classes. `noise`: a map [N,
     1, H, W] for each of `noise_shapes()`, "const" for stored ones, "none". Truncation is for those that have styles.
@@ -32,12 +49,10 @@ class ImageGenerator(nn.Module):
 
     has_styles: ClassVar[bool] = False  # there is a w between z and the image: see StyledGenerator
     can_grow: ClassVar[bool] = False  # forward (with styles: synthesis, num_ws_at), noise_shapes and the
-    # discriminator's hidden take a stage of progressive growing: `resolution`, `alpha`
+    # discriminator's hidden take a stage of progressive growing: `resolution` (px of the shorter side), `alpha`
 
     z_dim: int
     classes: int
-    channels: int
-    resolution: int
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
         """(1, H, W) of each noise map, in the order they are taken; an empty list for a generator without noise."""
@@ -106,8 +121,8 @@ class StyledGenerator(ImageGenerator):
 class StageGenerator(ImageGenerator):
     """`generator`, which can grow, at a stage of progressive growing, to sample from and to evaluate like any other.
 
-    The parameters are the generator's own, not a copy. With `shown` (px) pixels are repeated up to that side, so that
-    the images compare with those of other stages. Raises ValueError for a resolution that is no stage of it.
+    The parameters are the generator's own, not a copy. With `shown` (px) pixels are repeated up to that shorter side,
+    so that the images compare with those of other stages. Raises ValueError for a resolution that is no stage of it.
     """
 
     def __init__(self, generator: Any, resolution: int, alpha: Alpha = 1.0, *, shown: int | None = None) -> None:
@@ -115,7 +130,8 @@ class StageGenerator(ImageGenerator):
         self.generator = generator
         self.z_dim, self.classes, self.channels = generator.z_dim, generator.classes, generator.channels
         self.stage, self.alpha = resolution, alpha
-        self.resolution = shown or resolution
+        self.factor = (shown or resolution) // resolution
+        self.resolution = generator.spec.at(shown or resolution).resolution
         self.num_ws = generator.num_ws_at(resolution)
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
@@ -124,12 +140,11 @@ class StageGenerator(ImageGenerator):
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """`options`: noise and truncation, as the generator has them."""
         images = self.generator(z, labels, resolution=self.stage, alpha=self.alpha, **options)
-        factor = self.resolution // self.stage
-        return images if factor == 1 else F.interpolate(images, scale_factor=factor)
+        return images if self.factor == 1 else F.interpolate(images, scale_factor=self.factor)
 
 
-class ImageDiscriminator(nn.Module):
-    """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
+class ImageDiscriminator(ImageNetwork):
+    """`forward(images [N, channels, H, W], labels [N] or None)` -> logits [N] in the parameters' precision.
 
     In three steps, so that one pass over the images serves several labels: `hidden`, `output`, `project`. The last two
     run without autocast. `group` of the configuration: consecutive samples that a forward pass must hold whole.
@@ -138,13 +153,11 @@ class ImageDiscriminator(nn.Module):
     hidden: Callable[..., Tensor]  # of images -> the last hidden activations [N, H], in the parameters' precision
     output: nn.Module  # of the last hidden activations [N, H] -> features [N, F]; F = 1 without classes
     embed: nn.Module | None  # of one-hot labels [N, classes] -> [N, F]; None without classes
-    trunk: Callable[[], dict[str, nn.Module]]  # stage -> module, called in turn: of images -> the last maps of 4x4
+    trunk: Callable[[], dict[str, nn.Module]]  # stage -> module, called in turn: of images -> the last maps
     trunk_width: int  # channels of these maps
     auxiliary: Any  # of the last hidden activations [N, H] -> logits of the classes [N, classes]; None without
     config: Any
     classes: int
-    channels: int
-    resolution: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +188,7 @@ class ImageDiscriminator(nn.Module):
 
     def check_shape(self, images: Tensor) -> None:
         """Raise ValueError for images of another shape than the network's."""
-        given, own = tuple(images.shape[1:]), (self.channels, self.resolution, self.resolution)
+        given, own = tuple(images.shape[1:]), self.spec.shape
         if given != own:
             raise ValueError(f"images of shape {given} for a discriminator of {own}")
 
@@ -203,13 +216,34 @@ def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def sizes_up_to(resolution: int) -> list[int]:
-    """4, 8, ..., resolution: the sides at which networks work. Raises UserError unless it is a power of two from 8."""
-    if resolution < 8 or resolution & (resolution - 1):
+def sizes_up_to(resolution: int | str) -> list[int]:
+    """The shorter sides at which networks work, each twice the one before: 4, 8, ..., 64 for 64 and for 96x64 px, which
+    begin with 4x4 and 6x4 pixels. The first is 4 or more and as small as possible.
+
+    Raises UserError for squares whose side is no power of two from 8, and for rectangles that doubling a start of at
+    most LARGEST_START pixels does not lead to.
+    """
+    spec = ImageSpec.of(1, resolution)
+    twos = math.gcd(*spec.size) & -math.gcd(*spec.size)  # the largest power of two that divides both sides
+    while twos > 1 and spec.side < 4 * twos:
+        twos //= 2
+    if spec.height == spec.width and (spec.side != 4 * twos or twos < 2):
         raise UserError(
             f"resolution {resolution} is not a power of two from 8 up; pack the data with --size 8, 16, 32, ..."
         )
-    return [2**k for k in range(2, resolution.bit_length())]
+    if twos < 2 or spec.values > LARGEST_START * twos**2:
+        step = max(2, 1 << spec.side.bit_length() - 3)  # what doubles a start of 4 to 7 px
+        near = [[max(4 * step, side // step * step + more) for side in spec.size[::-1]] for more in (0, step)]
+        sizes = " or ".join(f"{width}x{height}" for width, height in near)
+        raise UserError(
+            f"resolution {resolution}: doubling a few pixels never gives it; pack the data with --size {sizes}"
+        )
+    return [spec.side // twos * 2**k for k in range(twos.bit_length())]
+
+
+def floor_to_two(number: int) -> int:
+    """The largest power of two that is not above it."""
+    return 1 << number.bit_length() - 1
 
 
 # --- images: sample i depends on (seed, i), its label and nothing else

@@ -106,10 +106,10 @@ def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> l
     computed or allocated. A tensor counts where it is kept first. `reduced`: activations take half.
     """
     config = classifier.config.changed(activation_checkpointing=False)
-    side = config.input_size or classifier.resolution
+    channels, classes = classifier.channels, classifier.classes
     with torch.device("meta"):
-        ghost = Classifier(config, channels=classifier.channels, classes=classifier.classes, resolution=side).train()
-        images = torch.empty(SAMPLES, classifier.channels, side, side)
+        ghost = Classifier(config, channels=channels, classes=classes, resolution=classifier.resolution).train()
+        images = ghost.prepare(torch.empty(SAMPLES, *classifier.spec.shape))
     modules = modules_of(ghost)
     entering, kept = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
     current = next(iter(modules))

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
-from duetgan.models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
+from duetgan.models.gan import ImageDiscriminator, PlainGenerator, floor_to_two, run, sizes_up_to
 from duetgan.models.layers import LEAKY_SLOPE, compute_dtype, downsample_fir, upsample_fir
 from duetgan.models.layers.convolution import Geometry, convolve
 from duetgan.utils.config.model import Config, PositiveInt
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
 
@@ -43,14 +44,15 @@ class R3Config(Config):
                 f"(width x expansion); make it a divisor of {inside}"
             )
 
-    def sizes(self, resolution: int) -> list[tuple[int, int, int]]:
-        """(resolution, width, cardinality) from 4 px up to `resolution`.
+    def sizes(self, resolution: int | str) -> list[tuple[int, int, int]]:
+        """(shorter side, width, cardinality) from the smallest up to that of `resolution`.
 
-        Raises UserError for a resolution that is no power of two from 8, or that the width and the cardinality cannot
+        Raises UserError for a resolution that `sizes_up_to` refuses, or that the width and the cardinality cannot
         be halved for.
         """
-        parts_at = {size: max(1, size // self.full_width_up_to) for size in sizes_up_to(resolution)}
-        parts = parts_at[resolution]
+        full = self.full_width_up_to
+        parts_at = {size: max(1, floor_to_two(size) // full) for size in sizes_up_to(resolution)}
+        parts = max(parts_at.values())
         for name in ("width", "cardinality"):
             if getattr(self, name) % parts:
                 raise UserError(
@@ -173,7 +175,7 @@ class _Stages(nn.ModuleList):
     the paper after Fixup, 1901.09321: L^(-1 / (2m - 2)) for branches of m = 3 layers).
     """
 
-    def __init__(self, config: R3Config, resolution: int, direction: Literal["up", "down"]) -> None:
+    def __init__(self, config: R3Config, resolution: int | str, direction: Literal["up", "down"]) -> None:
         sizes = config.sizes(resolution)[:: 1 if direction == "up" else -1]
         gain = LEAKY_GAIN * (len(sizes) * config.blocks) ** -0.25
         stages, before = [], 0
@@ -184,6 +186,7 @@ class _Stages(nn.ModuleList):
         super().__init__(stages)
         self.recompute = config.activation_checkpointing
         self.first, self.last = sizes[0][1], sizes[-1][1]  # widths
+        self.smallest = ImageSpec.of(1, resolution).at(min(sizes)[0]).size  # height and width of the smallest maps
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(compute_dtype(x))
@@ -193,20 +196,20 @@ class _Stages(nn.ModuleList):
 
 
 class R3Generator(PlainGenerator):
-    """A learned 4x4 basis is scaled channel by channel with a linear function of z (and of the label's embedding), then
-    the stages follow. First and last layer run without autocast.
+    """A learned basis, the smallest maps, is scaled channel by channel with a linear function of z (and of the label's
+    embedding), then the stages follow. First and last layer run without autocast.
     """
 
     title = "R3GAN"
 
-    def __init__(self, config: R3GeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
+    def __init__(self, config: R3GeneratorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         self.z_dim = config.z_dim
         stages = _Stages(config, resolution, "up")
         self.embed = Linear(classes, config.embed_dim) if classes else None
         self.linear = Linear(config.z_dim + (config.embed_dim if classes else 0), stages.first)
-        self.basis = _start(1, stages.first, 4, 4, fan_in=1, gain=1.0)
+        self.basis = _start(1, stages.first, *stages.smallest, fan_in=1, gain=1.0)
         self.stages = stages
         self.to_rgb = Convolution(stages.last, channels, 1)
 
@@ -217,16 +220,16 @@ class R3Generator(PlainGenerator):
 
 
 class R3Discriminator(ImageDiscriminator):
-    """The stages downwards, then a depthwise convolution of the 4x4 pixels and what follows, without autocast."""
+    """The stages downwards, then a depthwise convolution of the last maps and what follows, without autocast."""
 
-    def __init__(self, config: R3DiscriminatorConfig, *, resolution: int, channels: int, classes: int) -> None:
+    def __init__(self, config: R3DiscriminatorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         stages = _Stages(config, resolution, "down")
         dim = config.embed_dim or stages.last
         self.from_rgb = Convolution(channels, stages.first, 1)
         self.stages, self.trunk_width = stages, stages.last
-        self.basis = _start(1, stages.last, 4, 4, fan_in=16, gain=1.0)
+        self.basis = _start(1, stages.last, *stages.smallest, fan_in=math.prod(stages.smallest), gain=1.0)
         self.output = Linear(stages.last, dim if classes else 1)
         self.embed = Linear(classes, dim, gain=1 / math.sqrt(dim)) if classes else None
 

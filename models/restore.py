@@ -70,12 +70,13 @@ def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu
     Raises UserError for another task's checkpoint and for an architecture that is not in the registry.
     """
     model = _restored(checkpoint, "generator", "generator_ema", device).requires_grad_(False)
-    side, alpha = checkpoint.get("stage", [model.resolution, 1.0])
-    if (side, alpha) == (model.resolution, 1.0):
+    full = model.spec.side
+    side, alpha = checkpoint.get("stage", [full, 1.0])
+    if (side, alpha) == (full, 1.0):
         return model
     stage = f"{checkpoint.get('file', 'the checkpoint')}: stage [{side}, {alpha}]"
     with explained(FAULTS, lambda why: f"{stage} is none of its network ({why}); use another checkpoint"):
-        return StageGenerator(model, side, alpha, shown=model.resolution).eval()
+        return StageGenerator(model, side, alpha, shown=full).eval()
 
 
 def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageDiscriminator:

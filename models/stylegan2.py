@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
-from duetgan.models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, run, sizes_up_to
+from duetgan.models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, floor_to_two, run, sizes_up_to
 from duetgan.models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
@@ -69,12 +69,12 @@ class DiscriminatorConfig(SizeConfig):
 
 
 def channels_at(resolution: int, base: int, maximum: int) -> int:
-    """min(base / resolution, maximum), at least 1."""
-    return max(1, min(base // resolution, maximum))
+    """min(base / resolution, maximum), at least 1; a resolution counts as the power of two that it holds."""
+    return max(1, min(base // floor_to_two(resolution), maximum))
 
 
-def _blocks_at(stage: int, resolution: int) -> int:
-    """How many of the resolutions 4, 8, ..., `resolution` a stage has; ValueError unless it is one of them."""
+def _blocks_at(stage: int, resolution: int | str) -> int:
+    """How many of the network's resolutions (`sizes_up_to`) a stage has; ValueError unless it is one of them."""
     sizes = sizes_up_to(resolution)
     if stage not in sizes:
         raise ValueError(f"a network of {resolution} px has no stage of {stage} px; its stages are {sizes}")
@@ -84,40 +84,40 @@ def _blocks_at(stage: int, resolution: int) -> int:
 class Generator(StyledGenerator):
     """StyleGAN2's skip generator.
 
-    At a stage of progressive growing `resolution` is 4, 8, ... up to the final one (None), and `alpha` (a number or a
-    0-d tensor) scales the new block's part of the image: at 0 it is the stage before, upsampled by `upsample_fir`, at
-    1 the full network of this stage.
+    At a stage of progressive growing `resolution` (the shorter side) is 4, 8, ... up to the final one (None), and
+    `alpha` (a number or a 0-d tensor) scales the new block's part of the image: at 0 it is the stage before, upsampled
+    by `upsample_fir`, at 1 the full network of this stage.
     """
 
     can_grow = True
 
-    def __init__(self, config: GeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
+    def __init__(self, config: GeneratorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         self.z_dim, self.w_dim, self.w_avg_beta = config.z_dim, config.w_dim, config.w_avg_beta
-        self.fp16 = Fp16Plan(config, resolution)
+        self.fp16 = Fp16Plan(config, self.spec.side)
         self.mapping = MappingNetwork(
             config.z_dim, config.w_dim, classes, config.mapping_layers, config.mapping_lr_multiplier
         )
         sizes = sizes_up_to(resolution)
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
-        self.constant = nn.Parameter(torch.randn(1, widths[0], 4, 4))
+        self.constant = nn.Parameter(torch.randn(1, widths[0], *self.spec.at(sizes[0]).size))
         self.blocks = nn.ModuleList(
-            SynthesisBlock(before, width, config.w_dim, size, channels)
+            SynthesisBlock(before, width, config.w_dim, self.spec.at(size).size, channels, first=size == sizes[0])
             for before, width, size in zip([widths[0], *widths[:-1]], widths, sizes, strict=True)
         )
         self.num_ws = self.num_ws_at()
         self.register_buffer("w_avg", torch.zeros(config.w_dim))
 
     def _blocks(self, resolution: int | None) -> list[SynthesisBlock]:
-        return list(self.blocks[: _blocks_at(resolution or self.resolution, self.resolution)])  # type: ignore[arg-type]
+        return list(self.blocks[: _blocks_at(resolution or self.spec.side, self.resolution)])  # type: ignore[arg-type]
 
     def num_ws_at(self, resolution: int | None = None) -> int:
         """Styles that a stage takes: one for each of its layers, and one for the last ToRGB."""
         return 2 * len(self._blocks(resolution))
 
     def styled_layers(self, resolution: int | None = None) -> list[StyledLayer]:
-        """The layers of a stage that take noise, from 4 px up."""
+        """The layers of a stage that take noise, from the smallest up."""
         return [layer for block in self._blocks(resolution) for layer in block.layers]
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
@@ -152,7 +152,16 @@ class Generator(StyledGenerator):
             stop = index + len(block.layers)
             fade = alpha if number == len(blocks) - 1 else 1.0
             styles = ws[:, index : stop + 1].unbind(1)
-            arguments = (4 << number, block, x, image, styles, maps[index:stop], clamp, fade)
+            arguments = (
+                self.spec.side >> len(self.blocks) - 1 - number,
+                block,
+                x,
+                image,
+                styles,
+                maps[index:stop],
+                clamp,
+                fade,
+            )
             x, image = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
             index = stop
         assert image is not None
@@ -179,18 +188,24 @@ class Discriminator(ImageDiscriminator):
     """Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution, fully connected) and
     the output run without autocast.
 
-    `progressive` adds a from_rgb for each smaller resolution: images may then be of 4, 8, ... px up to the final
-    resolution, which is the stage of progressive growing, and `alpha` (a number or a 0-d tensor) fades its block in:
+    `progressive` adds a from_rgb for each smaller resolution: the shorter side of images may then be 4, 8, ... px up to
+    the final one, which is the stage of progressive growing, and `alpha` (a number or a 0-d tensor) fades its block in:
     at 0 it is the stage before on the images' 2x2 means (what a packed pyramid holds), at 1 this stage's full
     network. At 4 px there is nothing to fade.
     """
 
     def __init__(
-        self, config: DiscriminatorConfig, *, resolution: int, channels: int, classes: int, progressive: bool = False
+        self,
+        config: DiscriminatorConfig,
+        *,
+        resolution: int | str,
+        channels: int,
+        classes: int,
+        progressive: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
-        self.fp16 = Fp16Plan(config, resolution)
+        self.fp16 = Fp16Plan(config, self.spec.side)
         sizes = sizes_up_to(resolution)[::-1]
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
         self.from_rgb = EqualizedConv2d(channels, widths[0], 1)
@@ -199,7 +214,7 @@ class Discriminator(ImageDiscriminator):
         )
         last = self.trunk_width = widths[-1]
         self.last_conv = EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
-        self.last_linear = EqualizedLinear(last * 16, last, activation=True)
+        self.last_linear = EqualizedLinear(last * math.prod(self.spec.at(sizes[-1]).size), last, activation=True)
         self.output = EqualizedLinear(last, last if classes else 1)
         self.embed = EqualizedLinear(classes, last) if classes else None
         layers = range(config.mapping_layers if classes else 0)
@@ -215,8 +230,8 @@ class Discriminator(ImageDiscriminator):
         return {"stem": self.from_rgb} | {f"stage{n}": block for n, block in enumerate(self.blocks, 1)}
 
     def _entry(self, images: Tensor, clamp: float | None) -> Tensor:
-        side = images.shape[-1]
-        return clamped((self.from_rgb if side == self.resolution else self.from_rgbs[str(side)])(images), clamp)
+        side = min(images.shape[2:])
+        return clamped((self.from_rgb if side == self.spec.side else self.from_rgbs[str(side)])(images), clamp)
 
     def _segment(self, x: Tensor, index: int, entering: bool, clamp: float | None) -> Tensor:
         """Block number `index` (none after the last one), after its from_rgb where `x` are images."""
@@ -224,21 +239,26 @@ class Discriminator(ImageDiscriminator):
         return self.blocks[index](x, clamp) if index < len(self.blocks) else x
 
     def hidden(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
-        """The last hidden activations [N, F], F the channels at 4 px, in the parameters' precision."""
+        """The last hidden activations [N, F], F the channels of the smallest maps, in the parameters' precision."""
         height, width = images.shape[2:]
-        if height != width or (width != self.resolution and not self.progressive):
+        full, side = self.spec.side, min(height, width)
+        if (
+            height * full != self.spec.height * side
+            or width * full != self.spec.width * side
+            or (side != full and not self.progressive)
+        ):
             raise ValueError(
-                f"images of {width}x{height} for a discriminator of {self.resolution} px; squares of a smaller stage "
+                f"images of {width}x{height} for a discriminator of {self.resolution} px; those of a smaller stage "
                 "need progressive=True"
             )
-        start = len(self.blocks) + 1 - _blocks_at(width, self.resolution)  # the first block of the images' stage
+        start = len(self.blocks) + 1 - _blocks_at(side, self.resolution)  # the first block of the images' stage
         clamp, x = self.fp16.clamp(images), images
         for index in range(start, max(start + 1, len(self.blocks))):
-            arguments = (self.resolution >> index, self._segment, x, index, index == start, clamp)
+            arguments = (full >> index, self._segment, x, index, index == start, clamp)
             x = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
             if index == start < len(self.blocks) and not is_one(alpha):
                 smaller = F.avg_pool2d(images, 2)
-                before = self.fp16.call(smaller.shape[-1], self._entry, smaller, clamp)
+                before = self.fp16.call(side // 2, self._entry, smaller, clamp)
                 weight = alpha.to(before.dtype) if isinstance(alpha, Tensor) else alpha
                 x = torch.lerp(before, x.to(before.dtype), weight)
         with torch.autocast(x.device.type, enabled=False):

@@ -177,7 +177,7 @@ def draw_samples(
         "passport": provenance_of(last, content, seed=seed, truncation_psi=drawing.psi, selection=about),
         "resize_filter": (content.get("data") or {}).get("resize_filter", "none"),
     }
-    layout = Layout(channels=last.channels, resolutions=(last.resolution,), encoding="raw")
+    layout = Layout.of(last.spec)
     how |= {"classes": classes, "source": "samples for a study", "overwrite": True}
     most = np.max(list(files.values()), axis=0).tolist()
     shares: list[float | None] = []

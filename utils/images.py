@@ -99,7 +99,7 @@ def save_rows(
 
 
 def save_table(
-    rows: "Sequence[Sequence[Picture | None]]",  # square; None, or a shorter row, leaves the place white
+    rows: "Sequence[Sequence[Picture | None]]",  # all of one size; None, or a shorter row, leaves the place white
     path: str | Path,
     *,
     row_heads: Sequence[str] = (),  # of one line, to the left; none: no room is left for them
@@ -109,21 +109,21 @@ def save_table(
     margin: int | None = None,  # px after the first row and after the first column, if not `gap`
 ) -> None:
     """Write images as a table with a head beside each row and above each column; one too wide loses its middle."""
-    side = next(image.shape[-1] for row in rows for image in row if image is not None)
-    scale = max(1, cell // side)
-    step = side * scale + gap
+    size = next(image.shape[-2:] for row in rows for image in row if image is not None)
+    scale = max(1, cell // max(size))
+    height, width = (side * scale for side in size)
     beside = [_fitting(head, WIDEST_NAME) for head in row_heads]
-    above = [[_fitting(line, side * scale) for line in head.split("\n")] for head in column_heads]
+    above = [[_fitting(line, width) for line in head.split("\n")] for head in column_heads]
     left = math.ceil(max(legible(head, TEXT)[1].getlength(head) for head in beside)) + 2 * PADDING if beside else 0
     top = LINE * max(map(len, above)) + PADDING if above else 0
     extra = 0 if margin is None else margin - gap
-    xs = [left + i * step + extra * (i > 0) for i in range(max(map(len, rows)))]
-    ys = [top + i * step + extra * (i > 0) for i in range(len(rows))]
-    words: list[Word] = [(left - PADDING, y + side * scale / 2, h, "rm") for y, h in zip(ys, beside, strict=False)]
+    xs = [left + i * (width + gap) + extra * (i > 0) for i in range(max(map(len, rows)))]
+    ys = [top + i * (height + gap) + extra * (i > 0) for i in range(len(rows))]
+    words: list[Word] = [(left - PADDING, y + height / 2, h, "rm") for y, h in zip(ys, beside, strict=False)]
     for x, lines in zip(xs, above, strict=False):
         words += [(x, top - PADDING - n * LINE, line, "ld") for n, line in enumerate(reversed(lines))]
     places = [(x, y, image) for y, row in zip(ys, rows, strict=True) for x, image in zip(xs, row, strict=False)]
-    _save(path, (xs[-1] + step, ys[-1] + step), places, words, scale)
+    _save(path, (xs[-1] + width + gap, ys[-1] + height + gap), places, words, scale)
 
 
 def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int) -> None:

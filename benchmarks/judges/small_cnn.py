@@ -56,7 +56,7 @@ class SmallCNN(nn.Module):
 def train(data: Dataset, epochs: int, seed: int) -> SmallCNN:
     """A CNN trained on the real images with AdamW and a one-cycle rate."""
     with forked(seed, "init", "judge"):
-        network = SmallCNN(data.meta.channels, len(data.classes), data.resolution)
+        network = SmallCNN(data.meta.channels, len(data.classes), data.spec.side)
         network = network.to(memory_format=torch.channels_last)
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.003, weight_decay=0.01)
         steps = len(data) // 128

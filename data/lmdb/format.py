@@ -12,6 +12,7 @@ from annotated_types import Interval, MinLen
 
 from duetgan.data.errors import MOST_SIDE
 from duetgan.utils.config.model import Count, PositiveInt, Probability, Stored, Whole
+from duetgan.utils.image_spec import ImageSpec, Rectangle
 from duetgan.utils.provenance import Generated
 
 FORMAT = "duet-lmdb"
@@ -81,10 +82,10 @@ class Meta(Stored):
     """What a packed data set says about itself.
 
     `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
-    `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the images
-    have sizes of their own (encoding "source"). `split` says how the file was drawn from a larger set
-    (data/packing), `passport` which generator drew the images (utils/provenance.py), `shards` which tar files
-    hold the images' bytes (data/reading/several_files.py).
+    `resolutions` holds the images' shorter sides in ascending order (several: a pyramid), or 0 where the images have
+    sizes of their own (encoding "source"); `size` is that of the largest where they are no squares. `split` says how
+    the file was drawn from a larger set (data/packing), `passport` which generator drew the images
+    (utils/provenance.py), `shards` which tar files hold the images' bytes (data/reading/several_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -92,6 +93,7 @@ class Meta(Stored):
     classes: list[str]  # names by label; empty: unlabelled
     channels: Literal[1, 3]
     resolutions: list[Side]
+    size: Rectangle | None = None
     encoding: Encoding
     histogram: list[Count]  # images per class; empty: unlabelled
     mean: list[Probability]
@@ -133,7 +135,12 @@ class Meta(Stored):
                 raise ValueError(f"{name} has {len(getattr(self, name))} values, but must have {wanted}")
         if self.classes and sum(self.histogram) != self.count:
             raise ValueError(f"histogram counts {sum(self.histogram)} images, but count is {self.count}")
-        check_sides(self.resolutions, self.encoding)
+        check_sides(self.resolutions, self.encoding, self.size)
+
+    @property
+    def spec(self) -> ImageSpec:
+        """The images at the largest resolution."""
+        return ImageSpec.of(self.channels, self.size or self.resolutions[-1])
 
     def check_room(self, size: int, entries: int) -> None:
         """Raise ValueError for a count of images that a file of `size` bytes and `entries` records cannot hold.
@@ -145,16 +152,22 @@ class Meta(Stored):
         for side, block in zip(self.resolutions, self.blocks, strict=True):
             blocks = -(-self.count // block)
             records += 2 * blocks if raw else blocks + self.count
-            least += self.count * (ENTRY.itemsize + (self.channels * side * side if raw else ENTRY.itemsize))
+            least += self.count * (ENTRY.itemsize + (self.spec.at(side).values if raw else ENTRY.itemsize))
         if records > 2 * entries or least > 2 * size:
             raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
 
 
-def check_sides(sides: Sequence[int], encoding: str) -> None:
-    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding "source"."""
+def check_sides(sides: Sequence[int], encoding: str, size: str | None = None) -> None:
+    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding "source". `size`:
+    of the largest images where they are no squares.
+    """
     doubled = all(larger == 2 * smaller > 0 for smaller, larger in itertools.pairwise(sides))
     if not sides or not doubled or (sides[0] == 0) != (encoding == "source"):
         raise ValueError(f"resolutions {list(sides)[:20]} do not fit encoding {encoding!r}")
+    image = ImageSpec.of(1, size or sides[-1])
+    if image.side != sides[-1]:
+        raise ValueError(f"resolutions {list(sides)[:20]} do not fit images of {image}")
+    image.at(sides[0])
 
 
 def content_hash(

@@ -29,12 +29,13 @@ from duetgan.data.lmdb.format import (
 )
 from duetgan.data.tar_files import Member, TarFiles
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 
 
 class LMDBReader(AbstractContextManager["LMDBReader"]):
     """Images and labels of a packed file by index, at one of its resolutions (default: the largest).
 
-    `resolution` is the side of the square images in px, or 0 where they have sizes of their own. With `tolerant`
+    `resolution` is the images' shorter side in px, or 0 where they have sizes of their own. With `tolerant`
     the whole images of a damaged raw block can still be read.
 
     Checked at opening: a missing, foreign, truncated, unfinished or newer file raises UserError. Checked at reading: a
@@ -57,6 +58,11 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def classes(self) -> list[str]:
         """Class names by label; empty if the set is unlabelled."""
         return self.meta.classes
+
+    @property
+    def spec(self) -> ImageSpec:
+        """The images at this resolution."""
+        return self.meta.spec.at(self.resolution)
 
     @property
     def block(self) -> int:
@@ -139,7 +145,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         entries = np.frombuffer(value, ENTRY, offset=INDEX_HEAD.itemsize).copy()
         height, width = entries["height"], entries["width"]
         if self.resolution:
-            wrong = (height != self.resolution) | (width != self.resolution)
+            wrong = (height != self.spec.height) | (width != self.spec.width)
         else:
             wrong = (height == 0) | (width == 0) | (height.astype(np.float64) * width > MOST_PIXELS)
         if wrong.any():
@@ -149,7 +155,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
         """The images of a raw block as a view into the file: uint8 [n, C, H, W]; valid within the transaction."""
         records = self.block_range(block)
-        shape = (len(records), self.meta.channels, self.resolution, self.resolution)
+        shape = (len(records), *self.spec.shape)
         value = self._get(transaction, PIXELS_KEY % (block, self.resolution), records)
         if len(value) != math.prod(shape):
             raise self.damage(records, "its block is missing or has another length")
@@ -245,7 +251,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     def raw_image(self, record: int) -> np.ndarray:
         """A raw image: uint8 [H, W, C]. Raises DamageError as `gather` does."""
-        image = np.empty((1, self.meta.channels, self.resolution, self.resolution), np.uint8)
+        image = np.empty((1, *self.spec.shape), np.uint8)
         self.gather(np.array([record]), image)
         return image[0].transpose(1, 2, 0)
 
@@ -253,7 +259,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """The raw blocks of this resolution, after a look at those at hand. Raises DamageError as `gather` does."""
         raw = handle.raw.get(self.resolution)
         if raw is None:
-            item = np.dtype((np.void, self.meta.channels * self.resolution**2))
+            item = np.dtype((np.void, self.spec.values))
             raw = handle.raw.setdefault(self.resolution, RawBlocks(item, self.blocks))
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from duetgan.data.lmdb.format import ENCODINGS, check_sides
+from duetgan.utils.image_spec import ImageSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,13 +13,26 @@ class Layout:
     """How every image of a file is stored. Raises ValueError for what does not fit together."""
 
     channels: int  # 1 or 3
-    resolutions: tuple[int, ...]  # sides in px, ascending, each twice the one before; (0,): sizes of their own
+    resolutions: tuple[int, ...]  # shorter sides in px, ascending, each twice the one before; (0,): sizes of their own
+    size: str | None = None  # of the largest, such as 96x64, unless it is square
     encoding: str = "raw"
 
     def __post_init__(self) -> None:
         if self.encoding not in ENCODINGS or self.channels not in (1, 3):
             raise ValueError(f"encoding {self.encoding!r} and channels {self.channels} do not fit")
-        check_sides(self.resolutions, self.encoding)
+        check_sides(self.resolutions, self.encoding, self.size)
+
+    @classmethod
+    def of(cls, image: ImageSpec, encoding: str = "raw", smallest: int | None = None) -> "Layout":
+        """For such images, and with `smallest` at half their size and so on down to that shorter side."""
+        size, sides = image.resolution, halvings(image.side, smallest)
+        named = size if isinstance(size, str) else None
+        return cls(channels=image.channels, resolutions=sides, size=named, encoding=encoding)
+
+    @property
+    def spec(self) -> ImageSpec:
+        """The images at the largest resolution."""
+        return ImageSpec.of(self.channels, self.size or self.resolutions[-1])
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class _Level:
     def __init__(self, side: int, layout: Layout) -> None:
         self.side, self.block = side, BLOCK_IMAGES
         if layout.encoding == "raw":
-            self.block = max(1, min(BLOCK_IMAGES, BLOCK_BYTES // (layout.channels * side**2)))
+            self.block = max(1, min(BLOCK_IMAGES, BLOCK_BYTES // layout.spec.at(side).values))
         self.digests: list[bytes] = []  # of its blocks so far
         self.start()
 
@@ -221,6 +221,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             classes=self.classes,
             channels=self.layout.channels,  # type: ignore[arg-type]  # checked there
             resolutions=list(self.layout.resolutions),
+            size=self.layout.size,
             encoding=self.layout.encoding,  # type: ignore[arg-type]
             histogram=self.histogram.tolist(),
             mean=mean,

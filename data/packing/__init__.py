@@ -205,8 +205,8 @@ def list_skipped(problems: Sequence[Problem], dest: Path) -> str:
 def summary_lines(summary: Summary, dest: Path) -> list[str]:
     meta, held_out, written = summary.meta, summary.held_out, summary.written
     count = meta.count + (held_out.count if held_out else 0)
-    smaller, largest = meta.resolutions[:-1], meta.resolutions[-1]
-    side = f"{largest}x{largest}" if largest else "sizes of their own"
+    image, smaller = meta.spec, meta.resolutions[:-1]
+    side = f"{image.width}x{image.height}" if image.side else "sizes of their own"
     search = "" if summary.duplicates is None else f"; search for duplicates {summary.search_seconds:.1f} s"
     mean, std = (" ".join(f"{value:.4f}" for value in values) for values in (meta.mean, meta.std))
     rows = [("packed", f"{dest} ({dest.stat().st_size:,} bytes)")]
@@ -228,7 +228,11 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         ("content", meta.content_hash[:16]),
         ("fingerprint", meta.fingerprint[:16]),
     ]
-    rows += [("pyramid", f"also at {', '.join(map(str, reversed(smaller)))} px")] if smaller else []
+    rows += (
+        [("pyramid", f"also at {', '.join(str(image.at(side).resolution) for side in reversed(smaller))} px")]
+        if smaller
+        else []
+    )
     rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
     if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
         rows.append(("colour", "there is none: --channels 1 packs grey images as such"))

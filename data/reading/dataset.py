@@ -12,12 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from duetgan.data.decode import RandomCrop, centre_box, crop_into, decode_crop, stored_image
+from duetgan.data.decode import RandomCrop, crop_into, decode_crop, stored_image
 from duetgan.data.errors import DamageError
+from duetgan.data.images import centre_box
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.reading.several_files import combined_meta, open_files
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.seeding import numpy_generator
@@ -29,9 +31,9 @@ CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the
 class Dataset(AbstractContextManager["Dataset"]):
     """Images and labels by index, from one packed file or several shards one after the other, or from tar files.
 
-    Square images of `resolution` px: a resolution that is stored is read as it is, otherwise the next larger one
-    (or the images of sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every
-    image where `read` is given keys. Raw images of a stored resolution are gathered at memory speed in the calling
+    Images of one size, `spec`: one that is stored is read as it is, otherwise the next larger one (or the images of
+    sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every image where `read` is
+    given keys. Raw images of a stored resolution are gathered at memory speed in the calling
     thread; everything else is decoded by `workers` threads (0: the calling thread). The images do not depend on
     `workers`. May be pickled and used after a fork; each process opens the files itself.
 
@@ -45,20 +47,20 @@ class Dataset(AbstractContextManager["Dataset"]):
         self,
         path: str | Path | Sequence[str | Path],  # see data.reading.several_files.shard_paths
         *,
-        resolution: int | None = None,  # px; None: the largest that is stored
+        resolution: int | str | None = None,  # px, or width x height: 96x64; None: the largest that is stored
         crop: RandomCrop | None = None,
         workers: int = 0,  # decoding threads
         on_damage: Literal["stop", "skip"] = "stop",
     ) -> None:
         self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
         tolerant = on_damage == "skip"
-        stored = None if crop else resolution  # a random crop is a part of the largest image
-        self.shards = open_files(path, stored, tolerant=tolerant)
+        wanted = None if resolution is None else ImageSpec.of(1, resolution).size
+        self.shards = open_files(path, None if crop else wanted, tolerant=tolerant)  # a random crop is of the largest
         self.meta = combined_meta(self.shards)
-        self.resolution: int = resolution or self.shards[0].resolution
-        if stored is not None and 0 < self.meta.resolutions[-1] < stored:
+        self.spec = self.shards[0].spec if resolution is None else ImageSpec.of(self.meta.channels, resolution)
+        if wanted is not None and not crop and self.meta.spec.side and not self.meta.spec.holds(wanted):
             raise UserError(
-                f"{self.path}: its images have {self.meta.resolutions[-1]} px, less than the {stored} px asked for;"
+                f"{self.path}: its images have {self.meta.spec}, less than the {self.spec} asked for;"
                 " choose a lower data.resolution or pack again with a larger --size"
             )
         self.crop, self.workers, self.on_damage = crop, workers, on_damage
@@ -78,9 +80,14 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self.meta.classes
 
     @property
+    def resolution(self) -> int | str:
+        """The images' size as configurations hold it; 0 where they have sizes of their own."""
+        return self.spec.resolution
+
+    @property
     def gathers(self) -> bool:
         """Whether batches are copied as they are stored, without decoding or scaling."""
-        same = all(shard.resolution == self.resolution for shard in self.shards)
+        same = all(shard.spec == self.spec for shard in self.shards)
         return self.meta.encoding == "raw" and same and self.crop is None
 
     @property
@@ -109,10 +116,10 @@ class Dataset(AbstractContextManager["Dataset"]):
     def read(
         self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Images uint8 [n, C, R, R] and labels int64 [n] of the given records, in the given order.
+        """Images uint8 [n, C, H, W] and labels int64 [n] of the given records, in the given order.
 
-        `out`, if given, is filled and returned: uint8 [n, C, R, R], C-contiguous or, where images are decoded, in
-        memory as [n, R, R, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
+        `out`, if given, is filled and returned: uint8 [n, C, H, W], C-contiguous or, where images are decoded, in
+        memory as [n, H, W, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
         images have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError without
         a resolution, ValueError for an `out` that does not fit.
         """
@@ -124,7 +131,7 @@ class Dataset(AbstractContextManager["Dataset"]):
                 f"{self.path}: its images have sizes of their own; set data.resolution to read them at one size, or"
                 " pack with --size N"
             )
-        shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
+        shape = (len(wanted), *self.spec.shape)
         images = np.empty(shape, np.uint8) if out is None else out
         fits = images.shape == shape and images.dtype == np.uint8
         if not fits or not (
@@ -142,7 +149,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return images, np.empty(0, np.int64)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Image uint8 [C, R, R] and label: with `__getitems__` what torch.utils.data asks of a data set."""
+        """Image uint8 [C, H, W] and label: with `__getitems__` what torch.utils.data asks of a data set."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
@@ -185,15 +192,15 @@ class Dataset(AbstractContextManager["Dataset"]):
             index = int(chosen[place])
             shard, out = self._shard(index), images[place]
             record = index - shard.first
-            box = centre_box  # of height and width: the part of the image
+            box: Any = centre_box  # of height and width, and those wanted: the part of the image
             if self.crop is not None and keys is not None:
                 box = partial(self.crop.box, draws=numpy_generator(*keys.of(place, index)))
             if shard.meta.encoding == "raw":
                 pixels = shard.raw_image(record)
-                crop_into(pixels, box(*pixels.shape[:2]), out)
+                crop_into(pixels, box(*pixels.shape[:2], wanted=self.spec.size), out)
                 continue
             with shard.encoded(record) as (entry, payload, size):
-                decode_crop(payload, entry["codec"], box(*size), size, out)
+                decode_crop(payload, entry["codec"], box(*size, wanted=self.spec.size), size, out)
 
     # --- damaged records
 
@@ -245,7 +252,7 @@ def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Datase
     """
     trained, resolution = (checkpoint["config"].get("data") or {}).get("resolution"), checkpoint["shape"]["resolution"]
     dataset = Dataset(path)
-    stored = dataset.meta.resolutions
+    stored = [dataset.meta.spec.at(side).resolution for side in dataset.meta.resolutions]
     if trained is None and (stored == [0] or resolution in stored):
         trained = resolution
     if trained is None:
@@ -260,7 +267,7 @@ class Stage(NamedTuple):
     """From a step on, up to the next stage's: images of one resolution in batches of one size."""
 
     first_step: int
-    resolution: int  # px
+    resolution: int  # px of the shorter side
     batch_size: int  # global
 
 
@@ -279,16 +286,16 @@ def checked_stages(stages: Sequence[tuple[int, int, int]], world_size: int) -> l
     return checked
 
 
-def at_resolution(reader: Dataset, resolution: int) -> Dataset:
-    """The images of `reader` at another resolution, read in the same manner; itself at its own.
+def at_resolution(reader: Dataset, side: int) -> Dataset:
+    """The images of `reader` scaled to another shorter side, read in the same manner; itself at its own.
 
     Raises UserError if the files have changed since `reader` was opened.
     """
-    if resolution == reader.resolution:
+    if side == reader.spec.side:
         return reader
     other = Dataset(
         [shard.path for shard in reader.shards],
-        resolution=resolution,
+        resolution=reader.spec.at(side).resolution,
         crop=reader.crop,
         workers=reader.workers,
         on_damage=reader.on_damage,

@@ -47,8 +47,8 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
     """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read. Decoded images lie in
     memory as the decoder gives them, channels last.
     """
-    n, channels, side = len(indices), reader.meta.channels, reader.resolution
-    shape = (n, channels, side, side) if reader.gathers else (n, side, side, channels)
+    channels, *size = reader.spec.shape
+    shape = (len(indices), channels, *size) if reader.gathers else (len(indices), *size, channels)
     if pin:
         memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
     else:  # NumPy reuses freed memory where torch maps new pages for every batch

@@ -106,16 +106,18 @@ def open_at_once(path: str | Path | Sequence[str | Path]) -> int:
     return min(len(files), OPEN) + 1 if is_tar(files[0]) else len(files)
 
 
-def open_files(path: str | Path | Sequence[str | Path], resolution: int | None, *, tolerant: bool) -> list[LMDBReader]:
+def open_files(
+    path: str | Path | Sequence[str | Path], size: tuple[int, int] | None, *, tolerant: bool
+) -> list[LMDBReader]:
     """Readers of the files that `path` names, of tar files the one of their index, at the stored resolution that serves
-    `resolution` px best: the next larger one; None: the largest.
+    images of that height and width best: the next larger one; None: the largest.
     """
     files = shard_paths(path)
     files = [index_of(files)] if is_tar(files[0]) else [copy_of(file) if is_unpacked(file) else file for file in files]
     readers = [LMDBReader(file, tolerant=tolerant) for file in files]
-    if resolution is not None:
+    if size is not None:
         for reader in readers:
-            enough = [side for side in reader.meta.resolutions if side >= resolution]
+            enough = [side for side in reader.meta.resolutions if reader.meta.spec.at(side).holds(size)]
             reader.resolution = min(enough, default=reader.resolution)
     return readers
 
@@ -130,7 +132,7 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     if len(shards) == 1:
         return first
     for shard in shards[1:]:
-        for name in ("classes", "channels", "resolutions", "encoding"):
+        for name in ("classes", "channels", "resolutions", "size", "encoding"):
             ours, theirs = getattr(first, name), getattr(shard.meta, name)
             if ours != theirs:
                 raise UserError(

@@ -30,7 +30,7 @@ class SourceOptions(NamedTuple):
     """What may be asked of a source; a reader takes those that apply to it."""
 
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
-    size: int | None = None  # px: among the resolutions of a source that has several; else the largest
+    size: int | str | None = None  # px, or WxH: among the resolutions of a source that has several; else the largest
     label_column: str | None = None  # of a CSV, Parquet, Arrow or tar file; "none": unlabelled; None: by its name
     classes_from: str | None = None  # "top", "parent", "name" or "none"; None: see data/sources/files.py
 

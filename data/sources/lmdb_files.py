@@ -47,12 +47,14 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
 class PackedSource(Source):
     """A file made by data.pack: its decoded images, labels and classes."""
 
-    def __init__(self, path: Path, size: int | None) -> None:
+    def __init__(self, path: Path, size: int | str | None) -> None:
         self.path = path
         # Tolerant: a damaged image does not take the others of its block along when it is skipped.
         self.reader = reader = LMDBReader(path, tolerant=True)
-        side = reader.resolution = size if size in reader.meta.resolutions else reader.resolution
-        super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
+        levels = (side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size)
+        reader.resolution = next(levels, reader.resolution)
+        shape = reader.spec.size if reader.resolution else None
+        super().__init__(path.name, list(reader.classes), shape, reader.meta.channels)
         self.passport, self._labels = reader.meta.passport, reader.labels()
 
     def content(self, index: int) -> np.ndarray:
@@ -91,7 +93,7 @@ class RosinalitySource(Source):
     when it is read.
     """
 
-    def __init__(self, path: Path, size: int | None) -> None:
+    def __init__(self, path: Path, size: int | str | None) -> None:
         super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
         self.path = path
         self._handle: Handle | None = acquire(path)
@@ -110,7 +112,7 @@ class RosinalitySource(Source):
         if not sides:
             raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
         self._labels = np.zeros(int(length), np.int64)
-        self.resolution = size if size in sides else sides[-1]
+        self.resolution = size if isinstance(size, int) and size in sides else sides[-1]
 
     def content(self, index: int) -> bytes:
         unread = explained(lmdb.Error, lambda why: ImageError(f"cannot be read ({why})"))

@@ -35,6 +35,7 @@ from duetgan.models.classifier import ModelConfig
 from duetgan.models.registry import DEFAULT
 from duetgan.utils import bounded
 from duetgan.utils.config.build import build
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import recorded
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import printable
@@ -115,7 +116,7 @@ TAGS = {"classifier": "image-classification", "gan": "unconditional-image-genera
 NAMED = 20  # classes that a card lists
 COLOURS = {1: "grey", 3: "RGB"}
 RESIZED = {
-    "crop": "the largest central square, scaled by Pillow's Lanczos filter",
+    "crop": "the largest middle part of its shape, scaled by Pillow's Lanczos filter",
     "pad": "centred on zeros, scaled down first where it is too large, never enlarged",
 }
 
@@ -131,7 +132,7 @@ def write_folder(subject: Subject, path: Path) -> None:
     seed = None
     if isinstance(subject.network, Drawing):
         seed, generator = 0, cast(Any, subject.network.generator)
-        most = GRID if generator.resolution <= 64 else GRID // 4
+        most = GRID if generator.spec.side <= 64 else GRID // 4
         chosen = range(min(generator.classes, most))
         count = min(8, most // max(1, len(chosen))) * len(chosen) or most
         draw_grid(Sampler(generator=generator, chosen=chosen), path / "samples.png", count=count)
@@ -206,7 +207,7 @@ def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any])
         "step": checkpoint["step"],
         "classes": list(checkpoint["classes"]),
         "conditional": model is not None or shape["classes"] > 0,
-        "image": {"channels": shape["channels"], "height": shape["resolution"], "width": shape["resolution"]},
+        "image": dict(zip(("channels", "height", "width"), ImageSpec.read(shape).shape, strict=True)),
         "normalisation": {"outside": "pixels / 127.5 - 1", "inside": inside},
         "resize": {"filter": name, "rule": rule},
         "input": calls["input"],

@@ -53,7 +53,9 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
     config, shape = checkpoint["config"], dict(checkpoint["shape"])
     if (name := config.get("architecture", DEFAULT)) != "stylegan2":
         raise UserError(f"this format is for stylegan2, the checkpoint has {name}; choose safetensors")
-    if tuple(checkpoint.get("stage", (shape["resolution"], 1.0))) != (shape["resolution"], 1.0):
+    if isinstance(size := shape["resolution"], str):
+        raise UserError(f"this format is for squares, the checkpoint draws {size} px; choose safetensors")
+    if tuple(checkpoint.get("stage", (size, 1.0))) != (size, 1.0):
         raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
     sections: dict[str, type[Config]] = {"generator": GeneratorConfig, "discriminator": DiscriminatorConfig}
     whole = {name: build(kind, config.get(name, {}), source=name).model_dump() for name, kind in sections.items()}

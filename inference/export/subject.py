@@ -27,6 +27,7 @@ from duetgan.models.fast import fold_batchnorm
 from duetgan.models.gan import ImageGenerator, draw
 from duetgan.models.restore import ENTRY, KEYS, NETWORKS, classifier_from, generator_from
 from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
 
 SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
@@ -50,8 +51,11 @@ def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
     which is JSON.
     """
     shape, classes = checkpoint["shape"], list(checkpoint["classes"])
-    side = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
-    sizes, colours = f"[N, {shape['channels']}, {side}, {side}]", "RGB" if shape["channels"] == 3 else "grey"
+    size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
+    sizes, colours = (
+        f"[N, {', '.join(map(str, ImageSpec.of(shape['channels'], size).shape))}]",
+        "RGB" if shape["channels"] == 3 else "grey",
+    )
     images = f"images: float32 {sizes} in [-1, 1], {colours}: pixels / 127.5 - 1"
     if checkpoint["task"] == "classifier":
         output = "logits: float32 [N, classes], in the order of `classes`; softmax gives probabilities"
@@ -89,7 +93,7 @@ EXAMPLES = 2  # rows that a network is traced with; a batch of one would be take
 
 class Drawing(nn.Module):
     """A generator as a function of z [N, z_dim] and labels [N] (int64; left out without classes): images [N,
-    channels, resolution, resolution], about [-1, 1], at psi 1 and with its stored noise.
+    channels, height, width], about [-1, 1], at psi 1 and with its stored noise.
     """
 
     def __init__(self, generator: ImageGenerator) -> None:

@@ -35,7 +35,7 @@ class Corruption:
 
     def __call__(self, image: np.ndarray, strength: int, *, seed: int, index: int) -> np.ndarray:
         """The spoiled image, uint8 [C, H, W]; the same whatever batch and process it is in."""
-        return self.corrupt(image, self.amount(strength, image.shape[-1]), seed, index)
+        return self.corrupt(image, self.amount(strength, min(image.shape[1:])), seed, index)
 
 
 def _as_bytes(values: np.ndarray) -> np.ndarray:

@@ -119,7 +119,8 @@ def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Pat
 def resnet50_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
     """2048 pooled features of an ImageNet ResNet-50.
 
-    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly; grey is repeated to three channels.
+    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly, rectangles bent to squares; grey is
+    repeated to three channels.
     """
     path, place = needed_weights(weights, "extractor resnet50 needs a weights file"), torch.device(device)
     known_by = file_hash(path)
@@ -296,7 +297,7 @@ def shared_pass(
     count: int,  # images
     work: Callable[[range], T],  # what is made of the images of a chunk: plain data, and tensors on the CPU
     *,
-    side: int,  # of the images, in px
+    side: int,  # of the images, the shorter one, in px
     batch_size: int,  # images that a process takes before the results are sent, in whole chunks and at least one
     multiple: int = 1,  # of which a chunk's size must be one
     what: str = "",  # the images on a progress bar; empty: there is none
@@ -371,7 +372,7 @@ class RealFeatures:
                 lambda rows: (selection.images(reader, rows), None),
                 list(missing.values()),
                 total=len(selection.indices),
-                side=reader.resolution,
+                side=reader.spec.side,
                 batch_size=self.batch_size,
                 what=f"real {selection.key.split()[0]} images" if self.show else "",
             )

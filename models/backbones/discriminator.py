@@ -15,6 +15,7 @@ from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.config.model import PositiveInt, Stored
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import Rectangle
 
 NAME = "discriminator"
 
@@ -23,7 +24,7 @@ class Form(Stored):
     """What is known of the discriminator."""
 
     architecture: str
-    resolution: PositiveInt
+    resolution: PositiveInt | Rectangle
     channels: Literal[1, 3]
     config: dict[str, Any]
 
@@ -45,7 +46,7 @@ def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
         about = Form.read(form, "model.discriminator")
     except ValueError as error:
         raise UserError(f"{error}; leave it out, the run of model.weights says it") from None
-    side, given = about.resolution, about.channels
+    size, given = about.resolution, about.channels
 
     def trunk(_name: str = NAME, channels: int = given) -> Trunk:
         if channels != given:
@@ -53,7 +54,7 @@ def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
                 f"model.weights: the discriminator has seen images of {given} channels, these have {channels}; pack "
                 f"them with --channels {given}, or give another GAN"
             )
-        shape = {"classes": 0, "resolution": side, "channels": given}
+        shape = {"classes": 0, "resolution": size, "channels": given}
         return Trunk(architecture_of(about.architecture).build("discriminator", about.config, **shape))
 
     with torch.device("meta"):
@@ -67,7 +68,7 @@ def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
         first="stem",
         head="fc",
         maps=stages[-1],
-        side=side,
+        side=size if isinstance(size, int) else None,
     )
 
 

@@ -167,13 +167,13 @@ class StyledLayer(nn.Module):
     noise_const: Tensor
 
     def __init__(
-        self, in_channels: int, out_channels: int, w_dim: int, resolution: int, *, upsample: bool = False
-    ) -> None:
+        self, in_channels: int, out_channels: int, w_dim: int, *size: int, upsample: bool = False
+    ) -> None:  # size: height and width in px, or the side
         super().__init__()
         self.conv = ModulatedConv2d(in_channels, out_channels, 3, w_dim, upsample=upsample)
         self.bias = nn.Parameter(torch.zeros(out_channels))
         self.noise_strength = nn.Parameter(torch.zeros([]))
-        self.register_buffer("noise_const", torch.randn(1, 1, resolution, resolution))
+        self.register_buffer("noise_const", torch.randn(1, 1, size[0], size[-1]))
 
     def forward(self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: float | None = None) -> Tensor:
         x, scale = self.conv(x, w, ACTIVATION_GAIN)
@@ -198,17 +198,17 @@ class ToRGB(nn.Module):
 
 
 class SynthesisBlock(nn.Module):
-    """One resolution: an upsampling layer (absent at 4 px), a layer, ToRGB added to the upsampled image so far.
+    """One resolution: an upsampling layer (not in the `first`), a layer, ToRGB added to the upsampled image so far.
 
-    `alpha` scales this resolution's own contribution to the image; at 4 px there is no other, and it is not looked at.
+    `alpha` scales this resolution's own contribution to the image; the first has no other, and it is not looked at.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, w_dim: int, resolution: int, channels: int) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, w_dim: int, size: tuple[int, int], channels: int, *, first: bool
+    ) -> None:
         super().__init__()
-        self.first = (
-            StyledLayer(in_channels, out_channels, w_dim, resolution, upsample=True) if resolution > 4 else None
-        )
-        self.second = StyledLayer(out_channels, out_channels, w_dim, resolution)
+        self.first = None if first else StyledLayer(in_channels, out_channels, w_dim, *size, upsample=True)
+        self.second = StyledLayer(out_channels, out_channels, w_dim, *size)
         self.to_rgb = ToRGB(out_channels, channels, w_dim)
 
     @property

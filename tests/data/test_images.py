@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from duetgan.data.decode import RandomCrop, centre_box, decode, decode_crop, first_rows
+from duetgan.data.decode import RandomCrop, decode, decode_crop, first_rows
 from duetgan.data.errors import ImageError
-from duetgan.data.images import FORMATS, decode_file, encode, fit, has_16_bits, to_channels
+from duetgan.data.images import FORMATS, centre_box, decode_file, encode, fit, has_16_bits, to_channels
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 from duetgan.data.records import plain_codec
 from tests.conftest import assert_raises

@@ -165,6 +165,6 @@ def test_from_training_to_the_hub(name, packed, tmp_path, monkeypatch, capsys):
         out = ["--format", form, "--out", str(tmp_path / f"x.{form}")]
         assert run_cli(export.main, ["--checkpoint", str(straight), *out, *quick]) == 0
         assert json.loads(capsys.readouterr().out)["passed"]
-    x = torch.rand(2, model.channels, model.resolution, model.resolution) * 2 - 1
+    x = torch.rand(2, *model.spec.shape) * 2 - 1
     for place in (straight, tmp_path / "x.safetensors"):
         torch.testing.assert_close(hubconf.resnet_classifier(str(place))(x), model(x))

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from duetgan.utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec, Resolution
 
 
 def in_updates(value: Any, info: ValidationInfo) -> Any:
@@ -65,7 +66,7 @@ class DataConfig(Config):
     # files, or a pattern for several as one data set: "train-*.lmdb", "train-{0000..0146}.tar"
     path: str = ""
     val_path: str | None = None  # held-out images, for evaluation; likewise
-    resolution: Annotated[int, Ge(4)] | None = None  # px; None: the largest that is stored
+    resolution: Resolution | None = None  # px, or 96x64; None: the largest that is stored
     crop: Literal["centre", "random"] = "centre"  # of training images; random: crop_area and crop_aspect
     crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)  # its width / height before it is made square
@@ -190,9 +191,11 @@ class RunConfig(Config):
         """Whether each process uses all of its devices instead of one."""
         return False
 
-    def spans(self, resolution: int) -> list[tuple[int, int, int]]:
-        """(first step, px, global batch size) of every part of the training; images have `resolution` px at most."""
-        return [(0, resolution, self.batch_size)]
+    def spans(self, resolution: int | str) -> list[tuple[int, int, int]]:
+        """(first step, px of the shorter side, global batch size) of every part of the training, for images of
+        `resolution` at most.
+        """
+        return [(0, ImageSpec.of(1, resolution).side, self.batch_size)]
 
     @property
     def schedule_steps(self) -> int:
@@ -209,7 +212,7 @@ class RunConfig(Config):
         """Samples of the smallest forward pass that is tried; larger ones hold a multiple of it."""
         return 2  # BatchNorm has no statistics of one, and pairs are mixed
 
-    def shape(self, reader: Any) -> dict[str, int]:
+    def shape(self, reader: Any) -> dict[str, Any]:
         """What networks for the images of `reader` are built from, and a checkpoint's models again."""
         return {
             "channels": reader.meta.channels,

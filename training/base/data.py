@@ -73,7 +73,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, An
             "count": len(reader),
             "by_class": dict(zip(reader.meta.classes, reader.meta.histogram, strict=False)),
             "channels": reader.meta.channels,
-            "resolution": reader.resolution,
+            "resolution": reader.spec.resolution,
             "encoding": reader.meta.encoding,
             "content_hash": reader.meta.content_hash,
         }
@@ -134,11 +134,11 @@ def _require_same_images(
     path: object, images: SyntheticSource, like: object, training: Dataset, remedy: str, *, scaled: bool
 ) -> None:
     """Raise UserError unless images have the channels and, where they are not `scaled`, the size of the training's."""
-    side, channels = images.meta.resolutions[-1], images.meta.channels
-    if channels != training.meta.channels or not (scaled or side in (0, training.resolution)):
+    spec, wanted = images.meta.spec, training.spec
+    if spec.channels != wanted.channels or not (scaled or not spec.side or spec == wanted):
         raise UserError(
-            f"{path}: images of {side or training.resolution} px with {channels} channels, those of {like} have "
-            f"{training.resolution} px and {training.meta.channels}; {remedy}"
+            f"{path}: images of {spec if spec.side else wanted} with {spec.channels} channels, those of {like} have "
+            f"{wanted} and {wanted.channels}; {remedy}"
         )
 
 
@@ -332,7 +332,7 @@ def data_text(dataset: Dataset) -> str:
     files = f" in {len(dataset.shards)} files" if len(dataset.shards) > 1 else ""
     if meta.shards is not None:
         files = f" in {len(meta.shards)} tar files" if len(meta.shards) > 1 else " in a tar file"
-    return f"{meta.count:,} images{files}, {dataset.resolution} px, {channels}, {classes}, {meta.encoding}"
+    return f"{meta.count:,} images{files}, {dataset.spec}, {channels}, {classes}, {meta.encoding}"
 
 
 def mixture_text(config: RunConfig, dataset: Dataset) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from duetgan.data.lmdb.format import Meta
+from duetgan.data.lmdb.record import Layout
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.metrics.features.precision import full_float32
@@ -16,6 +17,7 @@ from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Provenance
 
 BLOCK = 16  # samples a forward pass, always the same ones together: rounding depends on a batch's size
@@ -44,7 +46,7 @@ class GeneratedSamples:
         checkpoint = load(resolve(run))
         self.path = str(run)
         self.generator: Any = generator_from(checkpoint)
-        self.resolution: int = self.generator.resolution
+        self.spec: ImageSpec = self.generator.spec
         kinds = self.generator.classes
         classes = list(checkpoint["classes"]) if kinds else []
         if shares is not None and len(shares) != kinds:
@@ -54,13 +56,14 @@ class GeneratedSamples:
         self._labels = even_labels(shares or [1.0] * kinds, count)
         self._about = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
         self._drawn: tuple[tuple[int, int, int], np.ndarray] | None = None  # the last block: its key, its images
-        channels, step = self.generator.channels, checkpoint["step"]
+        channels, step, layout = self.generator.channels, checkpoint["step"], Layout.of(self.spec)
         known = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
         self.meta = Meta(
             count=count,
             classes=classes,
             channels=channels,  # type: ignore[arg-type]
-            resolutions=[self.resolution],
+            resolutions=list(layout.resolutions),
+            size=layout.size,
             encoding="raw",
             histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],
             mean=[0.5] * channels,
@@ -93,11 +96,11 @@ class GeneratedSamples:
     def read(
         self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Samples uint8 [n, C, R, R] and labels int64 [n]; `keys` say their epochs. Raises ValueError without keys."""
+        """Samples uint8 [n, C, H, W] and labels int64 [n]; `keys` say their epochs. Raises ValueError without keys."""
         wanted = np.asarray(indices, dtype=np.int64)
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")
-        shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
+        shape = (len(wanted), *self.spec.shape)
         images = np.empty(shape, np.uint8) if out is None else out
         numbers = np.stack([keys.epochs, wanted // BLOCK])
         for epoch, block in np.unique(numbers, axis=1).T.tolist():
@@ -106,7 +109,7 @@ class GeneratedSamples:
         return images, self._labels[wanted]
 
     def _block(self, seed: int, epoch: int, block: int) -> np.ndarray:
-        """The samples of a block, uint8 [m, C, R, R]; the last one is kept, for the next batch begins in it."""
+        """The samples of a block, uint8 [m, C, H, W]; the last one is kept, for the next batch begins in it."""
         key = (seed, epoch, block)
         if self._drawn is None or self._drawn[0] != key:
             indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))

@@ -24,7 +24,7 @@ class Task(ABC):
     """
 
     val_reader: Dataset | None  # the held-out images
-    shape: dict[str, int]  # channels, classes, resolution: what a checkpoint's models are built from
+    shape: dict[str, Any]  # channels, classes, resolution: what a checkpoint's models are built from
     best_metric: str  # key of `evaluate()` that chooses the best checkpoint
     best_is_lower: bool
     best_interval: Sequence[float] | None = None  # 95 %, of that figure at the last evaluation
@@ -32,7 +32,7 @@ class Task(ABC):
     no_rate_search: ClassVar[str] = ""  # why `--lr-find` tells nothing about this task, and what to do instead
 
     @staticmethod
-    def outline(config: Any, shape: Mapping[str, int]) -> Outline:
+    def outline(config: Any, shape: Mapping[str, Any]) -> Outline:
         """The networks whose size the config says: what the preflight weighs before the task is made."""
         return {}
 

@@ -59,7 +59,7 @@ def image_features(
     channels, without random crops, and computed where it lies. The same call gives the same bits.
     """
     records = np.arange(len(dataset)) if records is None else records
-    every = blocks(len(records), model.side or model.resolution)
+    every = blocks(len(records), model.side or model.spec.side)
     with evaluating(model):
         features = torch.cat([outputs(model, dataset, records[rows], mirror).float() for rows in every])
     return features.mT.contiguous(), torch.tensor(dataset.labels()[records])
@@ -123,7 +123,7 @@ class Frozen:
         with self.precision.autocast():
             if source is None:
                 return image_features(self.model, self.reader, mirror=self.mirror)
-            every, device = blocks(len(self.reader), self.model.side or self.model.resolution), device_of(self.model)
+            every, device = blocks(len(self.reader), self.model.side or self.model.spec.side), device_of(self.model)
             self.model.begin = self.begin
             with evaluating(self.model):
                 parts = [self._features(source(records).images.to(device)) for records in every]
@@ -141,7 +141,7 @@ class Frozen:
         first = next(parts)
         item, limit = first[0].nbytes, self.config.finetune.cache * 1024 * MIB
         if first.ndim > 3 and device_of(self.model).type != "cpu":  # maps of more bytes than images are faster made
-            limit = min(limit, self.count * self.reader.meta.channels * self.reader.resolution**2)
+            limit = min(limit, self.count * self.reader.spec.values)
         size = item * self.count * local_processes()  # each keeps all
         rooms = (available_bytes() / 4, disk_usage(folder).free / 1.1)
         fits = (place for place, room in enumerate(rooms) if size <= min(room, limit))
@@ -166,7 +166,7 @@ class Frozen:
 
     def _parts(self, end: int) -> Iterator[Tensor]:
         """Outputs of all blocks in order; the processes compute them in turn."""
-        every, world = blocks(self.count, self.model.side or self.model.resolution), collectives.world_size()
+        every, world = blocks(self.count, self.model.side or self.model.spec.side), collectives.world_size()
         self.model.begin = 0
         for start in range(0, len(every), world):
             own = None

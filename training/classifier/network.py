@@ -61,7 +61,7 @@ def fit_first_filters(model: Classifier, reader: Dataset) -> None:
         key = (*data, config.name, config.imagenet_normalised, model.side)
         if key not in _last:
             rows = np.linspace(0, len(reader) - 1, min(IMAGES, len(reader))).astype(np.int64)
-            size = max(1, min(PART, PIXELS // max(reader.resolution, model.side or 0) ** 2))
+            size = max(1, min(PART, PIXELS // max(*reader.spec.size, model.side or 0) ** 2))
             parts = (read_batch(reader, rows[start : start + size]).images for start in range(0, len(rows), size))
             _last.clear()
             _last[key] = first_filters(model.prepare(to_float(part)) for part in parts).flatten().tolist()

@@ -19,7 +19,7 @@ INCREMENT = 4  # px; sizes are multiples of it, and few: torch.compile compiles 
 class ResizingConfig(Config):
     """Progressive resizing: smaller images at first. Evaluation is always at full size."""
 
-    initial_scale: Share = 1.0  # of the images' side at first; 0.5: a quarter of the pixels; 1: off
+    initial_scale: Share = 1.0  # of the images' sides at first; 0.5: a quarter of the pixels; 1: off
     delay_fraction: Probability = 0.5  # share of the steps before the side begins to grow, linearly
     finetune_fraction: Share = 0.2  # share of the steps, the last ones, at full size
 
@@ -39,7 +39,7 @@ class Resizing:
 
     def __init__(self, config: ResizingConfig, model: Classifier, steps: int) -> None:
         self.config, self.model, self.steps = config, model, steps
-        full = model.config.input_size or model.resolution
+        full = model.config.input_size or model.spec.side
         self.spans: list[tuple[int, int]] = []  # (first step, px) of every size
         step = 0
         while step < steps:

@@ -190,8 +190,7 @@ class ClassifierTask(Task):
         return self.model.lineage
 
     def networks(self) -> Networks:
-        size = self.shape["resolution"]
-        inputs = torch.zeros(1, self.shape["channels"], size, size, device=self.device)
+        inputs = torch.zeros(1, *self.reader.spec.shape, device=self.device)
         return {"classifier": (self.ema.model, (inputs,))}
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:

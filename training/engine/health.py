@@ -68,7 +68,7 @@ def unused_parameters(registry: Mapping[str, Any]) -> str:
     )
 
 
-def explain(error: BaseException, config: RunConfig, step: int, resolution: int) -> str | None:
+def explain(error: BaseException, config: RunConfig, step: int, resolution: int | str) -> str | None:
     """Why a step failed and what to do, for failures that have nothing to do with the program; else None."""
     if ran_out(error):
         world = collectives.world_size()

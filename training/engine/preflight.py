@@ -24,6 +24,7 @@ from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import local_processes, total_bytes
 from duetgan.utils.threads import ROOM, counted, others_text
 
@@ -59,7 +60,7 @@ def check_disk(folder: Path, task: Task, count: int) -> None:
 def check_memory(
     config: RunConfig,
     outline: Callable[[], Outline],  # makes the networks; called where tensors have shapes only
-    shape: Mapping[str, int],  # of the images: channels, resolution
+    shape: Mapping[str, Any],  # of the images: channels, resolution
     device: torch.device,
     images: int = sys.maxsize,  # in the data set: no larger batch is proposed
 ) -> None:
@@ -85,11 +86,12 @@ def check_memory(
     for _, side, batch_size in config.spans(shape["resolution"]):
         share = max(1, batch_size // world_size)
         a_pass = 1 if config.micro_batch == "auto" else min(config.micro_limit or share, share)
-        need = (share + 4 * a_pass) * shape["channels"] * side * side  # bytes; a pass has them as floats
+        spec = ImageSpec.read(shape).at(side)
+        need = (share + 4 * a_pass) * spec.values  # bytes; a pass has them as floats
         if weights + need > room:
             fits = min(images, int((room - weights) / need * share) * world_size)
             raise UserError(
-                f"batch_size {batch_size}: {share} images of {side} px need {need / GIB:,.1f} GiB or more, but {place}"
+                f"batch_size {batch_size}: {share} images of {spec} need {need / GIB:,.1f} GiB or more, but {place}"
                 f"; a --batch-size of {fits} might be held, and training needs room besides"
             )
 

@@ -118,9 +118,8 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         preflight.check_disk(folder.path, task, config.checkpoint.most(config.steps) - written)
     taken = None
     if donor is not None:
-        resolution = task.shape["resolution"]
         classes = reader.meta.classes[: task.shape["classes"]]  # none, if it is unconditional
-        taken = transfer.transfer(donor, task.registry(), resolution=resolution, classes=classes)
+        taken = transfer.transfer(donor, task.registry(), resolution=reader.resolution, classes=classes)
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
     takes = speed.forecast(choice, task.images_at(config.steps))

@@ -93,7 +93,7 @@ class Trial:
         self.task: Task = TASKS[config.task].task(config.for_trial(samples), reader, None, device)
         self.precision = next(part for part in self.task.registry().values() if isinstance(part, Precision))
         self.shares = self.task.typical_steps(config.steps)
-        shape = (samples, reader.meta.channels, reader.resolution, reader.resolution)
+        shape = (samples, *reader.spec.shape)
         images = (torch.arange(math.prod(shape)) % 251).to(torch.uint8).view(shape)
         batch = Batch(images, torch.arange(samples) % max(1, len(reader.classes))).to(device)
         self.batch = self.task.as_read(batch, next(iter(self.shares)))

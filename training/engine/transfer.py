@@ -23,6 +23,7 @@ from duetgan.utils.checkpoint.state_schema import check_tensors
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage, recorded
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
@@ -101,14 +102,14 @@ def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
     return donor
 
 
-def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, classes: Sequence[str]) -> str:
-    """Copy what fits of the donor's weights into the networks of `registry`, whose images have `resolution` px and
+def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int | str, classes: Sequence[str]) -> str:
+    """Copy what fits of the donor's weights into the networks of `registry`, whose images have this resolution and
     `classes`; returns what was taken and what was not, for a person.
 
     Raises UserError when no weight of any network fits; then nothing is changed.
     """
     content = checkpoints.load(Path(donor.file), verify=False)  # find_donor has checked its checksum
-    resolutions = (content["shape"]["resolution"], resolution)
+    resolutions = (ImageSpec.read(content["shape"]).side, ImageSpec.of(1, resolution).side)
     models = {name: part.model if isinstance(part, EMA) else part for name, part in registry.items()}
     networks = {n: m for n, m in models.items() if isinstance(m, nn.Module) and next(m.parameters(), None) is not None}
     fits = {}

@@ -5,7 +5,7 @@ augmented images only, real and generated ones, in both players' steps. The stre
 the real ones: r_t = E[sign D(real)] (section 2.2).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -73,9 +73,9 @@ class Ada:
         self._sign_sum = torch.zeros((), device=device)  # of the logits of real images since the last adjustment
         self._count = torch.zeros((), device=device)  # of these images
 
-    def draw(self, step: int, phase: str, resolution: int, batch_size: int) -> Draws:
+    def draw(self, step: int, phase: str, size: Sequence[int], batch_size: int) -> Draws:
         """The global batch's draws of a phase, on the device: a group's are a function of (seed, "augment", step,
-        phase, group) and the batch's size alone. `resolution`: px, matters to the noise only.
+        phase, group) and the batch's size alone. `size`: height and width in px, matters to the noise only.
         """
         draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
@@ -84,13 +84,13 @@ class Ada:
             keyed = generator(self.seed, "augment", step, phase, name, device=self.device)
             numbers = torch.rand(batch_size, operations + uniform, generator=keyed, device=self.device)
             normals = torch.randn(batch_size, normal, generator=keyed, device=self.device)
-            shape = (batch_size, self.channels, resolution, resolution)
+            shape = (batch_size, self.channels, *size)
             pixels = torch.randn(shape, generator=keyed, device=self.device) if name == "noise" else None
             draws[name] = GroupDraws(numbers[:, :operations], numbers[:, operations:], normals, pixels)
         return draws
 
     def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
-        """Augment images [n, C, R, R] in [-1, 1], rows `rows` of the global batch; R at least 4.
+        """Augment images [n, C, H, W] in [-1, 1], rows `rows` of the global batch; each side at least 4.
 
         Same shape and dtype; colours may leave the range. Differentiable twice. Whatever autocast says, it computes in
         the images' own precision, float32 at least; half-precision images are rounded once, at the end. At p = 0 no bit
@@ -99,7 +99,7 @@ class Ada:
         result = images.to(torch.promote_types(images.dtype, torch.float32))
         groups = {name: group.rows(rows, result.dtype) for name, group in draws.items()}
         with torch.autocast(images.device.type, enabled=False):
-            size, p = images.shape[-1], {name: self.p * factor for name, factor in self.config.operations.items()}
+            size, p = images.shape[2:], {name: self.p * factor for name, factor in self.config.operations.items()}
             blit = ops.blit_inverse(groups["blit"], p["blit"], size) if "blit" in groups else None
             warped = ops.geometry_inverse(groups["geometry"], p["geometry"], size) if "geometry" in groups else None
             result = ops.move(result, blit, warped)

@@ -6,7 +6,7 @@ operation happens to an image where its own uniform draw lies below p. What does
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from duetgan.training.gan.warp import copy_pixels, reflect, warp
 
-MAX_SHIFT = 0.125  # of the side, either way: shift by whole pixels
+MAX_SHIFT = 0.125  # of each side, either way: shift by whole pixels
 SCALE = 0.2  # standard deviation of log2: isotropic and anisotropic scale
-SHIFT = 0.125  # standard deviation, of the side: fractional shift
+SHIFT = 0.125  # standard deviation, of each side: fractional shift
 BRIGHTNESS = 0.2  # standard deviation, on a scale from -1 to 1
 CONTRAST = 0.5  # standard deviation of log2
 SATURATION = 1.0  # standard deviation of log2
 BAND_GAIN = 1.0  # standard deviation of log2
 BAND_POWER = (10 / 13, 1 / 13, 1 / 13, 1 / 13)  # expected share of an image's power in each band, lowest first
 NOISE = 0.1  # standard deviation of the half-normal distribution of the noise's standard deviation
-CUTOUT = 0.5  # of the side
+CUTOUT = 0.5  # of each side
 
 # the Lagrange half-band filter of order 4, right half: sym2 forth and back, as the paper's filter bank has it
 HALF_BAND_TAPS = (16 / 32, 9 / 32, 0.0, -1 / 32)
@@ -34,7 +34,7 @@ class GroupDraws:
     chance: Tensor  # [B, operations] uniform in [0, 1): an operation happens where it is below p
     uniform: Tensor  # [B, u] uniform in [0, 1)
     normal: Tensor  # [B, v] N(0, 1)
-    pixels: Tensor | None = None  # [B, C, R, R] N(0, 1), of the noise
+    pixels: Tensor | None = None  # [B, C, H, W] N(0, 1), of the noise
 
     def rows(self, rows: slice, dtype: torch.dtype) -> "GroupDraws":
         """The draws of some images; all but the chances as `dtype`."""
@@ -55,8 +55,9 @@ DRAWS = {
 }
 
 
-def blit_inverse(draws: GroupDraws, p: Tensor, size: int) -> Tensor:
-    """Inverse [n, 3, 3] of left-right flip, turn by a multiple of 90 degrees and shift by whole pixels, in this order.
+def blit_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> Tensor:
+    """Inverse [n, 3, 3] of left-right flip, turn by a multiple of 90 degrees and shift by whole pixels, in this order,
+    for images of `size`: height and width.
 
     Half of the flips and a quarter of the turns that happen change nothing, as in the paper. All entries are exact.
     """
@@ -66,11 +67,12 @@ def blit_inverse(draws: GroupDraws, p: Tensor, size: int) -> Tensor:
     quarter = torch.where(turns, (4 * quarters).floor(), 0)
     cos = (quarter == 0).to(sign) - (quarter == 2).to(sign)
     sin = (quarter == 1).to(sign) - (quarter == 3).to(sign)
-    x, y = (torch.where(shifts, ((2 * move - 1) * (MAX_SHIFT * size)).round(), 0) for move in moves)
+    sides = zip(moves, (size[1], size[0]), strict=True)  # x goes across
+    x, y = (torch.where(shifts, ((2 * move - 1) * (MAX_SHIFT * side)).round(), 0) for move, side in sides)
     return compose(_matrix([[sign, 0, 0], [0, 1, 0]]), _matrix([[cos, sin, 0], [-sin, cos, 0]]), _shift(-x, -y))
 
 
-def geometry_inverse(draws: GroupDraws, p: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Inverse [n, 3, 3] of isotropic scale, turn, anisotropic scale, turn and shift, in this order; and bool [n], true
     where any of them happens.
 
@@ -83,7 +85,7 @@ def geometry_inverse(draws: GroupDraws, p: Tensor, size: int) -> tuple[Tensor, T
     scale = torch.exp2(torch.where(scaled, -SCALE * scale, 0))
     stretch = torch.exp2(torch.where(stretched, -SCALE * stretch, 0))
     angles = (2 * draws.uniform - 1) * math.pi
-    x, y = (torch.where(shifted, -SHIFT * size * shift, 0) for shift in (x, y))
+    x, y = (torch.where(shifted, -SHIFT * side * shift, 0) for shift, side in ((x, size[1]), (y, size[0])))
     inverse = compose(
         _matrix([[scale, 0, 0], [0, scale, 0]]),
         _turn_back(torch.where(first, angles[:, 0], 0)),
@@ -95,7 +97,7 @@ def geometry_inverse(draws: GroupDraws, p: Tensor, size: int) -> tuple[Tensor, T
 
 
 def move(
-    images: Tensor,  # [n, C, R, R]
+    images: Tensor,  # [n, C, H, W]
     blit: Tensor | None,  # [n, 3, 3] inverse
     geometry: tuple[Tensor, Tensor] | None,  # [n, 3, 3] inverse, which follows blit's transformation; bool [n]
 ) -> Tensor:
@@ -104,7 +106,7 @@ def move(
     if geometry is None:
         return copied
     inverse, moved = geometry
-    return where_chosen(moved, warp, images, inverse if blit is None else compose(blit, inverse), copied)
+    return where_chosen(moved, warp, images, copied, inverse if blit is None else compose(blit, inverse))
 
 
 def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
@@ -128,7 +130,7 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
 
 
 def recolour(images: Tensor, matrix: Tensor) -> Tensor:
-    """Apply a homogeneous colour matrix [n, 4, 4] to every pixel of [n, 3, R, R], or of [n, 1, R, R] as grey."""
+    """Apply a homogeneous colour matrix [n, 4, 4] to every pixel of [n, 3, H, W], or of [n, 1, H, W] as grey."""
     if images.shape[1] == 1:  # the rows of the matrix are alike up to the order of their colours
         return images * matrix[:, 0, :3].sum(1)[:, None, None, None] + matrix[:, 0, 3, None, None, None]
     return torch.baddbmm(matrix[:, :3, 3:], matrix[:, :3, :3], images.flatten(2)).reshape(images.shape)
@@ -140,9 +142,11 @@ def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
     gains = torch.exp2(torch.where(happens, BAND_GAIN * draws.normal, 0))
     powers = [1 - share + share * gain.square() for share, gain in zip(BAND_POWER, gains.unbind(1), strict=True)]
     gains = gains * torch.stack(powers).prod(0).rsqrt()[:, None]
-    bank = _band_matrices(images.shape[-1], images.dtype, images.device)
-    filters = torch.tensordot(gains, bank, dims=1)[:, None]  # [n, 1, R, R]
-    return where_chosen(happens.any(dim=1), lambda some, filters: filters @ some @ filters.mT, images, filters, images)
+    banks = (_band_matrices(side, images.dtype, images.device) for side in images.shape[2:])
+    filters = [torch.tensordot(gains, bank, dims=1)[:, None] for bank in banks]  # [n, 1, H, H], [n, 1, W, W]
+    return where_chosen(
+        happens.any(dim=1), lambda some, down, across: down @ some @ across.mT, images, images, *filters
+    )
 
 
 def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
@@ -153,11 +157,14 @@ def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
 
 
 def cut_out(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
-    """Set a square of half the side to mid-grey; its centre lies anywhere in the image."""
-    size = images.shape[-1]
-    places = (torch.arange(size, device=images.device, dtype=images.dtype) + 0.5) / size
-    inside = (places - draws.uniform[:, :, None]).abs() < CUTOUT / 2  # [n, 2, R]
-    hidden = inside[:, 0, None, :] & inside[:, 1, :, None] & (draws.chance < p)[:, :, None]  # [n, R, R]
+    """Set a part of half of each side to mid-grey; its centre lies anywhere in the image."""
+
+    def inside(size: int, centres: Tensor) -> Tensor:  # [n, size]
+        places = (torch.arange(size, device=images.device, dtype=images.dtype) + 0.5) / size
+        return (places - centres[:, None]).abs() < CUTOUT / 2
+
+    rows, columns = inside(images.shape[2], draws.uniform[:, 1]), inside(images.shape[3], draws.uniform[:, 0])
+    hidden = columns[:, None, :] & rows[:, :, None] & (draws.chance < p)[:, :, None]  # [n, H, W]
     return images.masked_fill(hidden[:, None], 0)
 
 
@@ -172,18 +179,18 @@ CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor], Tensor]] = {
 
 def where_chosen(
     chosen: Tensor,  # bool [n]
-    change: Callable[[Tensor, Tensor], Tensor],  # of images and parameters, image by image
-    images: Tensor,  # [n, C, R, R]
-    parameters: Tensor,  # [n, ...]
-    others: Tensor,  # [n, C, R, R]
+    change: Callable[..., Tensor],  # of images and parameters, image by image
+    images: Tensor,  # [n, C, H, W]
+    others: Tensor,  # [n, C, H, W]
+    *parameters: Tensor,  # [n, ...]
 ) -> Tensor:
-    """`change(images, parameters)` where chosen, else `others`."""
+    """`change(images, *parameters)` where chosen, else `others`."""
     if not _at_hand(chosen):
-        return torch.where(chosen[:, None, None, None], change(images, parameters), others)
+        return torch.where(chosen[:, None, None, None], change(images, *parameters), others)
     rows = chosen.nonzero()[:, 0]
     if len(rows) == 0:
         return others
-    return others.index_copy(0, rows, change(images[rows], parameters[rows]))
+    return others.index_copy(0, rows, change(images[rows], *(values[rows] for values in parameters)))
 
 
 def _at_hand(values: Tensor) -> bool:

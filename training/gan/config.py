@@ -28,6 +28,7 @@ from duetgan.utils.config.model import (
     Share,
 )
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 
 
 class GanLossConfig(Config):
@@ -139,11 +140,11 @@ class GanConfig(RunConfig):
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.architecture, vars(self))  # its class may be one that `config_of` has made
 
-    def stages(self, resolution: int) -> Stages:
+    def stages(self, resolution: int | str) -> Stages:
         """The run's stages at the images' `resolution`: one, unless it grows."""
-        return Stages(self.progressive, resolution, self.steps, self.batch_size)
+        return Stages(self.progressive, ImageSpec.of(1, resolution).side, self.steps, self.batch_size)
 
-    def spans(self, resolution: int) -> list[tuple[int, int, int]]:
+    def spans(self, resolution: int | str) -> list[tuple[int, int, int]]:
         return [(stage.first_step, stage.resolution, stage.batch_size) for stage in self.stages(resolution).all]
 
     @property

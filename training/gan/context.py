@@ -125,7 +125,7 @@ class StepShare(NamedTuple):
 class Images(NamedTuple):
     """A micro-batch for the discriminator, before adaptive augmentation."""
 
-    images: Tensor  # [n, C, R, R], floats about [-1, 1]
+    images: Tensor  # [n, C, H, W], floats about [-1, 1]
     labels: Tensor  # int64 [n]
 
 
@@ -133,7 +133,7 @@ class DiscriminatorOutput(NamedTuple):
     """What the discriminator makes of a micro-batch."""
 
     name: str  # of the images: that of their draws
-    images: Tensor  # [n, C, R, R] before adaptive augmentation
+    images: Tensor  # [n, C, H, W] before adaptive augmentation
     labels: Tensor  # int64 [n]
     hidden: Tensor  # [n, H], the last activations
     features: Tensor  # [n, F], which the label's embedding is multiplied by
@@ -167,7 +167,7 @@ class Context:
             draw: Any = {"seed": config.seed, "step": share.step, "start": rows.start, "phase": name}
             images = draw_and_apply(batch.images[here], config.augment, global_batch=share.batch_size, **draw)
             images = to_float(images, channels_last=config.channels_last)  # from uint8, a quarter of the memory
-            assert images.shape[-1] == share.stage.resolution  # the loader is where the stages are
+            assert min(images.shape[2:]) == share.stage.resolution  # the loader is where the stages are
             if (alpha := share.stage.alpha) < 1:  # fading in, as samples do (1710.10196, appendix A.1)
                 images = upsample_fir(F.avg_pool2d(images, 2)).lerp(images, alpha)
             micro_batches.append(Images(images, batch.labels[here]))
@@ -194,7 +194,7 @@ class Context:
     def sample(
         self, latents: Latents, noise: list[Tensor], rows: slice, stage: Stage, *, compiled: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Samples [n, C, R, R] of the rows of a global batch, and with styles their ws and the first style's w.
+        """Samples [n, C, H, W] of the rows of a global batch, and with styles their ws and the first style's w.
 
         `compiled`: through the compiled network, where there is one: for a single backward pass.
         """
@@ -216,7 +216,7 @@ class Context:
         images, run = batch.images, self._compiled_hidden if compiled else self.discriminator.hidden
         if self.ada.active:
             with phase("augment"):
-                draws = self.ada.draw(share.step, name, share.stage.resolution, share.batch_size)
+                draws = self.ada.draw(share.step, name, images.shape[2:], share.batch_size)
                 images = self.ada.apply(images, draws, rows)
         with self.precision.autocast():
             hidden = run(images, alpha=self._alpha(share.stage, run)) if self.generator.can_grow else run(images)

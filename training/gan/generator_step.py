@@ -226,7 +226,7 @@ class GeneratorStep:
         """
         context, half = self.context, share.half()
         latents, maps = context.latents(half, "path")
-        shape = (context.generator.channels, share.stage.resolution, share.stage.resolution)
+        shape = context.generator.spec.at(share.stage.resolution).shape
         noise = context.draws.path_noise(share.step, half.batch_size, shape)
 
         def path_lengths(rows: slice, *, create_graph: bool) -> Tensor:

@@ -87,7 +87,7 @@ class GanTask(Task):
         self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], **given))
 
     @staticmethod
-    def outline(config: GanConfig, shape: Mapping[str, int]) -> Outline:
+    def outline(config: GanConfig, shape: Mapping[str, Any]) -> Outline:
         """Each weight has its gradient and the optimizer's moments besides; the generator's its average too."""
         networks = architecture_of(config.architecture)
         generator = networks.generator(config.generator, **shape)
@@ -156,10 +156,10 @@ class GanTask(Task):
         }
 
     def networks(self) -> Networks:
-        group, size = self.config.discriminator.group, self.shape["resolution"]
+        group = self.config.discriminator.group
         labels = torch.zeros(group, dtype=torch.int64, device=self.device)
         z = torch.zeros(group, self.generator.z_dim, device=self.device)
-        images = torch.zeros(group, self.shape["channels"], size, size, device=self.device)
+        images = torch.zeros(group, *self.reader.spec.shape, device=self.device)
         return {"generator": (self.generator, (z, labels)), "discriminator": (self.discriminator, (images, labels))}
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
@@ -200,10 +200,10 @@ class GanTask(Task):
 
     def shown(self) -> Any:
         """The average generator as the last step's stage has it: what is shown and evaluated."""
-        stage = self._stage
-        if not self.stages.growing or (stage.resolution == self.shape["resolution"] and stage.alpha == 1):
+        stage, full = self._stage, self.reader.spec.side
+        if not self.stages.growing or (stage.resolution == full and stage.alpha == 1):
             return self.ema.model
-        return StageGenerator(self.ema.model, stage.resolution, stage.alpha, shown=self.shape["resolution"])
+        return StageGenerator(self.ema.model, stage.resolution, stage.alpha, shown=full)
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         return self.watch.observe(step, row)
@@ -264,6 +264,6 @@ class GanTask(Task):
 
         readers, size = (self.val_reader, self.reader), self.config.evaluation.batch_size
         with evaluating(self.discriminator):
-            logits = list(shared_pass(count, work, side=self.reader.resolution, batch_size=size, multiple=group))
+            logits = list(shared_pass(count, work, side=self.reader.spec.side, batch_size=size, multiple=group))
         means = collectives.from_main_process(lambda: torch.cat(logits, 1).double().mean(1).tolist())
         return dict(zip(("logits/held_out", "logits/real", "logits/fake"), means, strict=True))

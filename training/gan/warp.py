@@ -7,6 +7,7 @@ reflected, so there is no margin whose width would depend on the draws.
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -39,38 +40,48 @@ def reflect(index: Tensor, size: int) -> Tensor:
 
 
 def copy_pixels(images: Tensor, inverse: Tensor) -> Tensor:
-    """Every pixel is a copy of one of `images` [n, C, R, R]: the nearest to where it comes from.
+    """Every pixel is a copy of one of `images` [n, C, H, W]: the nearest to where it comes from.
 
     For flips, turns by 90 degrees and shifts by whole pixels nothing is rounded.
     """
-    n, channels, size, _ = images.shape
-    centre = (size - 1) / 2
-    line = torch.arange(size, device=images.device, dtype=inverse.dtype) - centre
-    x, y = (reflect((places + centre).round().long(), size) for places in _follow(inverse, line))
-    index = (y * size + x).reshape(n, 1, -1).expand(n, channels, -1)
+    n, channels, height, width = images.shape
+    middles = (width - 1) / 2, (height - 1) / 2
+    lines = (
+        torch.arange(side, device=images.device, dtype=inverse.dtype) - middle
+        for side, middle in zip((width, height), middles, strict=True)
+    )
+    x, y = (
+        reflect((places + middle).round().long(), side)
+        for places, middle, side in zip(_follow(inverse, *lines), middles, (width, height), strict=True)
+    )
+    index = (y * width + x).reshape(n, 1, -1).expand(n, channels, -1)
     return images.reshape(n, channels, -1).gather(2, index).reshape(images.shape)
 
 
 def warp(images: Tensor, inverse: Tensor) -> Tensor:
-    """Warp images [n, C, R, R], R at least 4: 2x oversampling, bilinear sampling, 2x decimation.
+    """Warp images [n, C, H, W], each side at least 4: 2x oversampling, bilinear sampling, 2x decimation.
 
     The identity, flips, turns by 90 degrees and shifts by whole pixels come out as exact as rounding allows.
     """
-    size = images.shape[-1]
-    centre, fine = (size - 1) / 2, 2 * size + 2 * DOWN_MARGIN - 1
-    line = (torch.arange(fine, device=images.device, dtype=images.dtype) - DOWN_MARGIN) / 2 - centre
+    height, width = images.shape[2:]
+    across, down = (
+        (torch.arange(2 * side + 2 * DOWN_MARGIN - 1, device=images.device, dtype=images.dtype) - DOWN_MARGIN) / 2
+        - (side - 1) / 2
+        for side in (width, height)
+    )
     # grid_sample has the centres of the outermost pixels at -1 and 1
-    grid = torch.stack(_follow(inverse[:, :2] / centre, line), dim=-1)  # [n, fine, fine, 2]
-    block = _block(size)
+    inverse = torch.stack([inverse[:, 0] / ((width - 1) / 2), inverse[:, 1] / ((height - 1) / 2)], dim=1)
+    grid = torch.stack(_follow(inverse, across, down), dim=-1)  # [n, 2 H + margins, 2 W + margins, 2]
+    block = _block(math.gcd(height, width))
     up, down = _matrices(block, images.dtype, images.device)
     padded = F.pad(images, [UP_MARGIN] * 4, mode="reflect")
     oversampled = _both_ways(padded, up, block)[..., :-1, :-1]  # pixel i becomes pixel 2i; the last lies beyond
     return _both_ways(Sample.apply(oversampled, grid), down, 2 * block)  # pixel 2i + DOWN_MARGIN becomes pixel i
 
 
-def _follow(inverse: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
-    """x and y [n, S, S] of the places that a grid of S lines and columns comes from."""
-    across, down = line[None, None, :], line[None, :, None]
+def _follow(inverse: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y [n, h, w] of the places that a grid of columns at `across` [w] and lines at `down` [h] comes from."""
+    across, down = across[None, None, :], down[None, :, None]
     x, y = (
         (inverse[:, row, 0, None, None] * across + inverse[:, row, 2, None, None])
         + inverse[:, row, 1, None, None] * down
@@ -111,7 +122,7 @@ def _block(size: int) -> int:
 def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
     """Apply a [outputs, inputs] matrix to pieces of `inputs` pixels that start `step` apart: to columns, then rows."""
     inputs = matrix.shape[1]
-    if images.shape[-1] == inputs:  # one piece; the gradient of unfold is slow
+    if images.shape[-2:] == (inputs, inputs):  # one piece; the gradient of unfold is slow
         return matrix @ images @ matrix.T
     columns = images.unfold(-2, inputs, step).mT  # [n, C, pieces, inputs, W]
     rows = (matrix @ columns).flatten(2, 3).unfold(-1, inputs, step)  # [n, C, H, pieces, inputs]

@@ -23,6 +23,7 @@ from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import replace_file, sync_folder
+from duetgan.utils.image_spec import Rectangle
 from duetgan.utils.provenance import Lineage
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Shape(Stored):
 
     channels: Annotated[int, Interval(ge=1, le=16)]
     classes: Annotated[int, Interval(ge=0, le=10**8)]
-    resolution: Side
+    resolution: Side | Rectangle
 
 
 class Data(Stored):
@@ -77,7 +78,7 @@ class Head(Stored):
 class ConfigData(Stored):
     path: str | None = None
     val_path: str | None = None
-    resolution: Side | None = None
+    resolution: Side | Rectangle | None = None
 
 
 class ConfigLoss(Stored):

@@ -89,6 +89,7 @@ def takes(hint: Any) -> str:
             for name, words in BOUNDS.items()
             if (bound := getattr(rule, name, None)) is not None and abs(bound) < LIMIT
         ]
+        bounds += [f"such as {rule.examples[0]}" for rule in within[1:] if getattr(rule, "examples", None)]
         return f"{takes(within[0])} {' and '.join(bounds)}".rstrip()
     if origin in (Union, types.UnionType):
         return ", or ".join(map(takes, within))
@@ -291,6 +292,8 @@ def _read(hint: Any, value: Any, place: str = "") -> Any:
 def _is_text(hint: Any, text: str) -> bool:
     """Whether a field takes this text as it is."""
     kinds = arms(hint)
+    if int in kinds and text.isdecimal():
+        return False
     if any(get_origin(arm) is Literal and text in get_args(arm) for arm in kinds):
         return True
     return (str in kinds or Any in kinds) and not (type(None) in kinds and text in NULLS)

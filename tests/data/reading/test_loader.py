@@ -255,7 +255,7 @@ def test_nothing_is_read_beyond_a_border(grown: Path, prefetch: int, monkeypatch
     read = Dataset.read
 
     def noted(self: Dataset, indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        seen.append((self.resolution, len(indices)))
+        seen.append((self.spec.side, len(indices)))
         return read(self, indices, **options)
 
     monkeypatch.setattr(Dataset, "read", noted)
@@ -279,7 +279,7 @@ def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pyte
 
         def noted(self: Dataset, *values: Any, **options: Any) -> None:
             plain(self, *values, **options)
-            events.append((name.strip("_"), self.resolution))
+            events.append((name.strip("_"), self.spec.side))
 
         monkeypatch.setattr(Dataset, name, noted)
 

@@ -18,6 +18,7 @@ from duetgan.training.classifier.resizing import Resizing, ResizingConfig, side_
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 
 CPU = torch.device("cpu")
 TREE: dict[str, Any] = {
@@ -63,7 +64,7 @@ def test_sides_are_those_of_a_slow_count(steps, full, scale, delay, last):
     assert expected[-1] == full
     assert len(set(expected)) <= 8  # as often torch.compile compiles a function
     own = SimpleNamespace(input_size=None)
-    model: Any = SimpleNamespace(config=own, resolution=full, side=None, check_side=lambda *_: None)
+    model: Any = SimpleNamespace(config=own, spec=ImageSpec(3, full, full), side=None, check_side=lambda *_: None)
     resizing = Resizing(config, model, steps)
     seen = []
     for step in range(steps):

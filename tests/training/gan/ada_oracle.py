@@ -26,11 +26,11 @@ def tap(taps, offset):
 
 
 def oversampled(image, x, y, known):
-    """Value of the endless mirrored image [R, R] at (x / 2, y / 2) px, zeros inserted and filtered, gain 4."""
+    """Value of the endless mirrored image [H, W] at (x / 2, y / 2) px, zeros inserted and filtered, gain 4."""
     if (x, y) not in known:
-        reach, size = len(UP_TAPS) // 2 + 1, len(image)
+        reach, (height, width) = len(UP_TAPS) // 2 + 1, image.shape
         known[x, y] = sum(
-            4 * tap(UP_TAPS, x - 2 * a) * tap(UP_TAPS, y - 2 * b) * image[mirrored(b, size), mirrored(a, size)]
+            4 * tap(UP_TAPS, x - 2 * a) * tap(UP_TAPS, y - 2 * b) * image[mirrored(b, height), mirrored(a, width)]
             for a in range(x // 2 - reach, x // 2 + reach + 1)
             for b in range(y // 2 - reach, y // 2 + reach + 1)
         )
@@ -38,16 +38,16 @@ def oversampled(image, x, y, known):
 
 
 def warped(image, forward):
-    """[R, R] transformed by `forward` [3, 3], which moves places given in pixels from the centre."""
-    size, inverse = len(image), np.linalg.inv(forward)
+    """[H, W] transformed by `forward` [3, 3], which moves places given in pixels from the centre."""
+    (height, width), inverse = image.shape, np.linalg.inv(forward)
     known: dict[tuple[int, int], float] = {}
     margin = len(DOWN_TAPS) - 1
 
     def sampled(x, y):
         """The transformed image at (x / 2, y / 2) px, bilinear between the oversampled pixels."""
-        centre = (size - 1) / 2
-        place = inverse @ [x / 2 - centre, y / 2 - centre, 1]
-        u, v = 2 * (place[0] + centre), 2 * (place[1] + centre)
+        middle, centre = (width - 1) / 2, (height - 1) / 2
+        place = inverse @ [x / 2 - middle, y / 2 - centre, 1]
+        u, v = 2 * (place[0] + middle), 2 * (place[1] + centre)
         left, top = math.floor(u), math.floor(v)
         return sum(
             (1 - abs(u - a)) * (1 - abs(v - b)) * oversampled(image, a, b, known)
@@ -57,17 +57,27 @@ def warped(image, forward):
 
     fine = {
         (x, y): sampled(x, y)
-        for x in range(-margin, 2 * size - 1 + margin)
-        for y in range(-margin, 2 * size - 1 + margin)
+        for x in range(-margin, 2 * width - 1 + margin)
+        for y in range(-margin, 2 * height - 1 + margin)
     }
     result = np.zeros_like(image)
-    for i in range(size):
-        for j in range(size):
+    for i in range(height):
+        for j in range(width):
             result[i, j] = sum(
                 tap(DOWN_TAPS, a) * tap(DOWN_TAPS, b) * fine[2 * j + a, 2 * i + b]
                 for a in range(-margin, margin + 1)
                 for b in range(-margin, margin + 1)
             )
+    return result
+
+
+def copied(image, forward):
+    """[C, H, W] transformed by `forward` [3, 3], each pixel from the nearest place."""
+    result, inverse, (height, width) = np.zeros_like(image), np.linalg.inv(forward), image.shape[1:]
+    for i, j in np.ndindex(height, width):
+        x, y, _ = inverse @ [j - (width - 1) / 2, i - (height - 1) / 2, 1]
+        row, column = round(y + (height - 1) / 2), round(x + (width - 1) / 2)
+        result[:, i, j] = image[:, mirrored(row, height), mirrored(column, width)]
     return result
 
 
@@ -91,7 +101,10 @@ def blit_matrix(chance, uniform, p, size):
     """The numbers that `blitted` takes and the matrix of the same transformation."""
     flip = bool(chance[0] < p and math.floor(2 * uniform[0]) == 1)
     quarters = math.floor(4 * uniform[1]) if chance[1] < p else 0
-    x, y = (round((u * 0.25 - 0.125) * size) if chance[2] < p else 0 for u in uniform[2:])
+    sides = np.broadcast_to(size, 2)[::-1]  # width, height
+    x, y = (
+        round((u * 0.25 - 0.125) * side) if chance[2] < p else 0 for u, side in zip(uniform[2:], sides, strict=True)
+    )
     mirror = np.diag([-1.0 if flip else 1.0, 1, 1])
     return (flip, quarters, x, y), shift(x, y) @ turn(quarters * math.pi / 2) @ mirror
 
@@ -109,7 +122,8 @@ def geometry_matrix(chance, uniform, normal, p, size):
     if chance[3] < p_turn:
         matrix = turn(-math.pi + 2 * math.pi * uniform[1]) @ matrix
     if chance[4] < p:
-        matrix = shift(0.125 * normal[2] * size, 0.125 * normal[3] * size) @ matrix
+        height, width = np.broadcast_to(size, 2)
+        matrix = shift(0.125 * normal[2] * width, 0.125 * normal[3] * height) @ matrix
     return matrix
 
 
@@ -163,22 +177,22 @@ def band_taps():
 
 
 def filtered(image, gains):
-    """[R, R] through the same one-dimensional filter across and down."""
-    taps, size = gains @ band_taps(), len(image)
+    """[H, W] through the same one-dimensional filter across and down."""
+    taps, (height, width) = gains @ band_taps(), image.shape
     across = np.zeros_like(image)
-    for i, j in np.ndindex(size, size):
-        across[i, j] = sum(taps[k + 21] * image[i, mirrored(j + k, size)] for k in range(-21, 22))
+    for i, j in np.ndindex(height, width):
+        across[i, j] = sum(taps[k + 21] * image[i, mirrored(j + k, width)] for k in range(-21, 22))
     result = np.zeros_like(image)
-    for i, j in np.ndindex(size, size):
-        result[i, j] = sum(taps[k + 21] * across[mirrored(i + k, size), j] for k in range(-21, 22))
+    for i, j in np.ndindex(height, width):
+        result[i, j] = sum(taps[k + 21] * across[mirrored(i + k, height), j] for k in range(-21, 22))
     return result
 
 
 def cut(image, chance, uniform, p):
-    """[C, R, R] with a square of half the side about the place (x, y) set to 0."""
-    image, size = image.copy(), image.shape[-1]
-    for i, j in np.ndindex(size, size):
-        inside = abs((j + 0.5) / size - uniform[0]) < 0.25 and abs((i + 0.5) / size - uniform[1]) < 0.25
+    """[C, H, W] with a part of half of each side about the place (x, y) set to 0."""
+    image, (height, width) = image.copy(), image.shape[1:]
+    for i, j in np.ndindex(height, width):
+        inside = abs((j + 0.5) / width - uniform[0]) < 0.25 and abs((i + 0.5) / height - uniform[1]) < 0.25
         if inside and chance[0] < p:
             image[:, i, j] = 0
     return image

@@ -49,7 +49,7 @@ def equal(one, other):
 
 def test_draws_are_a_function_of_their_key_alone():
     ada = build()
-    once = ada.draw(3, "generator", 8, 13)
+    once = ada.draw(3, "generator", (8, 8), 13)
     assert set(once) == set(DRAWS)
     for name, (operations, uniform, normal) in DRAWS.items():
         group = once[name]
@@ -58,12 +58,12 @@ def test_draws_are_a_function_of_their_key_alone():
     assert once["noise"].pixels.shape == (13, 3, 8, 8)
     torch.manual_seed(1)
     state = torch.random.get_rng_state()
-    assert equal(once, build().draw(3, "generator", 8, 13))
+    assert equal(once, build().draw(3, "generator", (8, 8), 13))
     assert torch.random.get_rng_state().equal(state)
     for other in (
-        build().draw(4, "generator", 8, 13),
-        build().draw(3, "real", 8, 13),
-        build(seed=1).draw(3, "generator", 8, 13),
+        build().draw(4, "generator", (8, 8), 13),
+        build().draw(3, "real", (8, 8), 13),
+        build(seed=1).draw(3, "generator", (8, 8), 13),
     ):
         assert not any(torch.equal(numbers(other)[key], value) for key, value in numbers(once).items() if value.numel())
     columns = [
@@ -72,19 +72,19 @@ def test_draws_are_a_function_of_their_key_alone():
         for column in (*group.chance.T, *group.uniform.T, *group.normal.T)
     ]
     assert len(set(columns)) == len(columns) == sum(map(sum, DRAWS.values()))  # no number serves twice
-    once = build().draw(0, "real", 8, 13)
+    once = build().draw(0, "real", (8, 8), 13)
     strong = build(p=0.9)
     strong.p = torch.tensor(0.1)
-    assert equal(strong.draw(0, "real", 8, 13), once)
+    assert equal(strong.draw(0, "real", (8, 8), 13), once)
     for name in DRAWS:
-        alone = build(operations={name: 0.5}).draw(0, "real", 8, 13)
+        alone = build(operations={name: 0.5}).draw(0, "real", (8, 8), 13)
         assert equal(alone, Draws({name: once[name]}))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_any_split_of_the_batch_gives_the_same_images(channels):
     ada, images = build(channels=channels), random(13, channels, 9, 9)
-    draws = ada.draw(0, "real", 9, 13)
+    draws = ada.draw(0, "real", (9, 9), 13)
     whole = ada.apply(images, draws, slice(0, 13))
     assert whole.shape == images.shape
     assert (whole != images).flatten(1).any(1).sum() > 8
@@ -96,7 +96,7 @@ def test_any_split_of_the_batch_gives_the_same_images(channels):
 def test_order_of_the_groups():
     """Moved, recoloured, filtered, noise added, cut out: each on what the one before it leaves."""
     ada, images = build(p=1.0), random(13, 3, 8, 8)
-    draws, expected = ada.draw(0, "real", 8, 13), images
+    draws, expected = ada.draw(0, "real", (8, 8), 13), images
     for names in (("blit", "geometry"), ("colour",), ("filter",), ("noise",), ("cutout",)):
         before, expected = expected, ada.apply(expected, {name: draws[name] for name in names}, slice(0, 13))
         assert (expected != before).flatten(1).any(1).sum() > 8
@@ -106,7 +106,7 @@ def test_order_of_the_groups():
 def test_multipliers_of_p():
     images = torch.ones(4000, 1, 8, 8)
     ada = build(p=0.5, channels=1, operations={"cutout": 0.4, "noise": 1.0, "colour": 0.0})
-    found = ada.apply(images, ada.draw(0, "real", 8, 4000), slice(0, 4000))
+    found = ada.apply(images, ada.draw(0, "real", (8, 8), 4000), slice(0, 4000))
     changed = lambda happened: happened.double().mean().item()  # noqa: E731
     assert changed((found == 0).flatten(1).any(1)) == pytest.approx(0.2, abs=4 * math.sqrt(0.16 / 4000))
     noisy = ((found != 1) & (found != 0)).flatten(1).any(1)
@@ -117,7 +117,7 @@ def test_multipliers_of_p():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
     ada, images = build("adaptive", 0.0, channels=channels), random(13, channels, 10, 10).to(dtype)
-    found = ada.apply(images, ada.draw(0, "real", 10, 13), slice(0, 13))
+    found = ada.apply(images, ada.draw(0, "real", (10, 10), 13), slice(0, 13))
     assert found.dtype == dtype
     assert torch.equal(found, images)
 
@@ -135,7 +135,7 @@ def test_switched_off_it_does_nothing_and_other_channels_are_refused():
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(half):
     ada, images = build(), random(13, 3, 16, 16).float()
-    draws = ada.draw(0, "real", 16, 13)
+    draws = ada.draw(0, "real", (16, 16), 13)
     expected = ada.apply(images, draws, slice(0, 13))
     with torch.autocast("cpu", half):
         found = ada.apply(images, draws, slice(0, 13))
@@ -149,7 +149,7 @@ def test_autocast_changes_nothing(half):
 def test_r1_through_it_reaches_the_parameters_and_is_right(double):
     """The penalty on D(T x) by x against one with T, which is linear but for an offset, as an explicit matrix."""
     ada = build(p=0.7, channels=1, operations={"blit": 1.0, "geometry": 1.0, "colour": 1.0, "filter": 1.0})
-    images, draws = random(4, 1, 8, 8), ada.draw(0, "real", 8, 13)
+    images, draws = random(4, 1, 8, 8), ada.draw(0, "real", (8, 8), 13)
 
     def augment(sample_images):
         return ada.apply(sample_images, draws, slice(0, 4))

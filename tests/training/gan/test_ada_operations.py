@@ -47,29 +47,38 @@ def variants(group, n, pixels=None):
     return [*(only(draws, k) for k in range(DRAWS[group][0])), draws, numbers(group, n, 1, pixels)]
 
 
-@pytest.mark.parametrize("size", [8, 9, 32])
+RECTANGLES = [(8, 12), (14, 6), (16, 24)]  # height, width
+
+
+@pytest.mark.parametrize("size", [(8, 8), (9, 9), (32, 32), *RECTANGLES])
 def test_blit_against_numpy(size):
-    images, seen = random(40, 3, size, size), set()
+    images, seen = random(40, 3, *size), set()
     for draws in variants("blit", 40):
         inverse = ops.blit_inverse(draws, probability(0.5), size)
         found = ops.move(images, inverse, None).numpy()
         for k, (chance, uniform, _) in enumerate(rows(draws)):
             numbers_, matrix = oracle.blit_matrix(chance, uniform, 0.5, size)
             seen.add(numbers_)
-            assert (found[k] == oracle.blitted(images[k].numpy(), *numbers_)).all()
+            if size[0] == size[1]:
+                assert (found[k] == oracle.blitted(images[k].numpy(), *numbers_)).all()
+            elif k < 4:
+                assert (found[k] == oracle.copied(images[k].numpy(), matrix)).all()
             np.testing.assert_allclose(inverse[k], np.linalg.inv(matrix), rtol=0, atol=1e-12)
     assert {flip for flip, *_ in seen} == {False, True}
     assert {quarters for _, quarters, *_ in seen} == {0, 1, 2, 3}
-    reach = {8: 1, 9: 1, 32: 4}[size]
-    assert {x for *_, x, _ in seen} == {y for *_, y in seen} == set(range(-reach, reach + 1))
+    for side, reach in zip(size, ({y for *_, y in seen}, {x for *_, x, _ in seen}), strict=True):
+        most = round(side / 8)
+        assert reach <= set(range(-most, most + 1))
+        assert len(reach) > most
 
 
 @pytest.mark.parametrize("p", [0.5, 0.9])
-def test_geometry_against_numpy(p):
+@pytest.mark.parametrize("size", [(10, 10), (8, 20)])
+def test_geometry_against_numpy(p, size):
     for draws in variants("geometry", 40):
-        inverse, moved = ops.geometry_inverse(draws, probability(p), 10)
+        inverse, moved = ops.geometry_inverse(draws, probability(p), size)
         for k, (chance, uniform, normal) in enumerate(rows(draws)):
-            forward = oracle.geometry_matrix(chance, uniform, normal, p, 10)
+            forward = oracle.geometry_matrix(chance, uniform, normal, p, size)
             np.testing.assert_allclose(inverse[k], np.linalg.inv(forward), rtol=0, atol=1e-12)
             assert moved[k] == (not np.array_equal(forward, np.eye(3)))
 
@@ -79,8 +88,8 @@ def test_both_groups_are_one_warp_and_what_geometry_leaves_is_copied():
     images = random(n, 1, size, size)
     blit, geometry = numbers("blit", n), numbers("geometry", n)
     blit.chance[:], geometry.chance[:], geometry.chance[1] = 0.1, 0.1, 0.9
-    first = ops.blit_inverse(blit, probability(0.5), size)
-    found = ops.move(images, first, ops.geometry_inverse(geometry, probability(0.5), size)).numpy()
+    first = ops.blit_inverse(blit, probability(0.5), (size, size))
+    found = ops.move(images, first, ops.geometry_inverse(geometry, probability(0.5), (size, size))).numpy()
     for k, ((chance, uniform, _), (more, angles, normal)) in enumerate(zip(rows(blit), rows(geometry), strict=True)):
         what, matrix = oracle.blit_matrix(chance, uniform, 0.5, size)
         if k == 1:
@@ -88,7 +97,7 @@ def test_both_groups_are_one_warp_and_what_geometry_leaves_is_copied():
             continue
         matrix = oracle.geometry_matrix(more, angles, normal, 0.5, size) @ matrix
         np.testing.assert_allclose(found[k, 0], oracle.warped(images[k, 0].numpy(), matrix), rtol=0, atol=1e-11)
-    alone = ops.move(images, None, ops.geometry_inverse(geometry, probability(0.5), size))
+    alone = ops.move(images, None, ops.geometry_inverse(geometry, probability(0.5), (size, size)))
     assert torch.equal(alone[1], images[1])
     matrix = oracle.geometry_matrix(*next(rows(geometry)), 0.5, size)
     np.testing.assert_allclose(alone[0, 0], oracle.warped(images[0, 0].numpy(), matrix), rtol=0, atol=1e-11)
@@ -112,9 +121,9 @@ def test_hue_and_saturation_leave_grey_to_the_bit(operation):
     assert torch.equal(ops.recolour(grey, ops.colour_matrix(draws, probability(0.5), 1)), grey)
 
 
-@pytest.mark.parametrize("size", [8, 9, 32])
+@pytest.mark.parametrize("size", [(8, 8), (9, 9), (32, 32), (8, 12)])
 def test_bands_against_numpy(size):
-    images = random(3, 1, size, size)
+    images = random(3, 1, *size)
     for draws in variants("filter", 3)[-3:]:
         found = ops.amplify_bands(images, draws, probability(0.5))
         for k, (chance, _, normal) in enumerate(rows(draws)):
@@ -135,8 +144,9 @@ def test_bands_are_octaves_that_sum_to_one_and_keep_the_expected_power():
         np.testing.assert_allclose(np.square(alone) @ np.array([10, 1, 1, 1]) / 13, 1, rtol=1e-12)
 
 
-def test_noise_and_cutout_against_numpy():
-    images, pixels = random(30, 3, 10, 10), torch.randn(30, 3, 10, 10, generator=generator(0, "n"), dtype=torch.float64)
+@pytest.mark.parametrize("size", [(10, 10), (6, 16)])
+def test_noise_and_cutout_against_numpy(size):
+    images, pixels = random(30, 3, *size), torch.randn(30, 3, *size, generator=generator(0, "n"), dtype=torch.float64)
     for draws in variants("noise", 30, pixels):
         found = ops.add_noise(images, draws, probability(0.5)).numpy()
         for k, (chance, _, normal) in enumerate(rows(draws)):
@@ -154,8 +164,8 @@ def apply_all(images, p, key=0):
     pixels = torch.randn(images.shape, generator=generator(0, "pixels"), dtype=images.dtype)
     draws = {name: numbers(name, n, key, pixels) for name in DRAWS}
     p = probability(p)
-    blit = ops.blit_inverse(draws["blit"], p, size)
-    warped = ops.geometry_inverse(draws["geometry"], p, size)
+    blit = ops.blit_inverse(draws["blit"], p, (size, size))
+    warped = ops.geometry_inverse(draws["geometry"], p, (size, size))
     return {
         "blit": lambda x: ops.move(x, blit, None),
         "geometry": lambda x: ops.move(x, None, warped),
@@ -253,14 +263,14 @@ def test_flips_quarter_turns_and_whole_shifts_are_copies(move, size, channels):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("size", [(8, 8), (9, 9), (6, 9), (16, 4)])
 def test_warp_against_a_slow_one(size):
     forward = [
         oracle.shift(1.3, -0.45) @ oracle.turn(0.7) @ np.diag([1.2, 0.8, 1]),
         oracle.shift(-9.1, 14.2) @ oracle.turn(-2.2) @ np.diag([0.6, 0.4, 1]),  # far outside, and shrunk
         np.array([[-1.1, 0.3, 0.2], [0.5, 1.4, -0.1], [0, 0, 1]]),
     ]
-    images = random(3, 1, size, size)
+    images = random(3, 1, *size)
     expected = [oracle.warped(image[0], matrix) for image, matrix in zip(images.numpy(), forward, strict=True)]
     np.testing.assert_allclose(warp(images, inverses(*forward))[:, 0], expected, rtol=0, atol=1e-11)
 
@@ -276,8 +286,8 @@ def test_resampling_in_pieces_is_resampling_at_once(size, monkeypatch):
 
 def test_gradients_of_warps(monkeypatch):
     inverse = inverses(oracle.shift(1.3, -0.45) @ oracle.turn(0.7), np.diag([1.3, -0.7, 1]))
-    images = random(2, 2, 6, 6).requires_grad_()
-    for block in (64, 3):
+    images = random(2, 2, 6, 9).requires_grad_()
+    for block in (64, 2):
         monkeypatch.setattr(augment_warp, "BLOCK", block)
         assert gradcheck(lambda x: warp(x, inverse), images, fast_mode=True)
         # the square makes the second derivative depend on the first

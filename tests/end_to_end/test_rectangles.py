@@ -1,0 +1,293 @@
+"""Images that are no squares, from the file to what is made of them: every shape works, or is refused in a line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import evaluate
+import export
+import generate
+import predict
+import train
+from duetgan.data.augment.transforms import Augment, draw_and_apply
+from duetgan.data.decode import RandomCrop
+from duetgan.data.inspect import verify
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.pack import main as pack_main
+from duetgan.data.reading.dataset import Dataset, at_resolution
+from duetgan.data.reading.sampler import SampleKeys
+from duetgan.data.records import pack_arrays
+from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.gan import generate as draw_samples
+from duetgan.models.gan import sizes_up_to
+from duetgan.models.registry import ARCHITECTURES
+from duetgan.training.gan.ada import Ada, AdaConfig
+from duetgan.training.gan.ada_operations import DRAWS
+from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.script import run_cli
+from tests.conftest import assert_raises
+from tests.end_to_end.helpers import differing, state_of
+
+SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stylegan2": (
+        {"z_dim": 4, "w_dim": 4, "channel_base": 32, "channel_max": 4},
+        {"channel_base": 32, "channel_max": 4},
+    ),
+    "r3gan": ({"z_dim": 4, "width": 4, "cardinality": 2, "blocks": 1}, {"width": 4, "cardinality": 2, "blocks": 1}),
+    "dcgan": ({"z_dim": 4, "width": 2, "width_max": 4}, {"width": 2, "width_max": 4}),
+}
+STARTS = {  # resolution -> height and width of the smallest maps, and the shorter sides from there
+    "96x64": ((4, 6), [4, 8, 16, 32, 64]),
+    "64x96": ((6, 4), [4, 8, 16, 32, 64]),
+    "192x128": ((4, 6), [4, 8, 16, 32, 64, 128]),
+    "160x96": ((6, 10), [6, 12, 24, 48, 96]),
+    "16x8": ((4, 8), [4, 8]),
+    "72x104": ((13, 9), [9, 18, 36, 72]),
+    "64x64": ((4, 4), [4, 8, 16, 32, 64]),
+}
+
+
+@pytest.mark.parametrize(("resolution", "expected"), STARTS.items())
+def test_networks_begin_with_few_pixels_and_double(resolution, expected):
+    (height, width), sides = expected
+    spec = ImageSpec.of(3, resolution)
+    assert sizes_up_to(resolution) == sides
+    assert spec.at(sides[0]).size == (height, width)
+    assert spec.size == (height << len(sides) - 1, width << len(sides) - 1)
+
+
+@pytest.mark.parametrize(
+    ("resolution", "near"),
+    [("90x60", "88x56 or 96x64"), ("100x75", "96x64 or 112x80"), ("9x7", "8x8 or 10x8"), ("1920x1080", "1792x1024")],
+)
+def test_sizes_that_doubling_does_not_lead_to_are_refused_with_near_ones(resolution, near):
+    assert_raises(UserError, f"resolution {resolution}: .*--size {near}", sizes_up_to, resolution)
+    for size in near.split(" or "):
+        assert sizes_up_to(size if size != "8x8" else 8)
+    assert_raises(UserError, "width x height such as 96x64", ImageSpec.of, 3, "96 x 64")
+    assert_raises(ValueError, "cannot be scaled", ImageSpec.of(3, resolution).at, 1)
+
+
+starts = st.tuples(st.integers(4, 8), st.integers(4, 8))
+
+
+@settings(max_examples=12, deadline=None)
+@given(start=starts, doublings=st.integers(1, 2), name=st.sampled_from(sorted(SMALL)), channels=st.sampled_from([1, 3]))
+def test_one_step_of_each_network(start, doublings, name, channels):
+    height, width = (side << doublings for side in start)
+    shape: dict[str, Any] = {"resolution": ImageSpec(channels, height, width).resolution, "channels": channels}
+    if height == width and height & (height - 1):
+        return  # squares are powers of two, as ever
+    parts = zip(("generator", "discriminator"), SMALL[name], strict=True)
+    torch.manual_seed(0)
+    generator, discriminator = (
+        ARCHITECTURES[name].build(section, config, classes=2, **shape) for section, config in parts
+    )
+    labels = torch.tensor([0, 1, 1, 0])
+    noise = [torch.randn(4, *size) for size in generator.noise_shapes()]
+    images = generator(torch.randn(4, 4), labels, noise=noise)
+    assert images.shape == (4, channels, height, width)
+    operations = dict.fromkeys(DRAWS, 1.0)
+    ada = Ada(
+        AdaConfig(mode="fixed", p=0.9, operations=operations),
+        seed=0,
+        channels=channels,
+        device=torch.device("cpu"),
+        schedule_images=1,
+    )
+    seen = ada.apply(images, ada.draw(0, "real", images.shape[2:], 4), slice(0, 4))
+    assert seen.shape == images.shape
+    real = seen.detach().requires_grad_()
+    logits = discriminator(real, labels)
+    (slope,) = torch.autograd.grad(logits.sum(), real, create_graph=True)
+    (discriminator(seen, labels).sum() + slope.square().sum()).backward()
+    for network in (generator, discriminator):
+        missing = [key for key, p in network.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+        assert not missing
+    transposed = images.detach().transpose(2, 3)
+    if height != width:
+        with pytest.raises(ValueError, match="images of"):
+            discriminator(transposed, labels)
+
+
+def test_samples_of_a_growing_rectangle_are_those_of_its_stage():
+    generator = ARCHITECTURES["stylegan2"].build(
+        "generator", SMALL["stylegan2"][0], resolution="24x16", channels=1, classes=0
+    )
+    assert generator.noise_shapes(8) == [(1, 4, 6), (1, 8, 12), (1, 8, 12)]
+    assert generator(torch.randn(2, 4), resolution=8).shape == (2, 1, 8, 12)
+    assert draw_samples(generator, labels=None, indices=range(3), seed=0).shape == (3, 1, 16, 24)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    size=st.tuples(st.integers(4, 12), st.integers(4, 12)),
+    levels=st.integers(0, 2),
+    channels=st.sampled_from([1, 3]),
+    encoding=st.sampled_from(["raw", "png"]),
+    asked=st.tuples(st.integers(4, 12), st.integers(4, 12)),
+)
+def test_what_is_packed_is_read(tmp_path_factory, size, levels, channels, encoding, asked):
+    height, width = (side << levels for side in size)
+    images = np.random.default_rng(0).integers(0, 256, (5, channels, height, width), dtype=np.uint8)
+    path = tmp_path_factory.mktemp("packed") / "x.lmdb"
+    meta = pack_arrays(path, images, encoding=encoding, smallest=min(size))
+    spec = ImageSpec(channels, height, width)
+    assert meta.spec == spec
+    assert (meta.size is None) == (height == width)
+    assert meta.resolutions == [min(size) << level for level in range(levels + 1)]
+    with LMDBReader(path) as reader:
+        assert not verify(reader, 1)
+    with Dataset(path) as whole:
+        assert np.array_equal(whole.read(range(5))[0], images)
+        for level in range(levels):
+            smaller = at_resolution(whole, min(size) << level)
+            means = images.reshape(5, channels, size[0] << level, -1, size[1] << level, 1 << levels - level)
+            found = smaller.read(range(5))[0].astype(float)
+            assert np.abs(found - means.mean((3, 5))).max() <= levels - level  # each level is rounded
+            smaller.close()
+    wanted = ImageSpec(channels, *asked)
+    crop = RandomCrop(area=(0.3, 1.0))
+    keys = SampleKeys(0, np.zeros(5, np.int64), np.zeros(5, np.int64))
+    if not spec.holds(asked):
+        assert_raises(UserError, "less than the", Dataset, path, resolution=wanted.resolution)
+        return
+    with (
+        Dataset(path, resolution=wanted.resolution) as cut,
+        Dataset(path, resolution=wanted.resolution, crop=crop) as few,
+    ):
+        assert cut.read(range(5))[0].shape == (5, *wanted.shape)
+        batch = torch.from_numpy(few.read(range(5), keys=keys)[0])
+        assert batch.shape == (5, *wanted.shape)
+    changed = draw_and_apply(
+        batch, Augment(flip=True, shift=2, trivial_augment=True, erase=1.0), seed=0, step=0, start=0, global_batch=5
+    )
+    assert changed.shape == batch.shape
+
+
+def test_a_random_crop_has_the_shape_that_is_asked_for_up_to_its_bounds():
+    boxes = [RandomCrop(area=(0.1, 0.4)).box(400, 400, np.random.default_rng(seed), (64, 128)) for seed in range(300)]
+    shapes = np.array([w / h for _, _, h, w in boxes]) / 2
+    assert shapes.min() > 0.73
+    assert shapes.max() < 1.37
+    assert abs(np.log(shapes).mean()) < 0.05
+
+
+def test_the_classifier_keeps_the_aspect_or_says_what_to_set():
+    model = Classifier(
+        ModelConfig(name="resnet18", stem="small", input_size=16), channels=3, classes=2, resolution="36x24"
+    )
+    images = torch.rand(2, 3, 24, 36)
+    assert model.prepare(images).shape == (2, 3, 16, 24)
+    assert model.eval()(images).shape == (2, 2)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> Path:
+    """Images of 50 x 40 px in two folders, packed at 24 x 16 px with a pyramid, and a part that is held out."""
+    folder = tmp_path_factory.mktemp("flags")
+    numbers = np.random.default_rng(0)
+    for name, hue in (("bars", 0), ("dots", 128)):
+        (folder / "files" / name).mkdir(parents=True)
+        for index in range(14):
+            pixels = numbers.integers(hue, hue + 120, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "files" / name / f"{index}.png")
+    options = ["--size", "24x16", "--pyramid", "8", "--val-share", "0.25"]
+    assert run_cli(pack_main, [str(folder / "files"), str(folder / "train.lmdb"), *options]) == 0
+    return folder
+
+
+NETS = """
+generator: {z_dim: 8, w_dim: 8, mapping_layers: 2, channel_base: 64, channel_max: 8}
+discriminator: {channel_base: 64, channel_max: 8, minibatch_std_group: 2}
+loss: {r1_interval: 2, style_mixing: 0.9, path_length_weight: 2, path_length_interval: 2}
+ada: {mode: fixed, p: 0.5, operations: {blit: 1, geometry: 1, colour: 1, filter: 1, noise: 1, cutout: 1}}
+"""
+RECIPES = {
+    "gan": "task: gan\n" + NETS,
+    "grown": "task: gan\n" + NETS + "progressive: {start: 8, fade_kimg: 0.016, stable_kimg: 0.008}\n",
+    "classifier": "task: classifier\nmodel: {stem: small}\noptimizer: {lr: 0.02, warmup_steps: 1}\n",
+}
+
+
+def trained(folder: Path, name: str) -> Path:
+    run, recipe = folder / name, folder / f"{name}.yaml"
+    data = f"data: {{path: {folder}/train.lmdb, val_path: {folder}/train-val.lmdb}}\n"
+    more = "steps: 6\nbatch_size: 8\nlog: {every: 2, samples_every: 3, tensorboard: false}\ncheckpoint: {every: 3}\n"
+    recipe.write_text(RECIPES[name] + more + data + "evaluation: {every: 6, n: 6}\n")
+    options = ["--config", str(recipe), "--run-dir", str(run)]
+    options += ["--evaluation.extractor", "pixels"] * (name != "classifier")
+    if not (run / "checkpoints").is_dir():
+        assert run_cli(train.main, [*options, "--max-steps", "3"]) == 0
+        assert run_cli(train.main, options) == 0  # resumed
+    return run
+
+
+@pytest.mark.usefixtures("slim_module")
+def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
+    gan, classifier = trained(flags, "gan"), trained(flags, "classifier")
+    for run in (gan, classifier):
+        content = torch.load(run / "checkpoints" / "step-00000006.pt", weights_only=True)
+        assert content["shape"] == {"channels": 3, "classes": 2, "resolution": "24x16"}
+    straight = ["--config", str(flags / "gan.yaml"), "--run-dir", str(tmp_path / "straight"), "--evaluation.extractor"]
+    assert run_cli(train.main, [*straight, "pixels"]) == 0
+    assert not differing(state_of(tmp_path / "straight", 6), state_of(gan, 6))
+    held_out, from_gan = str(flags / "train-val.lmdb"), ["--checkpoint", str(gan)]
+    judged = ["--data", held_out, "--classifier", str(classifier), "--n", "6"]
+    capsys.readouterr()
+    assert run_cli(evaluate.main, [*from_gan, *judged, "--extractor", "pixels,classifier", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["n"] == 6
+    assert all(np.isfinite(row["frechet"]) for row in figures["distances"])
+    assert run_cli(evaluate.main, ["--checkpoint", str(classifier), "--data", held_out]) == 0
+    for command in ("grid", "truncation", "mix"):
+        out = tmp_path / f"{command}.png"
+        assert run_cli(generate.main, [command, *from_gan, "--out", str(out), "--classes", "dots"]) == 0
+        assert out.is_file()
+    assert run_cli(generate.main, ["grid", *from_gan, "--out", str(tmp_path / "one"), "--n", "2"]) == 0
+    assert {Image.open(file).size for file in (tmp_path / "one").iterdir()} == {(24, 16)}
+    samples = tmp_path / "samples.lmdb"
+    assert run_cli(generate.main, ["dataset", *from_gan, "--out", str(samples), "--n", "6"]) == 0
+    with Dataset(samples) as reader:
+        assert reader.resolution == "24x16"
+    image = str(flags / "files" / "dots" / "0.png")
+    projected = ["project", *from_gan, "--image", image, "--out", str(tmp_path / "p.png"), "--steps", "2"]
+    assert run_cli(generate.main, projected) == 0
+    table = tmp_path / "p.csv"
+    assert run_cli(predict.main, ["--checkpoint", str(classifier), image, "--csv", str(table)]) == 0
+    assert image in table.read_text()
+    quick = ["--n", "8", "--batch-size", "4", "--repeats", "1", "--json", "--data", held_out]
+    for run, form in ((classifier, "onnx"), (classifier, "safetensors"), (gan, "safetensors")):
+        capsys.readouterr()
+        out = str(tmp_path / f"{run.name}.{form}")
+        more = quick if run == classifier else quick[:-2]
+        assert run_cli(export.main, ["--checkpoint", str(run), "--format", form, "--out", out, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["passed"]
+    for form in ("nvidia", "rosinality"):
+        out = str(tmp_path / form)
+        assert run_cli(export.main, [*from_gan, "--format", form, "--out", out, *quick[:-2]]) == 2
+        assert "this format is for squares, the checkpoint draws 24x16 px" in capsys.readouterr().err
+
+
+def test_a_rectangle_grows(flags):
+    run = trained(flags, "grown")
+    assert Image.open(sorted((run / "samples").glob("*.png"))[-1]).size == (240, 32)
+
+
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_held_out_images_of_another_shape_are_refused(flags, tmp_path, capsys, task):
+    images = np.zeros((4, 3, 24, 16), np.uint8)
+    pack_arrays(tmp_path / "tall.lmdb", images, [0, 0, 1, 1], ["bars", "dots"])
+    (tmp_path / "x.yaml").write_text(
+        RECIPES[task] + f"data: {{path: {flags}/train.lmdb, val_path: {tmp_path}/tall.lmdb}}\n"
+    )
+    assert run_cli(train.main, ["--config", str(tmp_path / "x.yaml"), "--run-dir", str(tmp_path / "r")]) == 2
+    assert "24x16 px" in capsys.readouterr().err.splitlines()[-1]
