@@ -44,17 +44,15 @@ def test_every_recipe_is_one_of_a_study_whose_parts_fit_together(recipe, tmp_pat
     trees += [quickened(read_yaml(recipe))] if "quick" in trees[0] else []
     for tree in trees:
         made = subject_class(build(config_class, tree, source=str(recipe)), tmp_path, None)
-        names = [arm.name for arm in made.arms()]
+        names = [arm.name for arm in made.arms]
         assert len(set(names)) == len(names)
-        jobs = {job.name for job in made.jobs()}
-        assert {name for arm in made.arms() for name in arm.needs} <= jobs
-        assert {name for job in made.jobs() for name in job.needs} <= jobs
-        for control in made.controls():
+        assert {place for job in made.jobs.values() for place in job.needs} <= set(made.jobs)
+        for control in made.controls:
             assert {control.arm, control.against} <= set(names)
 
 
 def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
-    told = {name: config for name, (config, _) in asked(Augment(config_of(), tmp_path).arms()).items()}
+    told = {name: config for name, (config, _) in asked(Augment(config_of(), tmp_path).arms).items()}
     assert {config.seed for config in told.values()} == {3}
     assert len({config.steps for config in told.values()}) == 1
     assert told["samples 0.25"].data.synthetic.share == pytest.approx(0.2)
@@ -69,11 +67,11 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
 
 def test_even_classes_need_no_weights_and_mixing_is_of_samples_alone(tmp_path):
     data = {"source": "sample", "size": 16, "long_tail": 1.0}
-    arms = Augment(config_of(data=data, selected=[False]), tmp_path).arms()
+    arms = Augment(config_of(data=data, selected=[False]), tmp_path).arms
     families = [arm.family for arm in arms]
     assert [families.count(name) for name in (CLASSIC, SYNTHETIC, CONTROL)] == [2, 4, 2]
-    arms = Augment(config_of(mixing={"data.sampling": "balanced"}), tmp_path).arms()
-    mixed = [arm for arm in arms if arm.key["overrides"].get("data.sampling") == "balanced"]
+    arms = Augment(config_of(mixing={"data.sampling": "balanced"}), tmp_path).arms
+    mixed = [arm for arm in arms if json.loads(arm.key)["own"].get("data.sampling") == "balanced"]
     assert {arm.name for arm in mixed if arm.family != SYNTHETIC} == {"balanced sampling"}
     samples = [arm for arm in arms if arm.family == SYNTHETIC]
     assert len(samples) == 8
@@ -98,14 +96,12 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
     config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "low": 0.9999})
     subject = Augment(config, tmp_path)
     parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
-    jobs = {"parts": parts, "generator": {"run": str(gan_run(tmp_path / "gan"))}}
+    gan_run(tmp_path / "jobs/generator/run")
     classifier_run(tmp_path / "jobs/selector/run")
-    for name, tree in jobs.items():
-        (tmp_path / f"jobs/{name}.json").write_text(json.dumps({"told": tree}))
-    (job,) = [job for job in subject.jobs() if job.name == SELECTED]
-    place = tmp_path / "jobs/selected-samples"
+    (tmp_path / "jobs/parts.json").write_text(json.dumps({"told": parts}))
+    place = subject.place(SELECTED)
     place.mkdir()
-    made = job.make(place)
+    made = subject.jobs[place].make(place, 0)
     for name, held in made["counts"].items():
         with Dataset(place / f"{name}.lmdb") as reader:
             assert reader.meta.histogram == held == [0, 1, 1]  # at least one where any is wanted
@@ -159,7 +155,7 @@ def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp
     assert found["void"] == any(not row["ok"] for row in found["controls"])
     assert ("This study is void." in shown.text) == found["void"]
     assert shown.tags.count("img") == 3
-    for log in (tmp_path / "whole").glob("runs/*.log"):
+    for log in (tmp_path / "whole").glob("runs/*/run.log"):
         assert "done: step 4 of 4" in log.read_text()
 
     half, _, printed = tiny("augment", tmp_path / "parts", *more, "--minutes", "0.05", "--json")

@@ -10,9 +10,9 @@ import pytest
 
 from duetgan.metrics.comparison.paired import holm
 from duetgan.reporting.report import write_study_page
-from duetgan.studies.images import StudyConfig, groups_of
+from duetgan.studies.images import StudyConfig, StudyData, groups_of
 from duetgan.studies.runner import Study, checked, compared, in_words, packed, unpacked
-from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Subject
+from duetgan.studies.subject import Comparison, Conclusion, Control, Result, Results, Subject
 from duetgan.utils.errors import StoppedBySignal, UserError
 from tests.reporting.test_report import page
 
@@ -24,11 +24,12 @@ class MadeUp(Subject):
     """Arms that are right on a share of the images; `calls` are the runs and jobs that were made, in order."""
 
     title = "Do they help?"
+    controls = (Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes"))
 
     def __init__(self, config, folder, shares=SHARES, *, before=lambda call: None, setting=1):
-        super().__init__(config, folder)
         self.shares, self.before, self.setting = shares, before, setting
         self.calls = []
+        super().__init__(config, folder)
 
     def made(self, call, file):
         self.calls.append(call)
@@ -36,27 +37,27 @@ class MadeUp(Subject):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
 
-    def jobs(self):
-        def make(name):
-            return lambda place: self.made(name, place / "file") or {"name": name}
+    def declare(self):
+        def job(name):
+            return lambda place, _seed: self.made(name, place / "file") or {"name": name}
 
-        first = Job("images", "", make("images"), key={"setting": self.setting})
-        return [first, Job("generator", "", make("generator"), needs=("images",))]
+        images = self.add("images", "", job("images"), {"setting": self.setting})
+        generator = self.add("generator", "", job("generator"), {"of": images / "file"})
 
-    def arms(self):
         def make(number, name, share):
             def run(place, seed):
                 self.made((name, seed), place / "checkpoints/x")
                 hits = np.random.default_rng([number, seed]).random(len(LABELS)) < share
                 return Result({"accuracy": float(hits.mean())}, {"test": hits})
 
-            needs = ("images", "generator") if name == "samples" else ("images",)
-            return Job(name, f"right on {share}", run, key={"share": share}, needs=needs, family="made up")
+            needs = [images, generator] if name == "samples" else [images]
+            self.add(name, f"right on {share}", run, {"share": share, "needs": needs}, "made up")
 
-        return [make(number, *arm) for number, arm in enumerate(self.shares.items())]
+        for number, arm in enumerate(self.shares.items()):
+            make(number, *arm)
 
-    def controls(self):
-        return [Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes")]
+    def classes(self):
+        return []
 
     def labels(self):
         return {"test": LABELS}
@@ -72,7 +73,7 @@ class MadeUp(Subject):
 
 
 def study(folder, seeds=3, **options):
-    subject = MadeUp(StudyConfig.model_construct(seeds=seeds), folder, **options)
+    subject = MadeUp(StudyConfig.model_construct(seeds=seeds, data=StudyData()), folder, **options)
     return Study("made-up", subject), subject
 
 
@@ -87,7 +88,7 @@ def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):
     held = next(row for row in found["comparisons"] if row["second"] == "held back")
     assert held["verdict"] == "helps"
     assert found == json.loads((tmp_path / "a/study.json").read_text())
-    assert subject.outcome("generator") == {"name": "generator"}
+    assert subject.outcome(subject.place("generator")) == {"name": "generator"}
     assert not list((tmp_path / "a/runs").glob("*/checkpoints"))  # 4 * 3 of them would be gigabytes
     again, subject = study(tmp_path / "a")
     assert (again.run(), subject.calls) == (found, [])
@@ -133,11 +134,11 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
     assert found["seeds"] == [0, 1, 2]
     assert found["notes"][0].startswith("The study was begun with 2 seeds, and raised to 3 when results were there")
     assert [call for call in subject.calls if call[1] != 2] == []
-    with pytest.raises(UserError, match="made with other settings; choose another --out"):
+    with pytest.raises(UserError, match="made with other settings, or by an earlier version; choose another --out"):
         study(tmp_path, setting=2)[0].run()
     with pytest.raises(UserError, match="was made with other settings"):
         study(tmp_path, shares=SHARES | {"real": 0.4})[0].run()
-    (tmp_path / "results/real-s0.json").write_text("{")
+    (tmp_path / "runs/real-s0.json").write_text("{")
     with pytest.raises(UserError, match="remove it, and it is made again"):
         study(tmp_path)[0].run()
 
