@@ -9,12 +9,13 @@ import numpy as np
 from duetgan.data.reading.dataset import Dataset
 from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts, write_subset
 from duetgan.studies.samples import Drawing, draw_rows, share_of_batch
-from duetgan.studies.subject import UNTRAINED, Comparison, Conclusion, Control, Results, Settings, Subject
+from duetgan.studies.subject import UNTRAINED, Comparison, Conclusion, Control, Result, Results, Settings, Subject
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from duetgan.utils.errors import UserError
 
 REAL, HELD = "real only", "held-back real images"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
+CHOSEN = {"best classic arm": CLASSIC, "best arm with samples": SYNTHETIC}  # of each seed
 SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
 
 
@@ -88,18 +89,16 @@ class Augment(Subject):
             weights, sampling = {"loss.class_weights": "balanced"}, {"data.sampling": "balanced"}
             self._arm("class weights", "each class's loss by 1 / its frequency", weights, CLASSIC)
             self._arm("balanced sampling", "every class is seen equally often", sampling, CLASSIC)
+        self.bases(CLASSIC)
         self._arm("stronger augmentation", _settings(config.stronger), config.stronger, CLASSIC)
         mixing = f", {_settings(config.mixing)}" if config.mixing else ""
-        for kind in self._kinds():
+        for kind in [SELECTED if selected else SAMPLES for selected in config.selected]:
             for ratio in config.ratios:
                 name, what = synthetic_name(ratio, kind == SELECTED), f"{ratio:g} {kind} per real image{mixing}"
                 self._arm(name, what, config.mixing, SYNTHETIC, kind, ratio)
         what = f"{control:g} samples of an untrained generator per real image"
         self._arm(UNTRAINED, what, {}, CONTROL, NOISE, control)
         self._arm(HELD, f"{control:g} further real images per real image", {}, CONTROL, HELD, control)
-
-    def _kinds(self) -> list[str]:
-        return [SELECTED if selected else SAMPLES for selected in self.config.selected]
 
     def _file(self, job: str, ratio: float) -> Path:
         return self.place(job) / f"ratio-{ratio:g}.lmdb"
@@ -112,7 +111,15 @@ class Augment(Subject):
         if job:
             mixed = {"data.synthetic.path": self._file(job, ratio), "data.synthetic.share": share_of_batch(ratio)}
             own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
-        self.training(name, what, self.config.classifier, own, family)
+
+        def judge(run: Path, _seed: int) -> Result:
+            result = self.judge(run)
+            if job in (SAMPLES, SELECTED):
+                made = self.outcome(self.place(job))["counts"][self._file(job, ratio).stem]
+                result.figures["used"] = sum(made) / sum(self._wanted(ratio))
+            return result
+
+        self.training(name, what, self.config.classifier, own, family, judge=judge)
 
     def _samples(
         self,
@@ -150,23 +157,15 @@ class Augment(Subject):
 
     def conclude(self, results: Results) -> Conclusion:
         """Choices are made on held-out images; the test images are looked at only by what was chosen."""
-        families = {arm.name: arm.family for arm in self.arms}
-        classes, groups = self.classes(), self.class_groups(results)
-        best, samples = (choose(results, families, family) for family in (CLASSIC, SYNTHETIC))
-        asked = [Comparison(first, samples, of, asked=True) for first in dict.fromkeys((best, REAL)) for of in groups]
-        by_class = [Comparison(best, samples, name, family="classes") for name in classes]
-        rest = [Comparison(REAL, arm, of, family="all arms") for arm in families if arm != REAL for of in groups]
-        shown = list(dict.fromkeys([REAL, best, samples, HELD]))
-        recalls = zip(*(results.recalls(arm, classes) for arm in shown), strict=True)
-        counts = [f"{count:,}" for count in self.counts(TRAIN)]
-        of_classes = [[name, count, *row] for name, count, row in zip(classes, counts, recalls, strict=True)]
-        return Conclusion(
-            comparisons=[*asked, *by_class, *rest],
-            choices={"best classic arm": best, "best arm with samples": samples},
-            tables=[("Recall by class", ["", "training images", *shown], of_classes)],
-            pictures=self._drawn(),
-            notes=self._notes(),
-        )
+        of_family = {name: [arm.name for arm in self.arms if arm.family == name] for name in (CLASSIC, SYNTHETIC)}
+        groups = self.class_groups(results)
+        choices = {name: results.choose(name, of_family[family]) for name, family in CHOSEN.items()}
+        best, samples = CHOSEN
+        asked = [Comparison(best, samples, of, (UNTRAINED,), asked=True) for of in groups]
+        by_class = [Comparison(best, samples, name, family="classes") for name in self.classes()]
+        arms = [samples, *(arm.name for arm in self.arms if arm.name != REAL)]
+        rest = [Comparison(REAL, arm, of, family="all arms") for arm in arms for of in groups]
+        return Conclusion([*asked, *by_class, *rest], choices, self._drawn(), self._notes())
 
     def _drawn(self) -> dict[str, str]:
         """Real images and samples of every kind, a row for each class; drawn once."""
@@ -187,6 +186,8 @@ class Augment(Subject):
             "augmentation, looks worse than it is",
             "choices were made by the mean recall on held-out images; the intervals cover the chance of training and "
             "the draw of test images, not the training images or the generator, of which there is one",
+            "training images: "
+            + ", ".join(f"{name} {count:,}" for name, count in zip(self.classes(), self.counts(TRAIN), strict=True)),
         ]
         if made := self.outcome(self.place(SELECTED)):
             shares = [share for share in made["kept"] if share is not None]
@@ -199,12 +200,6 @@ class Augment(Subject):
                         f" seen more often ({', '.join(few)}); a larger selection.pool gives more"
                     )
         return notes
-
-
-def choose(results: Results, families: Mapping[str, str], family: str) -> str:
-    """The arm of a family with the largest mean recall on held-out images; of equal ones the first."""
-    names = [name for name, of in families.items() if of == family]
-    return max(names, key=lambda name: results.mean(name, "all", HELD_OUT))
 
 
 def _settings(overrides: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig, write_subset
-from duetgan.studies.runner import difference
 from duetgan.studies.samples import Drawing, draw_rows, last_checkpoints
 from duetgan.studies.subject import NOTHING, Comparison, Conclusion, Control, Result, Results, Settings, Subject, ended
 from duetgan.utils.checkpoint import resolve
@@ -136,17 +135,14 @@ class Cas(Subject):
             for of in groups
         ]
         effects = [
-            Comparison(PLAIN, name, of, family="effect of an ingredient", asked=True)
+            Comparison(PLAIN, name, of, (NOISE,), family="effect of an ingredient", asked=True)
             for name in arms[1:]
             for of in groups
         ]
-        told = ", ".join(f"{name} {points(results, name, REAL)} points" for name in dict.fromkeys((first, last)))
         return Conclusion(
             comparisons=[*gaps, *effects],
-            tables=[self._gap_table(results), self._class_table(results, last)],
             pictures={arm.name: f"{arm.name}, seed {results.seeds[0]}" for arm in self.arms},
             notes=[
-                f"The gap to as many real images: {told}.",
                 "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"
                 " the same number of images; test images choose nothing.",
                 "The generator was trained once: intervals are over the classifiers' seeds, the draws of images and the"
@@ -154,35 +150,6 @@ class Cas(Subject):
                 "Selection knows real images: its classifier was trained on all training images of the generator.",
             ],
         )
-
-    def _gap_table(self, results: Results) -> tuple[str, list[str], list[list[str]]]:
-        rows = []
-        for name in (REAL, CONTROL, *self.drawings, NOISE):
-            kept = results.mean_figure(name, "kept")
-            effect = points(results, PLAIN, name) if name in self.drawings and name != PLAIN else ""
-            gap = "" if name == REAL else points(results, name, REAL)
-            shares = "" if kept is None else f"{100 * kept:.0f} %"
-            rows.append([name, f"{100 * results.mean(name, 'all'):.2f}", gap, effect, shares])
-        head = ["trained on", "accuracy, %", "gap to real, points", "against plain, points", "samples kept"]
-        return "Accuracy on real test images, and the gap (95 % intervals)", head, rows
-
-    def _class_table(self, results: Results, last: str) -> tuple[str, list[str], list[list[str]]]:
-        names = list(dict.fromkeys((REAL, PLAIN, last)))
-        rows = [
-            [each, *(f"{100 * results.mean(name, each):.1f}" for name in names), points(results, last, REAL, each)]
-            for each, labels in results.groups.items()
-            if len(labels) == 1
-        ]
-        return "Recall by class, %", ["class", *names, f"gap of {last}, points"], rows
-
-
-def points(results: Results, first: str, second: str, group: str = "all") -> str:
-    """The second arm less the first in points, with its interval where there is one."""
-    change = difference(results, first, second, group, None)
-    if change is None:
-        return ""
-    sure = "" if change.interval is None else " [{:+.2f}, {:+.2f}]".format(*(100 * end for end in change.interval))
-    return f"{100 * change.difference:+.2f}{sure}"
 
 
 CONFIG, SUBJECT = CasConfig, Cas

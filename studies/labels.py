@@ -12,18 +12,20 @@ from duetgan.inference.dataset import guesses, write_dataset, write_labelled
 from duetgan.inference.samples import Sampler
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from
-from duetgan.studies.images import TRAIN, StudyConfig, write_subset
-from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Result, Results, Subject
+from duetgan.studies.images import HELD_OUT, TEST, TRAIN, StudyConfig, write_subset
+from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Result, Results, Subject, of_seed
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import PositiveFloat, PositiveInt, Probability
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
-GENERATOR, SAMPLES, UNLABELLED = "generator without labels", "samples without labels", "images without labels"
+SAMPLES, UNLABELLED = "samples without labels", "images without labels"
 ALL = "all labels"
 GUESSED, WITH_SAMPLES, WRONG = "pseudo-labels", "pseudo-labels and samples", "labels by chance"
 HEAD, TUNED = "features of D", "from D on"
+OF_UNTRAINED = "untrained"  # D, in the controls of these
+BASE = "best without"  # of the arms without another model
 BATCH = 250  # images that are labelled at a time
 
 
@@ -55,28 +57,36 @@ class Labels(Subject):
     """Every seed draws its own labelled images. The generator has seen no label at all, so one serves all arms."""
 
     title = "What do images without labels add?"
+    sets = (HELD_OUT, TEST)
 
     def declare(self) -> None:
-        config, recipe, gan = self.config, self.config.classifier, self.config.gan
+        config, recipe = self.config, self.config.classifier
         images = self.add(UNLABELLED, UNLABELLED, self._unlabelled, {"images": self.part(TRAIN)}) / "images.lmdb"
-        self.run = self.training(GENERATOR, f"training the generator: {gan.config}", gan, images=images)
+        self.run, untrained = self.generators(images)
         key = {"ratio": config.ratio, "generator": self.run, "images": images}
         samples = self.add(SAMPLES, "samples of the generator", self._samples, key)
-        from_d = {**config.discriminator, "model.name": "discriminator", "model.weights": self.run}
-        frozen = {**from_d, "finetune.freeze": ["backbone"]}
         for count in config.per_class:
+            named = partial(arm_name, count)
             what = f"supervised: {count} labelled images of each class alone"
             key = {**recipe.key(), "threshold": config.threshold, "images": self.part(TRAIN), "samples": samples}
-            first = self.add(arm_name(count), what, partial(self._first, count), key, "labels")
-            for way, what, own, kind in (
-                (GUESSED, "and all others that it is sure of", {}, "guessed"),
-                (WITH_SAMPLES, "and samples that it is sure of", {}, "mixed"),
-                (HEAD, "a linear head on D's features", frozen, "few"),
-                (TUNED, "a network that starts as D", from_d, "few"),
-                *[(WRONG, "labels drawn by chance", {}, "wrong")] * (count == config.per_class[0]),
+            first = self.add(named(), what, partial(self._first, count), key, named())
+            self.bases(named(), first / "few.lmdb", named, partial(few_labels, per_class=count))
+            for way, what, kind, figure, family in (
+                (GUESSED, "and all others that it is sure of", "guessed", "pseudo_labels", "more"),
+                (WITH_SAMPLES, "and samples that it is sure of", "mixed", "samples_kept", "more"),
+                (WRONG, "labels drawn by chance", "wrong", "pseudo_labels", "control"),
             ):
-                family = "control" if way == WRONG else "more"
-                self.training(arm_name(count, way), what, recipe, own, family, images=first / f"{kind}.lmdb")
+                judge = partial(self._judge, first, figure)
+                self.training(named(way), what, recipe, family=family, images=first / f"{kind}.lmdb", judge=judge)
+            for run, suffix, family in ((self.run, "", "more"), (untrained, f", {OF_UNTRAINED}", "control")):
+                own = {**config.discriminator, "model.name": "discriminator", "model.weights": run}
+                for way, what, more in (
+                    (HEAD, "a linear head on D's features", {"finetune.freeze": ["backbone"]}),
+                    (TUNED, "a network that starts as D", {}),
+                ):
+                    self.training(
+                        named(way + suffix), what + suffix, recipe, own | more, family, images=first / "few.lmdb"
+                    )
         self.training(ALL, "every training image with its label", recipe, family="control")
         least = arm_name(config.per_class[0])
         self.controls = (
@@ -127,6 +137,12 @@ class Labels(Subject):
             result.figures["samples_kept"] = len(sure) / len(samples)
         return result
 
+    def _judge(self, first: Path, figure: str, run: Path, seed: int) -> Result:
+        """Of an arm whose images the arm `first` has labelled, which says in a figure how many of them there are."""
+        result = self.judge(run)
+        result.figures["used"] = self.outcome(of_seed(first, seed))["figures"][figure]
+        return result
+
     def _sure(self, classifier: Classifier, reader: Dataset, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest class of each image, and which `of` these records the classifier is sure of."""
         labels, sure = guesses(classifier, reader, batch_size=BATCH)
@@ -135,15 +151,26 @@ class Labels(Subject):
     # --- answers
 
     def conclude(self, results: Results) -> Conclusion:
-        comparisons = []
+        comparisons, choices = [], {}
         for count in self.config.per_class:
-            pairs = [("", way) for way in (GUESSED, WITH_SAMPLES, HEAD, TUNED)] + [(GUESSED, WITH_SAMPLES)]
-            comparisons += [Comparison(arm_name(count, a), arm_name(count, b), asked=True) for a, b in pairs]
+            named = partial(arm_name, count)
+            bases = [arm.name for arm in self.arms if arm.family == named()]
+            choices[named(BASE)] = results.choose(named(BASE), bases)
+            for way, controls in {
+                GUESSED: [WRONG],
+                WITH_SAMPLES: [WRONG, GUESSED],
+                HEAD: [f"{HEAD}, {OF_UNTRAINED}"],
+                TUNED: [f"{TUNED}, {OF_UNTRAINED}"],
+            }.items():
+                comparisons.append(
+                    Comparison(named(BASE), named(way), controls=tuple(map(named, controls)), asked=True)
+                )
         return Conclusion(
             comparisons=comparisons,
+            choices=choices,
             notes=[
                 "every seed draws its own labelled images, the same for all arms; the generator has seen no label",
-                "every arm has the same number of steps; nothing was chosen on the test images",
+                "every network has the same number of steps; nothing was chosen on the test images",
             ],
         )
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from duetgan.metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
 from duetgan.reporting.figures import change, plain
+from duetgan.studies.images import TEST
 from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Subject, of_seed, record
 from duetgan.utils.distributed.launch import handling
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
@@ -32,7 +33,9 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
 SCHEMA = 1
-HELPS, HURTS, OPEN = "helps", "hurts", "cannot tell"
+HELPS, HURTS, OPEN, EMPTY = "helps", "hurts", "cannot tell", "not tried"
+PAIRS = 5  # draws, each with and without, that `helps` needs at least
+LEAST_USED = 0.05  # of what an arm should use; one with less was not tried
 VOID = "void: a control came out wrong, so the figures below prove nothing"
 
 
@@ -55,19 +58,38 @@ def answer(value: float, p: float | None, *, larger_is_better: bool = True) -> s
 
 def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """An answer for each comparison: the comparison, both values, `difference`, its 95 % `interval`, `p` (corrected
-    after Holm within the family), `method`, `verdict`.
+    after Holm within the family), `method`, `unbeaten` (controls that are as good), `verdict`.
+
+    An effect in the right direction has the largest p of the tests against the first arm and each control, as an
+    intersection-union test has (Berger 1982). With fewer than PAIRS seeds there is no `helps`. An arm whose figure
+    `used` is below LEAST_USED is not tried, and not tested.
     """
     rows: list[dict[str, Any]] = []
     for each in comparisons:
-        arms, group, figure = (each.first, each.second), each.group, each.figure
-        if found := difference(results, *arms, group, figure):
-            values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
-            both = {"first_value": values[0], "second_value": values[1]}
-            rows.append(asdict(each) | both | asdict(found))
+        arms, (group, figure), sign = (
+            (each.first, each.second),
+            (each.group, each.figure),
+            2 * each.larger_is_better - 1,
+        )
+        if (found := difference(results, *arms, group, figure)) is None:
+            continue
+        values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
+        row = asdict(each) | asdict(found) | {"controls": list(each.controls), "unbeaten": []}
+        row |= {"first_value": values[0], "second_value": values[1]}
+        used = results.mean_figure(each.second, "used")
+        if used is not None and used < LEAST_USED:
+            row |= {"p": None, "verdict": EMPTY}
+        elif sign * found.difference > 0 and found.p is not None:
+            tests = {name: difference(results, name, each.second, group, figure) for name in each.controls}
+            chances = {name: test.p if test and sign * test.difference > 0 else None for name, test in tests.items()}
+            row["unbeaten"] = [name for name, p in chances.items() if p is None or p >= LEVEL]
+            row["p"] = max(found.p, *(1.0 if p is None else p for p in chances.values()), 0.0)
+        rows.append(row)
     for family in dict.fromkeys(row["family"] for row in rows):
         holm(row for row in rows if row["family"] == family)
     for row in rows:
-        row["verdict"] = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
+        verdict = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
+        row.setdefault("verdict", OPEN if verdict == HELPS and len(results.seeds) < PAIRS else verdict)
     return rows
 
 
@@ -87,20 +109,22 @@ def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any
     return rows
 
 
-def means(subject: Subject, results: Results) -> tuple[str, list[str], list[list[str]]]:
-    """The table of all arms: the mean recall of each group of classes on each set of images, and all other figures."""
+def means(subject: Subject, results: Results) -> dict[str, Any]:
+    """The table of all arms: mean recalls of groups of classes on each set of images, of each class on the test images,
+    and all other figures.
+    """
     firsts = [runs[0] for runs in results.by_arm.values()]
     sets = [name for name in subject.sets if all(name in first.hits for first in firsts)]
-    accuracies = {f"{name}_accuracy": None for name in subject.sets}
+    groups = {name: results.groups if name == TEST else subject.class_groups(results) for name in sets}
+    accuracies = [f"{name}_accuracy" for name in subject.sets]
     figures = [name for name in dict.fromkeys(chain(*(first.figures for first in firsts))) if name not in accuracies]
-    groups = subject.class_groups(results) if sets else ()
-    head = ["", *(f"{name}, {group}" for name in sets for group in groups), *figures]
+    head = ["", *(f"{name}, {group}" for name in sets for group in groups[name]), *figures]
     rows = [
-        [arm, *(cell for name in sets for cell in results.recalls(arm, groups, name))]
-        + ["" if (mean := results.mean_figure(arm, name)) is None else plain(mean) for name in figures]
+        [arm, *(cell for name in sets for cell in results.recalls(arm, groups[name], name))]
+        + [plain(results.mean_figure(arm, name)) for name in figures]
         for arm in results.by_arm
     ]
-    return "Mean recall of the classes and means of figures, over the seeds", head, rows
+    return {"title": "Mean recall of the classes and means of figures, over the seeds", "header": head, "rows": rows}
 
 
 def in_words(row: dict[str, Any]) -> str:
@@ -110,6 +134,7 @@ def in_words(row: dict[str, Any]) -> str:
     what = f"{row['group']} classes" if row["figure"] is None else row["figure"]
     p = "not known" if row["p"] is None else "below 0.0001" if row["p"] < 1e-4 else f"{row['p']:.2g}"
     size = f"{change(scale * row['difference'])}{unit}{sure}, p {p}"
+    size += f"; no better than {', '.join(row['unbeaten'])}" if row["unbeaten"] else ""
     return f"{what}: {row['verdict']} ({row['second']} against {row['first']}: {size})"
 
 
@@ -129,7 +154,7 @@ def document(
         by_arm = {arm: [runs[seed] for seed in whole] for arm, runs in results.items()}
         table = Results(whole, by_arm, subject.labels(), subject.groups())
         conclusion = subject.conclude(table)
-        tables = [means(subject, table), *conclusion.tables]
+        tables = [means(subject, table)]
         comparisons, controls = compared(table, conclusion.comparisons), checked(table, subject.controls)
     asked = [row for row in comparisons if row["asked"]]
     failed = [row for row in controls if not row["ok"]]
@@ -155,7 +180,7 @@ def document(
         "void": bool(failed) if whole else None,
         "verdicts": [{key: row[key] for key in ("first", "second", "group", "figure", "verdict")} for row in asked],
         "words": words if whole else ["no seed is complete: there is nothing to compare"],
-        "tables": [{"title": title, "header": list(head), "rows": rows} for title, head, rows in tables],
+        "tables": tables,
         "pictures": [
             {"file": f"pictures/{subject.picture(picture).name}", "caption": caption}
             for picture, caption in conclusion.pictures.items()

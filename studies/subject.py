@@ -5,9 +5,11 @@ folder with the images, trainings, and how classifiers are judged.
 import json
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
 from duetgan.models.restore import classifier_from
 from duetgan.reporting.figures import percent
+from duetgan.studies.baselines import Features, Learner, hits_of, ways
 from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens
 from duetgan.studies.samples import Drawing, Selector, draw_samples, last_checkpoints
 from duetgan.training.engine.run import train
@@ -28,7 +31,7 @@ from duetgan.utils.errors import UserError
 GENERATOR, UNTRAINED, SELECTOR = "generator", "untrained generator", "selector"  # jobs
 SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 SEED = 0  # of what is made once
-OF_SEED = "-s{seed}"  # ends the folder's name of what is made for every seed; in settings it stands for every seed
+OF_SEED = "-s{seed}"  # ends the name of an arm's folder, and stands for every seed in settings
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
 Settings = Mapping[str, Any]  # ready for JSON, but for paths inside the study's folder
@@ -37,8 +40,8 @@ NOTHING: Settings = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Job:
-    """Something that is made once, or for every seed: image files, a generator, a file of samples. One of a family is
-    an arm, a row of the table: what it makes for each seed is a Result.
+    """Something that is made once: image files, a generator, a file of samples. One of a family is an arm, a row of the
+    table: it is made for every seed, and what it comes to is a Result.
     """
 
     name: str
@@ -47,7 +50,7 @@ class Job:
     key: str  # what defines it, beside the jobs that it needs
     needs: tuple[Path, ...]  # places of jobs that come before it
     family: str
-    place: Path  # its folder; ends in OF_SEED where it is made for every seed
+    place: Path  # its folder; an arm's ends in OF_SEED
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,12 @@ class Control:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Is the second arm better than the first? The answer is corrected within the `family`."""
+    """Is the second arm better than the first, and than all `controls`? The answer is corrected within the `family`."""
 
     first: str
     second: str
     group: str = "all"  # of classes, or a class; ignored where a figure is named
+    controls: Sequence[str] = ()  # arms without what the second is to owe its effect to
     figure: str | None = None  # of the runs' figures; None: hits
     larger_is_better: bool = True
     family: str = "main"  # Holm's correction is over all answers of a family
@@ -83,7 +87,6 @@ class Comparison:
 class Conclusion:
     comparisons: Sequence[Comparison] = ()
     choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen on held-out images: arm
-    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()  # heading, header, rows
     pictures: Mapping[str, str] = field(default_factory=dict)  # name -> caption; see `Subject.picture`
     notes: Sequence[str] = ()
 
@@ -102,7 +105,7 @@ class Results:
     """
 
     seeds: Sequence[int]
-    by_arm: Mapping[str, Sequence[Result]]
+    by_arm: dict[str, list[Result]]
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -126,6 +129,16 @@ class Results:
     def mean(self, arm: str, group: str, split: str = TEST) -> float:
         """The mean recall of the group's classes, over all seeds."""
         return float(self.hits(arm, split).mean(0) @ self.weights(group, split))
+
+    def choose(self, name: str, arms: Sequence[str]) -> str:
+        """Add an arm: at each seed that one of these with the largest mean recall on held-out images, of equal ones the
+        first. Returns which these were, for people.
+        """
+        weights = self.weights("all", HELD_OUT)
+        best = np.stack([self.hits(arm, HELD_OUT) @ weights for arm in arms]).round(9).argmax(0)
+        chosen = [arms[place] for place in best]
+        self.by_arm[name] = [self.by_arm[arm][seed] for seed, arm in enumerate(chosen)]
+        return ", ".join(f"{arm} ({count} of {len(chosen)} seeds)" for arm, count in Counter(chosen).most_common())
 
     def recalls(self, arm: str, groups: Iterable[str], split: str = TEST) -> list[str]:
         """The mean recall of each group in writing."""
@@ -212,8 +225,6 @@ class Subject(ABC):
         make: Callable[[Path, int], Any],
         key: Settings,  # of a path in it the job comes first
         family: str = "",
-        *,
-        seeded: bool = False,
     ) -> Path:
         """Declare a job, or with a family an arm; returns its place."""
         needs: dict[Path, None] = {}
@@ -224,7 +235,7 @@ class Subject(ABC):
             return inside.as_posix()
 
         text = json.dumps({"name": name, **key}, default=note, sort_keys=True)
-        place = self.folder / "runs" / (slug(name) + OF_SEED) if seeded or family else self.place(name)
+        place = self.folder / "runs" / (slug(name) + OF_SEED) if family else self.place(name)
         self.jobs[place] = Job(name, what, make, text, tuple(needs), family, place)
         return place
 
@@ -233,13 +244,13 @@ class Subject(ABC):
         name: str,
         what: str,
         recipe: Recipe,
-        own: Settings = NOTHING,  # dotted keys of the recipe; paths may be of what is made for every seed
+        own: Settings = NOTHING,  # dotted keys of the recipe
         family: str = "",
         *,
         images: Path | None = None,  # None: the training images
         seed: int = SEED,  # of a job
         steps: int | None = None,  # None: the recipe's
-        judge: Callable[[Path], Any] | None = None,  # run -> outcome; None: an arm's is that of a classifier
+        judge: Callable[[Path, int], Any] | None = None,  # (run, seed) -> outcome; None: an arm's is a classifier's
         key: Settings = NOTHING,  # what else defines it
     ) -> Path:
         """Declare a job that trains a run, or takes the one that `gan.run` names, or with a family an arm; returns the
@@ -247,7 +258,7 @@ class Subject(ABC):
         """
         path = self.part(TRAIN) if images is None else images
         settings = {"data.path": path, **own}
-        answer = judge or (self.judge if family else lambda _: {})
+        answer = judge or (lambda run, _: self.judge(run) if family else {})
 
         def make(place: Path, given: int) -> Any:
             run = place / "run"
@@ -256,17 +267,41 @@ class Subject(ABC):
             elif not run.is_symlink():
                 require_trained_on(recipe.run, path)
                 run.symlink_to(Path(recipe.run).resolve())
-            return answer(run)
+            return answer(run, given)
 
         own_key = {"own": settings, "seed": seed, "steps": steps, **key}
         return self.add(name, what, make, recipe.key() | own_key, family) / "run"
 
-    def generators(self) -> tuple[Path, Path]:
-        """The generator of the training images, and one as it is before its first step: their runs."""
-        gan, own = self.config.gan, {"data.val_path": self.part(HELD_OUT)}
+    def generators(self, images: Path | None = None) -> tuple[Path, Path]:
+        """The generator of the training images, or of others, and one as it is before its first step: their runs."""
+        gan, own = self.config.gan, {} if images else {"data.val_path": self.part(HELD_OUT)}
         still = {f"{network}_optimizer.lr": STILL for network in ("generator", "discriminator")}
-        trained = self.training(GENERATOR, f"training the generator: {gan.config or gan.run}", gan, own)
-        return trained, self.training(UNTRAINED, UNTRAINED, gan, own | still, steps=1)
+        trained = self.training(GENERATOR, f"training the generator: {gan.config or gan.run}", gan, own, images=images)
+        return trained, self.training(UNTRAINED, UNTRAINED, gan, own | still, images=images, steps=1)
+
+    def bases(
+        self,
+        family: str,
+        images: Path | None = None,
+        named: Callable[[str], str] = str,  # a way -> the arm's name
+        known: Callable[..., np.ndarray] | None = None,
+    ) -> None:
+        """Declare arms of what is cheap without the other model. `known`: (labels, seed=) -> the training images whose
+        labels are known, which `images` holds; None: all.
+        """
+        recipe = self.config.classifier
+        model = recipe.settings().model
+
+        def make(features: Features, learn: Learner, _place: Path, seed: int) -> Result:
+            return scored(hits_of(features, learn, self.part(TRAIN), known and partial(known, seed=seed), asked))
+
+        asked = {name: self.part(name) for name in self.sets}
+        for way, (what, features, learn) in ways(model.changed(weights=None)).items():
+            key = {**recipe.key(), "images": self.part(TRAIN), "known": images}
+            self.add(named(way), what, partial(make, features, learn), key, family)
+        if model.weights is not None:
+            what = "the recipe without its weights"
+            self.training(named("from scratch"), what, recipe, {"model.weights": None}, family, images=images)
 
     def selector(self, recipe: Recipe, own: Settings) -> Path:
         """The classifier of the training images by which samples are selected: its run."""
@@ -311,7 +346,11 @@ class Subject(ABC):
             with dataset_for_model(self.part(name), checkpoint) as reader:
                 check_classes(classifier, reader)
                 hits[name] = answers_of(classifier, reader, classify(classifier, reader, batch_size=250)).hits.numpy()
-        return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
+        return scored(hits)
+
+
+def scored(hits: dict[str, np.ndarray]) -> Result:
+    return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
 
 
 def of_seed(path: Path, seed: int) -> Path:

@@ -79,7 +79,7 @@ class Teach(Subject):
         self._arm(SHORT, f"{config.short:g} of the steps", {}, "control", steps)
 
     def _arm(self, name: str, what: str, own: Settings, family: str, steps: int | None = None) -> None:
-        def judge(run: Path) -> Result:
+        def judge(run: Path, _seed: int) -> Result:
             checkpoint = load(resolve(str(run)))
             if not self.picture(name).is_file():  # samples at the same latents for every arm, a row for each class
                 classes = checkpoint["classes"][:SHOWN]
@@ -127,9 +127,10 @@ class Teach(Subject):
 
     def conclude(self, results: Results) -> Conclusion:
         comparisons = [
-            Comparison(PLAIN, arm.name, figure=figure, larger_is_better=larger, asked=True)
+            Comparison(PLAIN, arm.name, controls=controls, figure=figure, larger_is_better=larger, asked=True)
             for arm in self.arms
             if arm.family == "taught"
+            for controls in [(WRONG_TEACHER,) if arm.name.startswith(TEACHER) else ()]
             for figure, larger in FIGURES.items()
         ]
         return Conclusion(

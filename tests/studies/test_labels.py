@@ -1,5 +1,6 @@
 """The studies `labels` and `teach`: whose labels and teachers, who judges, and tiny ones from images to page."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from duetgan.data.reading.weighted_sampling import few_labels
 from duetgan.inference.dataset import guesses
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
-from duetgan.studies.images import TEST, TRAIN
+from duetgan.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMPLES, Labels, LabelsConfig, arm_name
+from duetgan.studies.runner import packed
 from duetgan.studies.subject import of_seed
 from duetgan.studies.teach import PLAIN, SHORT, WRONG_TEACHER, Teach, TeachConfig
 from duetgan.utils.checkpoint import load, resolve
@@ -41,7 +43,8 @@ def subject(tmp_path, monkeypatch):
     made: Any = Labels(build(LabelsConfig, tree), tmp_path)
     made.notes = {}
     pack(made.part(TRAIN), count=60)
-    pack(made.part(TEST), count=30, seed=5)
+    for name, seed in ((TEST, 5), (HELD_OUT, 7)):
+        pack(made.part(name), count=30, seed=seed)
     pack(made.place(SAMPLES) / "samples.lmdb", count=40, classes=[], seed=6)
     return made
 
@@ -81,16 +84,20 @@ def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
 
 
 def test_the_arms_train_on_what_their_names_say(subject):
-    made_by(subject, "")
+    first = packed(made_by(subject, "")[0])
     draws = subject.folder / "runs/4-labels-s3"
-    _, guessed = made_by(subject, GUESSED)
+    draws.with_suffix(".json").write_text(json.dumps({"told": first}))
+    told, guessed = made_by(subject, GUESSED)
     assert guessed["data.path"] == str(draws / "guessed.lmdb")
+    assert (
+        told.figures["used"] == json.loads((draws.with_suffix(".json")).read_text())["told"]["figures"]["pseudo_labels"]
+    )
     assert "data.synthetic.path" not in guessed
     assert made_by(subject, WITH_SAMPLES)[1]["data.path"] == str(draws / "mixed.lmdb")
     _, head = made_by(subject, HEAD)
     assert head["data.path"] == str(draws / "few.lmdb")
     assert head["model.name"] == "discriminator"
-    assert head["model.weights"].endswith("jobs/generator-without-labels/run")
+    assert head["model.weights"].endswith("jobs/generator/run")
     assert head["finetune.freeze"] == ["backbone"]
 
 
@@ -112,8 +119,10 @@ def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subjec
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
     found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1")
-    assert found["runs"] == {"done": 7, "planned": 7}
+    assert found["runs"] == {"done": 12, "planned": 12}
     assert [row["second"] for row in found["comparisons"][:2]] == [arm_name(2, GUESSED), arm_name(2, WITH_SAMPLES)]
+    assert {row["first"] for row in found["comparisons"]} == {"2 labels, best without"}
+    assert found["choices"]["2 labels, best without"].endswith("(1 of 1 seeds)")
     assert "pseudo_right" in shown.text
 
 
