@@ -1,43 +1,21 @@
 """Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and augmentation do?"""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.images import (
-    HELD_BACK,
-    HELD_OUT,
-    PARTS,
-    TEST,
-    TRAIN,
-    StudyConfig,
-    even,
-    expected_counts,
-    write_subset,
-)
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts, write_subset
 from duetgan.studies.samples import Drawing, draw_rows, share_of_batch
-from duetgan.studies.subject import (
-    GENERATOR,
-    SEED,
-    SELECTOR,
-    UNTRAINED,
-    Comparison,
-    Conclusion,
-    Control,
-    Job,
-    Results,
-    Settings,
-    Subject,
-)
+from duetgan.studies.subject import UNTRAINED, Comparison, Conclusion, Control, Result, Results, Settings, Subject
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from duetgan.utils.errors import UserError
 
 REAL, HELD = "real only", "held-back real images"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
+CHOSEN = {"best classic arm": CLASSIC, "best arm with samples": SYNTHETIC}  # of each seed
 SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
 
 
@@ -87,121 +65,107 @@ class Augment(Subject):
 
     title = "Do samples help the classifier?"
     sets = (HELD_OUT, TEST)
+    controls = (
+        Control(UNTRAINED, REAL, "not helps", "samples without any content must not help"),
+        Control(HELD, REAL, "helps", "further real images must help, or the study could not see any help"),
+    )
 
-    def __init__(self, config: AugmentConfig, folder: Path, device: str | None = None) -> None:
-        super().__init__(config, folder, device)
+    def declare(self) -> None:
+        config, control = self.config, self.config.control_ratio
         self.tail = not even(expected_counts(config.data))
-        self.kinds = [SELECTED if selected else SAMPLES for selected in config.selected]
+        generator, untrained = self.generators()
+        # by a classifier of the training images alone, every class seen equally often
+        selector = self.selector(config.classifier, {"data.sampling": "balanced"})
+        band = config.selection.low, config.selection.high
+        selected = {"drawing": Drawing(recognised=True, confidence=band), "pool": config.selection.pool}
+        self._samples(NOISE, untrained, [control])
+        self._samples(SAMPLES, generator, config.ratios)
+        self._samples(SELECTED, generator, config.ratios, **selected, selector=selector)
+        key = {"ratio": control, "tail": self.tail, "images": self.part(HELD_BACK)}
+        self.add(HELD, HELD, self._held_back, key)
+
+        self._arm(REAL, "the training images alone", {}, CLASSIC)
+        if self.tail:
+            weights, sampling = {"loss.class_weights": "balanced"}, {"data.sampling": "balanced"}
+            self._arm("class weights", "each class's loss by 1 / its frequency", weights, CLASSIC)
+            self._arm("balanced sampling", "every class is seen equally often", sampling, CLASSIC)
+        self.bases(CLASSIC)
+        self._arm("stronger augmentation", _settings(config.stronger), config.stronger, CLASSIC)
+        mixing = f", {_settings(config.mixing)}" if config.mixing else ""
+        for kind in [SELECTED if selected else SAMPLES for selected in config.selected]:
+            for ratio in config.ratios:
+                name, what = synthetic_name(ratio, kind == SELECTED), f"{ratio:g} {kind} per real image{mixing}"
+                self._arm(name, what, config.mixing, SYNTHETIC, kind, ratio)
+        what = f"{control:g} samples of an untrained generator per real image"
+        self._arm(UNTRAINED, what, {}, CONTROL, NOISE, control)
+        self._arm(HELD, f"{control:g} further real images per real image", {}, CONTROL, HELD, control)
 
     def _file(self, job: str, ratio: float) -> Path:
-        return self.place(job) / ("images.lmdb" if job == HELD else f"ratio-{ratio:g}.lmdb")
+        return self.place(job) / f"ratio-{ratio:g}.lmdb"
 
     def _wanted(self, ratio: float) -> list[int]:
         return sample_counts(self.counts(TRAIN), ratio, fill=self.tail)
 
-    # --- what is made once
+    def _arm(self, name: str, what: str, own: Settings, family: str, job: str = "", ratio: float = 0.0) -> None:
+        """An arm with overrides of its own, and with the images of a job mixed in."""
+        if job:
+            mixed = {"data.synthetic.path": self._file(job, ratio), "data.synthetic.share": share_of_batch(ratio)}
+            own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
 
-    def jobs(self) -> list[Job]:
-        config = self.config
-        jobs = [self.parts_job(), *self.generators(), self._samples(NOISE, UNTRAINED, [config.control_ratio])]
-        jobs.append(Job(HELD, HELD, self._held_back, {"ratio": config.control_ratio}, (PARTS,)))
-        jobs += [self._samples(SAMPLES, GENERATOR, config.ratios)] if SAMPLES in self.kinds else []
-        if SELECTED in self.kinds:  # by a classifier of the training images alone, every class seen equally often
-            jobs.append(self.selector(config.classifier, self.recipe_key(), {"data.sampling": "balanced"}))
-            jobs.append(self._samples(SELECTED, GENERATOR, config.ratios))
-        return jobs
+        def judge(run: Path, _seed: int) -> Result:
+            result = self.judge(run)
+            if job in (SAMPLES, SELECTED):
+                made = self.outcome(self.place(job))["counts"][self._file(job, ratio).stem]
+                result.figures["used"] = sum(made) / sum(self._wanted(ratio))
+            return result
 
-    def _samples(self, name: str, generator: str, ratios: Sequence[float]) -> Job:
+        self.training(name, what, self.config.classifier, own, family, judge=judge)
+
+    def _samples(
+        self,
+        name: str,
+        generator: Path,
+        ratios: Sequence[float],
+        drawing: Drawing = Drawing(),  # noqa: B008
+        pool: int | None = None,
+        selector: Path | None = None,
+    ) -> None:
         """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that the selection keeps,
         and `counts`: what each file holds, fewer than asked for where the selection's pool has no more.
         """
-        selection = self.config.selection
-        band = selection.low, selection.high
-        rule: dict[str, Any] = {"recognised": True, "confidence": band} if name == SELECTED else {}
-        drawing, pool = Drawing(**rule), selection.pool if rule else None
 
-        def make(_place: Path) -> Settings:
+        def make(_place: Path, seed: int) -> Settings:
             files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
-            kept, counts = self.draw(files, generator, drawing, SEED, pool=pool), {}
+            kept, counts = self.draw(files, generator, drawing, seed, pool=pool), {}
             for file in files:
                 with Dataset(file) as reader:
                     counts[file.stem] = list(reader.meta.histogram)
             return {"kept": kept, "counts": counts}
 
-        needs = (PARTS, generator, *([SELECTOR] if rule else []))
-        selected = {"pool": pool, **rule} if rule else None
-        key = {"ratios": {f"ratio-{ratio:g}": ratio for ratio in ratios}, "selection": selected}
-        return Job(name, f"samples of {generator}" + (f", {drawing}" * drawing.selects), make, key, needs)
+        key = {"generator": generator, "ratios": ratios, "tail": self.tail, "selector": selector, "pool": pool}
+        self.add(name, f"{name}, {drawing}", make, key | {"drawing": drawing.model_dump()})
 
-    def _held_back(self, _place: Path) -> Settings:
+    def _held_back(self, _place: Path, _seed: int) -> Settings:
         with Dataset(self.part(HELD_BACK)) as reader:
             wanted = enumerate(self._wanted(self.config.control_ratio))
             rows = [np.flatnonzero(reader.labels() == label)[:count] for label, count in wanted]
-            write_subset(reader, np.sort(np.concatenate(rows)), self._file(HELD, 0))
+            out = self._file(HELD, self.config.control_ratio)
+            write_subset(reader, np.sort(np.concatenate(rows)), out)
         return {"counts": list(map(len, rows))}
-
-    # --- arms
-
-    def arms(self) -> list[Job]:
-        config, control = self.config, self.config.control_ratio
-        arms = [self._arm(REAL, "the training images alone", {}, CLASSIC)]
-        if self.tail:
-            weights, sampling = {"loss.class_weights": "balanced"}, {"data.sampling": "balanced"}
-            arms.append(self._arm("class weights", "each class's loss by 1 / its frequency", weights, CLASSIC))
-            arms.append(self._arm("balanced sampling", "every class is seen equally often", sampling, CLASSIC))
-        arms.append(self._arm("stronger augmentation", _settings(config.stronger), config.stronger, CLASSIC))
-        mixing = f", {_settings(config.mixing)}" if config.mixing else ""
-        for kind in self.kinds:
-            for ratio in config.ratios:
-                what = f"{ratio:g} {kind} per real image{mixing}"
-                arms.append(self._arm(synthetic_name(ratio, kind == SELECTED), what, {}, SYNTHETIC, kind, ratio))
-        what = f"{control:g} samples of an untrained generator per real image"
-        arms.append(self._arm(UNTRAINED, what, {}, CONTROL, NOISE, control))
-        what = f"{control:g} further real images per real image"
-        return [*arms, self._arm(HELD, what, {}, CONTROL, HELD, control)]
-
-    def _arm(self, name: str, what: str, own: Settings, family: str, job: str = "", ratio: float = 0.0) -> Job:
-        """An arm with overrides of its own, and with the images of a job mixed in."""
-        own, images = dict(own), {}
-        if job:
-            images = {"data.synthetic.path": str(self._file(job, ratio))}
-            own |= {"data.synthetic.share": share_of_batch(ratio)}
-            own |= {"data.synthetic.balance": "fill"} if self.tail else {}
-            own |= self.config.mixing if family == SYNTHETIC else {}
-        make = partial(self.learn, self.part(TRAIN), own | images)
-        return Job(name, what, make, self.recipe_key(own), (PARTS, *([job] if job else [])), family)
 
     # --- answers
 
-    def controls(self) -> list[Control]:
-        return [
-            Control(UNTRAINED, REAL, "not helps", "samples without any content must not help"),
-            Control(HELD, REAL, "helps", "further real images must help, or the study could not see any help"),
-        ]
-
     def conclude(self, results: Results) -> Conclusion:
         """Choices are made on held-out images; the test images are looked at only by what was chosen."""
-        families = {arm.name: arm.family for arm in self.arms()}
-        classes, groups = self.classes(), self.class_groups(results)
-        best, samples = (choose(results, families, family) for family in (CLASSIC, SYNTHETIC))
-        asked = [Comparison(first, samples, of, asked=True) for first in dict.fromkeys((best, REAL)) for of in groups]
-        by_class = [Comparison(best, samples, name, family="classes") for name in classes]
-        rest = [Comparison(REAL, arm, of, family="all arms") for arm in families if arm != REAL for of in groups]
-        rows = [[arm, *results.recalls(arm, ["all"], HELD_OUT), *results.recalls(arm, groups)] for arm in families]
-        shown = list(dict.fromkeys([REAL, best, samples, HELD]))
-        recalls = zip(*(results.recalls(arm, classes) for arm in shown), strict=True)
-        counts = [f"{count:,}" for count in self.counts(TRAIN)]
-        of_classes = [[name, count, *row] for name, count, row in zip(classes, counts, recalls, strict=True)]
-        return Conclusion(
-            comparisons=[*asked, *by_class, *rest],
-            choices={"best classic arm": best, "best arm with samples": samples},
-            tables=[
-                ("Mean recall of the classes", ["", "held out", *(f"test, {group}" for group in groups)], rows),
-                ("Recall by class", ["", "training images", *shown], of_classes),
-            ],
-            pictures=self._drawn(),
-            notes=self._notes(),
-        )
+        of_family = {name: [arm.name for arm in self.arms if arm.family == name] for name in (CLASSIC, SYNTHETIC)}
+        groups = self.class_groups(results)
+        choices = {name: results.choose(name, of_family[family]) for name, family in CHOSEN.items()}
+        best, samples = CHOSEN
+        asked = [Comparison(best, samples, of, (UNTRAINED,), asked=True) for of in groups]
+        by_class = [Comparison(best, samples, name, family="classes") for name in self.classes()]
+        arms = [samples, *(arm.name for arm in self.arms if arm.name != REAL)]
+        rest = [Comparison(REAL, arm, of, family="all arms") for arm in arms for of in groups]
+        return Conclusion([*asked, *by_class, *rest], choices, self._drawn(), self._notes())
 
     def _drawn(self) -> dict[str, str]:
         """Real images and samples of every kind, a row for each class; drawn once."""
@@ -222,8 +186,10 @@ class Augment(Subject):
             "augmentation, looks worse than it is",
             "choices were made by the mean recall on held-out images; the intervals cover the chance of training and "
             "the draw of test images, not the training images or the generator, of which there is one",
+            "training images: "
+            + ", ".join(f"{name} {count:,}" for name, count in zip(self.classes(), self.counts(TRAIN), strict=True)),
         ]
-        if SELECTED in self.kinds and (made := self.outcome(SELECTED)):
+        if made := self.outcome(self.place(SELECTED)):
             shares = [share for share in made["kept"] if share is not None]
             notes.append(f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class")
             for ratio in self.config.ratios:
@@ -234,12 +200,6 @@ class Augment(Subject):
                         f" seen more often ({', '.join(few)}); a larger selection.pool gives more"
                     )
         return notes
-
-
-def choose(results: Results, families: Mapping[str, str], family: str) -> str:
-    """The arm of a family with the largest mean recall on held-out images; of equal ones the first."""
-    names = [name for name, of in families.items() if of == family]
-    return max(names, key=lambda name: results.mean(name, "all", HELD_OUT))
 
 
 def _settings(overrides: Mapping[str, Any]) -> str:

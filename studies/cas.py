@@ -3,28 +3,14 @@ to as many real images, and what each ingredient of GaFi (2305.10118) does to it
 """
 
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, Recipe, StudyConfig, write_subset
-from duetgan.studies.runner import difference
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.studies.samples import Drawing, draw_rows, last_checkpoints
-from duetgan.studies.subject import (
-    GENERATOR,
-    SELECTOR,
-    UNTRAINED,
-    Comparison,
-    Conclusion,
-    Control,
-    Job,
-    Result,
-    Results,
-    Subject,
-    ended,
-)
+from duetgan.studies.subject import NOTHING, Comparison, Conclusion, Control, Result, Results, Settings, Subject, ended
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.model import PositiveInt
 from duetgan.utils.errors import UserError
@@ -47,12 +33,29 @@ class Cas(Subject):
 
     title = "How good a training set are samples?"
 
-    def __init__(self, config: CasConfig, folder: Path, device: str | None = None) -> None:
-        super().__init__(config, folder, device)
+    controls = (
+        Control(CONTROL, REAL, "same", "real images passed off as samples train like real ones"),
+        Control(NOISE, REAL, "not helps", "noise is no training set"),
+    )
+
+    def declare(self) -> None:
+        config = self.config
+        self._check_checkpoints()
         self.drawings = {PLAIN: Drawing(), **config.drawing.alone()}
         if len(self.drawings) > 2:
             self.drawings[TOGETHER] = config.drawing
-        gan, count = config.gan, config.drawing.checkpoints
+        generator, untrained = self.generators()
+        recipe = config.selector if config.selector.config else config.classifier
+        selector = self.selector(recipe, {"data.val_path": self.part(HELD_OUT)})
+        self._arm(REAL, "as many real images: the floor", "real", self.part(TRAIN))
+        self._arm(CONTROL, "other real images, passed off as samples", "control", self.part(HELD_BACK))
+        for name, drawing in self.drawings.items():
+            needs = {"selector": selector} if drawing.selects else {}
+            self._arm(name, f"samples, {drawing}", "samples", generator, drawing, needs)
+        self._arm(NOISE, "samples of an untrained generator", "control", untrained, Drawing())
+
+    def _check_checkpoints(self) -> None:
+        gan, count = self.config.gan, self.config.drawing.checkpoints
         if count == 1:
             return
         if gan.run is not None:
@@ -64,38 +67,29 @@ class Cas(Subject):
                 "in gan.overrides"
             )
 
-    # --- what is made once
+    def _arm(
+        self,
+        name: str,
+        what: str,
+        family: str,
+        source: Path,  # of its images: a file, or with a drawing a generator's run
+        drawing: Drawing | None = None,
+        needs: Settings = NOTHING,
+    ) -> None:
+        def make(place: Path, seed: int) -> Result:
+            file, shares = place / "images.lmdb", place / "kept.json"
+            if not (ended(place / "run") or (file.exists() and shares.exists())):
+                shares.write_text(json.dumps(self._write(file, source, drawing, seed)))
+                if not self.picture(name).is_file():
+                    draw_rows(file, self.picture(name))
+            self.train(place / "run", self.config.classifier, {"data.path": file, "data.val_path": None}, seed)
+            result, kept = self.judge(place / "run"), json.loads(shares.read_text())
+            result.figures["kept"] = float(np.mean(kept)) if kept else None
+            file.unlink(missing_ok=True)
+            return result
 
-    def jobs(self) -> list[Job]:
-        recipe = self.config.selector if self.config.selector.config else self.config.classifier
-        more = {"data.val_path": str(self.part(HELD_OUT))}
-        return [self.parts_job(), *self.generators(), self.selector(recipe, recipe.key(), more)]
-
-    # --- arms
-
-    def arms(self) -> list[Job]:
-        return [
-            self._arm(REAL, "as many real images: the floor", "real"),
-            self._arm(CONTROL, "other real images, passed off as samples", "control"),
-            *(self._arm(name, f"samples, {drawing}", "samples", GENERATOR) for name, drawing in self.drawings.items()),
-            self._arm(NOISE, "samples of an untrained generator", "control", UNTRAINED),
-        ]
-
-    def _arm(self, name: str, what: str, family: str, *jobs: str) -> Job:
-        drawing = self.drawings.get(name)
-        key = {"drawing": drawing.model_dump() if drawing else None, "classifier": self.config.classifier.key()}
-        needs = (PARTS, *jobs, *([SELECTOR] if drawing and drawing.selects else []))
-        return Job(name, what, partial(self._make, name), key | {"n": self.config.n}, needs, family)
-
-    def _make(self, name: str, folder: Path, seed: int) -> Result:
-        file, shares = folder.with_name(f"{folder.name}.lmdb"), folder.with_name(f"{folder.name}.kept")
-        if not (ended(folder) or (file.exists() and shares.exists())):
-            shares.write_text(json.dumps(self._write(name, file, seed)))
-        result = self.learn(file, {"data.val_path": None}, folder, seed)
-        kept = json.loads(shares.read_text())
-        result.figures["kept"] = float(np.mean(kept)) if kept else None
-        file.unlink(missing_ok=True)
-        return result
+        key = {"source": source, "drawing": drawing and drawing.model_dump(), "n": self.config.n, **needs}
+        self.add(name, what, make, {**self.config.classifier.key(), **key}, family)
 
     def _wanted(self) -> np.ndarray:
         """Images of each class, the same for every arm: `n` of them with the training images' shares. Raises UserError
@@ -112,37 +106,25 @@ class Cas(Subject):
             )
         return counts
 
-    def _write(self, name: str, file: Path, seed: int) -> list[float | None]:
-        """The images that an arm is trained on; returns the share of the samples that was kept, by class."""
-        counts, kept = self._wanted(), []
-        if name in (REAL, CONTROL):
-            self._write_real(file, TRAIN if name == REAL else HELD_BACK, counts, seed)
-        else:
-            drawing, training = self.drawings.get(name, Drawing()), self.config.classifier.settings()
+    def _write(self, file: Path, source: Path, drawing: Drawing | None, seed: int) -> list[float | None]:
+        """The images that an arm is trained on; returns the share of the samples that was kept, by class. Of real ones
+        of each class the first of a permutation with the key (seed, "study", "real", class).
+        """
+        counts = self._wanted()
+        if drawing is not None:
+            training = self.config.classifier.settings()
             if drawing.fresh:  # as many as a training sees
                 counts = -(-counts * training.steps * training.batch_size // int(counts.sum()))
-            generator = UNTRAINED if name == NOISE else GENERATOR
-            kept = self.draw({file: counts.tolist()}, generator, drawing, seed, stream=("study", "sample"))
-        if seed == self.config.first_seed:
-            draw_rows(file, self.picture(name))
-        return kept
-
-    def _write_real(self, file: Path, source: str, counts: np.ndarray, seed: int) -> None:
-        """Real images: of each class the first of a permutation with the key (seed, "study", "real", class)."""
-        with Dataset(self.part(source)) as reader:
+            return self.draw({file: counts.tolist()}, source, drawing, seed, stream=("study", "sample"))
+        with Dataset(source) as reader:
             rows = []
             for label, count in enumerate(counts.tolist()):
                 members = np.flatnonzero(reader.labels() == label)
                 rows.append(numpy_generator(seed, "study", "real", label).permutation(members)[:count])
             write_subset(reader, np.sort(np.concatenate(rows)), file)
+        return []
 
     # --- what is made of the results
-
-    def controls(self) -> list[Control]:
-        return [
-            Control(CONTROL, REAL, "same", "real images passed off as samples train like real ones"),
-            Control(NOISE, REAL, "not helps", "noise is no training set"),
-        ]
 
     def conclude(self, results: Results) -> Conclusion:
         arms, groups = list(self.drawings), self.class_groups(results)
@@ -153,17 +135,14 @@ class Cas(Subject):
             for of in groups
         ]
         effects = [
-            Comparison(PLAIN, name, of, family="effect of an ingredient", asked=True)
+            Comparison(PLAIN, name, of, (NOISE,), family="effect of an ingredient", asked=True)
             for name in arms[1:]
             for of in groups
         ]
-        told = ", ".join(f"{name} {points(results, name, REAL)} points" for name in dict.fromkeys((first, last)))
         return Conclusion(
             comparisons=[*gaps, *effects],
-            tables=[self._gap_table(results), self._class_table(results, last)],
-            pictures={arm.name: f"{arm.name}, seed {results.seeds[0]}" for arm in self.arms()},
+            pictures={arm.name: f"{arm.name}, seed {results.seeds[0]}" for arm in self.arms},
             notes=[
-                f"The gap to as many real images: {told}.",
                 "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"
                 " the same number of images; test images choose nothing.",
                 "The generator was trained once: intervals are over the classifiers' seeds, the draws of images and the"
@@ -171,35 +150,6 @@ class Cas(Subject):
                 "Selection knows real images: its classifier was trained on all training images of the generator.",
             ],
         )
-
-    def _gap_table(self, results: Results) -> tuple[str, list[str], list[list[str]]]:
-        rows = []
-        for name in (REAL, CONTROL, *self.drawings, NOISE):
-            kept = results.mean_figure(name, "kept")
-            effect = points(results, PLAIN, name) if name in self.drawings and name != PLAIN else ""
-            gap = "" if name == REAL else points(results, name, REAL)
-            shares = "" if kept is None else f"{100 * kept:.0f} %"
-            rows.append([name, f"{100 * results.mean(name, 'all'):.2f}", gap, effect, shares])
-        head = ["trained on", "accuracy, %", "gap to real, points", "against plain, points", "samples kept"]
-        return "Accuracy on real test images, and the gap (95 % intervals)", head, rows
-
-    def _class_table(self, results: Results, last: str) -> tuple[str, list[str], list[list[str]]]:
-        names = list(dict.fromkeys((REAL, PLAIN, last)))
-        rows = [
-            [each, *(f"{100 * results.mean(name, each):.1f}" for name in names), points(results, last, REAL, each)]
-            for each, labels in results.groups.items()
-            if len(labels) == 1
-        ]
-        return "Recall by class, %", ["class", *names, f"gap of {last}, points"], rows
-
-
-def points(results: Results, first: str, second: str, group: str = "all") -> str:
-    """The second arm less the first in points, with its interval where there is one."""
-    change = difference(results, first, second, group, None)
-    if change is None:
-        return ""
-    sure = "" if change.interval is None else " [{:+.2f}, {:+.2f}]".format(*(100 * end for end in change.interval))
-    return f"{100 * change.difference:+.2f}{sure}"
 
 
 CONFIG, SUBJECT = CasConfig, Cas

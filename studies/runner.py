@@ -6,14 +6,16 @@ depend on how often the study was stopped.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,8 +23,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from duetgan.metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
-from duetgan.reporting.figures import change
-from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Settings, Subject, slug
+from duetgan.reporting.figures import change, plain
+from duetgan.studies.images import TEST
+from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Subject, of_seed, record
 from duetgan.utils.distributed.launch import handling
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
@@ -30,7 +33,9 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
 SCHEMA = 1
-HELPS, HURTS, OPEN = "helps", "hurts", "cannot tell"
+HELPS, HURTS, OPEN, EMPTY = "helps", "hurts", "cannot tell", "not tried"
+PAIRS = 5  # draws, each with and without, that `helps` needs at least
+LEAST_USED = 0.05  # of what an arm should use; one with less was not tried
 VOID = "void: a control came out wrong, so the figures below prove nothing"
 
 
@@ -53,19 +58,38 @@ def answer(value: float, p: float | None, *, larger_is_better: bool = True) -> s
 
 def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """An answer for each comparison: the comparison, both values, `difference`, its 95 % `interval`, `p` (corrected
-    after Holm within the family), `method`, `verdict`.
+    after Holm within the family), `method`, `unbeaten` (controls that are as good), `verdict`.
+
+    An effect in the right direction has the largest p of the tests against the first arm and each control, as an
+    intersection-union test has (Berger 1982). With fewer than PAIRS seeds there is no `helps`. An arm whose figure
+    `used` is below LEAST_USED is not tried, and not tested.
     """
     rows: list[dict[str, Any]] = []
     for each in comparisons:
-        arms, group, figure = (each.first, each.second), each.group, each.figure
-        if found := difference(results, *arms, group, figure):
-            values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
-            both = {"first_value": values[0], "second_value": values[1]}
-            rows.append(asdict(each) | both | asdict(found))
+        arms, (group, figure), sign = (
+            (each.first, each.second),
+            (each.group, each.figure),
+            2 * each.larger_is_better - 1,
+        )
+        if (found := difference(results, *arms, group, figure)) is None:
+            continue
+        values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
+        row = asdict(each) | asdict(found) | {"controls": list(each.controls), "unbeaten": []}
+        row |= {"first_value": values[0], "second_value": values[1]}
+        used = results.mean_figure(each.second, "used")
+        if used is not None and used < LEAST_USED:
+            row |= {"p": None, "verdict": EMPTY}
+        elif sign * found.difference > 0 and found.p is not None:
+            tests = {name: difference(results, name, each.second, group, figure) for name in each.controls}
+            chances = {name: test.p if test and sign * test.difference > 0 else None for name, test in tests.items()}
+            row["unbeaten"] = [name for name, p in chances.items() if p is None or p >= LEVEL]
+            row["p"] = max(found.p, *(1.0 if p is None else p for p in chances.values()), 0.0)
+        rows.append(row)
     for family in dict.fromkeys(row["family"] for row in rows):
         holm(row for row in rows if row["family"] == family)
     for row in rows:
-        row["verdict"] = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
+        verdict = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
+        row.setdefault("verdict", OPEN if verdict == HELPS and len(results.seeds) < PAIRS else verdict)
     return rows
 
 
@@ -85,6 +109,24 @@ def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any
     return rows
 
 
+def means(subject: Subject, results: Results) -> dict[str, Any]:
+    """The table of all arms: mean recalls of groups of classes on each set of images, of each class on the test images,
+    and all other figures.
+    """
+    firsts = [runs[0] for runs in results.by_arm.values()]
+    sets = [name for name in subject.sets if all(name in first.hits for first in firsts)]
+    groups = {name: results.groups if name == TEST else subject.class_groups(results) for name in sets}
+    accuracies = [f"{name}_accuracy" for name in subject.sets]
+    figures = [name for name in dict.fromkeys(chain(*(first.figures for first in firsts))) if name not in accuracies]
+    head = ["", *(f"{name}, {group}" for name in sets for group in groups[name]), *figures]
+    rows = [
+        [arm, *(cell for name in sets for cell in results.recalls(arm, groups[name], name))]
+        + [plain(results.mean_figure(arm, name)) for name in figures]
+        for arm in results.by_arm
+    ]
+    return {"title": "Mean recall of the classes and means of figures, over the seeds", "header": head, "rows": rows}
+
+
 def in_words(row: dict[str, Any]) -> str:
     scale, unit = (100, " points") if row["figure"] is None else (1, "")
     ends = [change(scale * end) for end in row["interval"] or []]
@@ -92,6 +134,7 @@ def in_words(row: dict[str, Any]) -> str:
     what = f"{row['group']} classes" if row["figure"] is None else row["figure"]
     p = "not known" if row["p"] is None else "below 0.0001" if row["p"] < 1e-4 else f"{row['p']:.2g}"
     size = f"{change(scale * row['difference'])}{unit}{sure}, p {p}"
+    size += f"; no better than {', '.join(row['unbeaten'])}" if row["unbeaten"] else ""
     return f"{what}: {row['verdict']} ({row['second']} against {row['first']}: {size})"
 
 
@@ -106,12 +149,13 @@ def document(
     """
     done, wanted = sum(map(len, results.values())), len(results) * len(planned)
     whole = [seed for seed in planned if all(seed in runs for runs in results.values())]
-    conclusion, comparisons, controls = Conclusion(), [], []
+    conclusion, comparisons, controls, tables = Conclusion(), [], [], []
     if whole:
         by_arm = {arm: [runs[seed] for seed in whole] for arm, runs in results.items()}
         table = Results(whole, by_arm, subject.labels(), subject.groups())
         conclusion = subject.conclude(table)
-        comparisons, controls = compared(table, conclusion.comparisons), checked(table, subject.controls())
+        tables = [means(subject, table)]
+        comparisons, controls = compared(table, conclusion.comparisons), checked(table, subject.controls)
     asked = [row for row in comparisons if row["asked"]]
     failed = [row for row in controls if not row["ok"]]
     words = ["unfinished: the answers are of the seeds that are done"] * (done < wanted)
@@ -128,7 +172,7 @@ def document(
         "arms": [
             {"name": arm.name, "what": arm.what, "family": arm.family}
             | {"figures": {str(seed): result.figures for seed, result in results[arm.name].items()}}
-            for arm in subject.arms()
+            for arm in subject.arms
         ],
         "choices": dict(conclusion.choices),
         "comparisons": comparisons,
@@ -136,7 +180,7 @@ def document(
         "void": bool(failed) if whole else None,
         "verdicts": [{key: row[key] for key in ("first", "second", "group", "figure", "verdict")} for row in asked],
         "words": words if whole else ["no seed is complete: there is nothing to compare"],
-        "tables": [{"title": title, "header": list(head), "rows": rows} for title, head, rows in conclusion.tables],
+        "tables": tables,
         "pictures": [
             {"file": f"pictures/{subject.picture(picture).name}", "caption": caption}
             for picture, caption in conclusion.pictures.items()
@@ -163,7 +207,7 @@ class Study:
 
     def __init__(self, name: str, subject: Subject) -> None:
         self.name, self.subject, self.folder = name, subject, subject.folder
-        self.seeds = list(subject.config.all_seeds)
+        self.seeds, self.end = list(subject.config.all_seeds), math.inf
 
     def run(self, minutes: float | None = None) -> dict[str, Any]:
         """Make what is missing; returns study.json's document, which is written after every run. With `minutes` it ends
@@ -171,71 +215,42 @@ class Study:
         """
         check_writable(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        end = None if minutes is None else time.monotonic() + 60 * minutes
+        self.end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         with self._alone(), _stopping(minutes):
             try:
                 self._make()
             except StoppedBySignal:
                 self.write()
-                if end is None or time.monotonic() < end:
+                if time.monotonic() < self.end:
                     raise
                 say(f"the {minutes:g} minutes are over; the same command goes on")
         return self.write()
 
     def _make(self) -> None:
-        self.jobs = {job.name: job for job in self.subject.jobs()}
-        runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms()]
+        runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms]
         for number, (arm, seed) in enumerate(runs, 1):
-            self._run(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}")
+            if self._perform(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"):
+                self.write()
 
     # --- jobs and runs
 
-    def _job(self, name: str) -> None:
-        """Make a job, after those it needs, unless it is done."""
-        job, place = self.jobs[name], self.subject.place(name)
-
-        def make() -> Settings:
-            say(job.what)
-            place.mkdir(exist_ok=True)
-            return {"job": name, "told": job.make(place)}
-
-        self._perform(place, place.with_name(f"{place.name}.json"), self._key(job, job=name), job.needs, make)
-
-    def _run(self, arm: Job, seed: int, title: str) -> None:
-        """Make one run, and its result into its file, unless that is done."""
-        place = self.folder / "runs" / f"{slug(arm.name)}-s{seed}"
-
-        def make() -> Settings:
-            start = time.monotonic()
-            result = arm.make(place, seed)
-            figures = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items() if value is not None)
-            say(f"{title}: {figures} ({duration(time.monotonic() - start)})")
-            return {"arm": arm.name, "seed": seed, "seeds": len(self.seeds), **packed(result)}
-
-        key = self._key(arm, arm=arm.name, seed=seed)
-        if self._perform(place, self._result_file(arm, seed), key, arm.needs, make):
-            if not self.subject.config.keep_runs:
-                shutil.rmtree(place / DISCARDED, ignore_errors=True)
-            self.write()
-
-    def _perform(self, place: Path, file: Path, key: str, needs: Sequence[str], make: Callable[[], Settings]) -> bool:
-        """Make what goes into a place, after the jobs it needs, and its outcome into a file. False: that is there.
+    def _perform(self, job: Job, seed: int, title: str = "") -> bool:
+        """Make a job or an arm's run, after the jobs it needs, and its outcome into a file. False: that is there.
         Raises UserError if either is of other settings; of a place where no more than logs are left it is not asked.
         """
+        place, key = of_seed(job.place, seed), self._key(job, seed)
+        file, note = record(place), place.with_name(f"{place.name}.key")
         if file.is_file():
-            with explained(
-                (ValueError, KeyError, TypeError),
-                lambda why: f"{file}: cannot be read ({why}); remove it, and it is made again",
-            ):
-                same = json.loads(file.read_text())["key"] == key
-            if not same:
+            if _read(file)["key"] != key:
                 raise UserError(
-                    f"{file}: was made with other settings; choose another --out, or remove this study's folder"
+                    f"{file}: was made with other settings, or by an earlier version; choose another --out, or remove "
+                    "this study's folder"
                 )
             return False
-        for name in needs:
-            self._job(name)
-        note = place.with_name(f"{place.name}.key")
+        for other in job.needs:
+            self._perform(self.subject.jobs[other], seed)
+        if time.monotonic() > self.end:  # and a training was at its last step when it was told
+            raise StoppedBySignal("the minutes are over")
         files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
         left = any(each.is_file() and each.suffix not in (".key", ".log") for each in files)
         if left and note.is_file() and note.read_bytes() != key.encode():
@@ -243,19 +258,27 @@ class Study:
                 f"{place}: was begun with other settings; remove it and {place.name}.* beside it, or choose another"
                 " --out"
             )
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
         write_atomic(note, key.encode())
         start = time.monotonic()
-        outcome = make()
-        _write(file, {"key": key, **outcome, "seconds": round(time.monotonic() - start, 1)})
+        if not title:
+            say(job.what)
+        outcome = job.make(place, seed)
+        took = time.monotonic() - start
+        if isinstance(outcome, Result):
+            shown = ", ".join(f"{figure} {value:.4g}" for figure, value in outcome.figures.items() if value is not None)
+            say(f"{title}: {shown} ({duration(took)})")
+            outcome = packed(outcome)
+        _write(file, {"key": key, "told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)})
+        if place != job.place and not self.subject.config.keep_runs:
+            for run in list(place.rglob(DISCARDED)):
+                shutil.rmtree(run)
         return True
 
-    def _key(self, of: Job, **more: Any) -> str:
-        needs = [self._key(self.jobs[name], job=name) for name in of.needs]
-        return digest({**of.key, **more, "needs": needs})
-
-    def _result_file(self, arm: Job, seed: int) -> Path:
-        return self.folder / "results" / f"{slug(arm.name)}-s{seed}.json"
+    def _key(self, job: Job, seed: int) -> str:
+        needs = [self._key(self.subject.jobs[other], seed) for other in job.needs]
+        every = [job.key, of_seed(job.place, seed).name, needs]
+        return hashlib.sha256(json.dumps(every).encode()).hexdigest()[:16]
 
     # --- results
 
@@ -263,13 +286,13 @@ class Study:
         """study.json of the results that there are, and its document."""
         results: dict[str, dict[int, Result]] = {}
         at_first = len(self.seeds)
-        for arm in self.subject.arms():
+        for arm in self.subject.arms:
             results[arm.name] = {}
             for seed in self.seeds:
-                if (file := self._result_file(arm, seed)).is_file():
-                    tree = json.loads(file.read_text())
-                    results[arm.name][seed] = unpacked(tree)
-                    at_first = min(at_first, tree.get("seeds", at_first))
+                if (file := record(of_seed(arm.place, seed))).is_file():
+                    tree = _read(file)
+                    results[arm.name][seed] = unpacked(tree["told"])
+                    at_first = min(at_first, tree["seeds"])
         made = document(self.name, self.subject, results, self.seeds)
         if at_first < len(self.seeds):
             made["notes"].insert(0, SEEDS_ADDED.format(at_first, len(self.seeds)))
@@ -302,9 +325,12 @@ def _stopping(minutes: float | None) -> Iterator[None]:
             timer.cancel()
 
 
-def digest(settings: Settings) -> str:
-    """A short hash of settings; the same for equal ones."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+def _read(file: Path) -> dict[str, Any]:
+    """What `_perform` has written. Raises UserError for what is not that."""
+    remedy = "remove it, and it is made again"
+    with explained((ValueError, KeyError, TypeError), lambda why: f"{file}: cannot be read ({why}); {remedy}"):
+        tree = json.loads(file.read_text())
+        return {key: tree[key] for key in ("key", "told", "seeds")}
 
 
 def packed(result: Result) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""What a study is made of: jobs that are done once, arms that are run for every seed, controls, comparisons; and what
-all subjects share: a folder with the images, trainings, and how classifiers are judged.
+"""What a study is made of: jobs, arms, controls and comparisons, each declared once; and what all subjects share: a
+folder with the images, trainings, and how classifiers are judged.
 """
 
 import json
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
 from duetgan.models.restore import classifier_from
 from duetgan.reporting.figures import percent
+from duetgan.studies.baselines import Features, Learner, hits_of, ways
 from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens
 from duetgan.studies.samples import Drawing, Selector, draw_samples, last_checkpoints
 from duetgan.training.engine.run import train
@@ -28,25 +30,27 @@ from duetgan.utils.errors import UserError
 
 GENERATOR, UNTRAINED, SELECTOR = "generator", "untrained generator", "selector"  # jobs
 SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
-SEED = 0  # of the generators and of what they draw
+SEED = 0  # of what is made once
+OF_SEED = "-s{seed}"  # ends the name of an arm's folder, and stands for every seed in settings
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
-Settings = Mapping[str, Any]  # ready for JSON
+Settings = Mapping[str, Any]  # ready for JSON, but for paths inside the study's folder
+NOTHING: Settings = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something that arms share and that is made once: image files, a generator, a file of samples. Or an arm: one row
-    of the table, run once for every seed.
+    """Something that is made once: image files, a generator, a file of samples. One of a family is an arm, a row of the
+    table: it is made for every seed, and what it comes to is a Result.
     """
 
     name: str
     what: str  # a line for people
-    # (folder, which may hold what an interrupted start left) -> outcome; of an arm (folder, seed) -> Result
-    make: Callable[..., Any]
-    key: Settings = field(default_factory=dict)  # what defines it, beside those that it needs
-    needs: tuple[str, ...] = ()  # jobs that come before it
-    family: str = ""  # how subjects group their arms: "classic", "synthetic", "control"
+    make: Callable[[Path, int], Any]  # (folder, which may hold what an interrupted start left; seed) -> outcome
+    key: str  # what defines it, beside the jobs that it needs
+    needs: tuple[Path, ...]  # places of jobs that come before it
+    family: str
+    place: Path  # its folder; an arm's ends in OF_SEED
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,12 @@ class Control:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Is the second arm better than the first? The answer is corrected within the `family`."""
+    """Is the second arm better than the first, and than all `controls`? The answer is corrected within the `family`."""
 
     first: str
     second: str
     group: str = "all"  # of classes, or a class; ignored where a figure is named
+    controls: Sequence[str] = ()  # arms without what the second is to owe its effect to
     figure: str | None = None  # of the runs' figures; None: hits
     larger_is_better: bool = True
     family: str = "main"  # Holm's correction is over all answers of a family
@@ -82,7 +87,6 @@ class Comparison:
 class Conclusion:
     comparisons: Sequence[Comparison] = ()
     choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen on held-out images: arm
-    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()  # heading, header, rows
     pictures: Mapping[str, str] = field(default_factory=dict)  # name -> caption; see `Subject.picture`
     notes: Sequence[str] = ()
 
@@ -101,7 +105,7 @@ class Results:
     """
 
     seeds: Sequence[int]
-    by_arm: Mapping[str, Sequence[Result]]
+    by_arm: dict[str, list[Result]]
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -126,6 +130,16 @@ class Results:
         """The mean recall of the group's classes, over all seeds."""
         return float(self.hits(arm, split).mean(0) @ self.weights(group, split))
 
+    def choose(self, name: str, arms: Sequence[str]) -> str:
+        """Add an arm: at each seed that one of these with the largest mean recall on held-out images, of equal ones the
+        first. Returns which these were, for people.
+        """
+        weights = self.weights("all", HELD_OUT)
+        best = np.stack([self.hits(arm, HELD_OUT) @ weights for arm in arms]).round(9).argmax(0)
+        chosen = [arms[place] for place in best]
+        self.by_arm[name] = [self.by_arm[arm][seed] for seed, arm in enumerate(chosen)]
+        return ", ".join(f"{arm} ({count} of {len(chosen)} seeds)" for arm, count in Counter(chosen).most_common())
+
     def recalls(self, arm: str, groups: Iterable[str], split: str = TEST) -> list[str]:
         """The mean recall of each group in writing."""
         return [percent(self.mean(arm, group, split)) for group in groups]
@@ -136,25 +150,27 @@ class Subject(ABC):
 
     title: str
     sets: tuple[str, ...] = (TEST,)  # of images that classifiers are judged on
+    controls: Sequence[Control] = ()  # what must come out as it is known to be
 
     def __init__(self, config: Any, folder: Path, device: str | None = None) -> None:
         self.config, self.folder, self.device = config, folder, device
+        self.jobs: dict[Path, Job] = {}  # by their places
+        data = config.data
+        what = "the images: training, held-out, held-back and test ones"
+        self.add(PARTS, what, lambda place, _: make_parts(data, place), data.model_dump())
+        self.declare()
 
     @abstractmethod
-    def jobs(self) -> list[Job]:
-        """What arms share."""
-
-    @abstractmethod
-    def arms(self) -> list[Job]:
-        """The rows of the table; the same whatever is done already."""
-
-    @abstractmethod
-    def controls(self) -> list[Control]:
-        """What must come out as it is known to be."""
+    def declare(self) -> None:
+        """Add the jobs, which are made where an arm needs them, and the arms; the same whatever is done already."""
 
     @abstractmethod
     def conclude(self, results: Results) -> Conclusion:
         """What is compared, given the results of the seeds that are complete."""
+
+    @property
+    def arms(self) -> list[Job]:
+        return [job for job in self.jobs.values() if job.family]
 
     def labels(self) -> dict[str, np.ndarray]:
         """Of each set of images whose hits the arms return, int64 [n]; asked for once there are results."""
@@ -175,6 +191,7 @@ class Subject(ABC):
     # --- places and outcomes
 
     def place(self, job: str) -> Path:
+        """The folder of a job that is made once."""
         return self.folder / "jobs" / slug(job)
 
     def part(self, name: str) -> Path:
@@ -185,86 +202,122 @@ class Subject(ABC):
         """The file of a picture; the page shows those that are there."""
         return self.folder / "pictures" / f"{slug(name)}.png"
 
-    def outcome(self, job: str) -> dict[str, Any]:
+    def outcome(self, place: Path) -> dict[str, Any]:
         """What a job came to; empty where it is not done."""
-        file = self.folder / "jobs" / f"{slug(job)}.json"
+        file = record(place)
         outcome: dict[str, Any] = json.loads(file.read_text())["told"] if file.is_file() else {}
         return outcome
 
-    def run_of(self, job: str) -> str:
-        return self.outcome(job).get("run") or str(self.place(job) / "run")
-
     def classes(self) -> list[str]:
         """Of the images; once they are divided."""
-        return list(self.outcome(PARTS)["classes"])
+        return list(self.outcome(self.place(PARTS))["classes"])
 
     def counts(self, part: str) -> list[int]:
         """Images of each class in a part; once they are divided."""
-        return list(self.outcome(PARTS)["counts"][part])
+        return list(self.outcome(self.place(PARTS))["counts"][part])
 
-    def recipe_key(self, more: Settings | None = None) -> dict[str, Any]:
-        """What defines a training by the classifier's recipe."""
-        recipe = self.config.classifier
-        return {"recipe": recipe.text(), "overrides": {**recipe.overrides, **(more or {})}}
+    # --- what is declared
 
-    # --- jobs and arms
+    def add(
+        self,
+        name: str,
+        what: str,
+        make: Callable[[Path, int], Any],
+        key: Settings,  # of a path in it the job comes first
+        family: str = "",
+    ) -> Path:
+        """Declare a job, or with a family an arm; returns its place."""
+        needs: dict[Path, None] = {}
 
-    def parts_job(self) -> Job:
-        data = self.config.data
-        what = "the images: training, held-out, held-back and test ones"
-        return Job(PARTS, what, partial(make_parts, data), data.model_dump())
+        def note(path: Path) -> str:
+            inside = path.relative_to(self.folder)
+            needs[self.folder.joinpath(*inside.parts[:2])] = None
+            return inside.as_posix()
+
+        text = json.dumps({"name": name, **key}, default=note, sort_keys=True)
+        place = self.folder / "runs" / (slug(name) + OF_SEED) if family else self.place(name)
+        self.jobs[place] = Job(name, what, make, text, tuple(needs), family, place)
+        return place
 
     def training(
         self,
         name: str,
-        recipe: Recipe,
-        images: Path,
-        *,
-        seed: int,
         what: str,
-        key: Settings,
-        needs: tuple[str, ...] = (PARTS,),
-        max_steps: int | None = None,
-        more: Settings = MappingProxyType({}),  # dotted keys of the recipe
-    ) -> Job:
-        """A job that trains a run, or takes the one that `gan.run` names."""
+        recipe: Recipe,
+        own: Settings = NOTHING,  # dotted keys of the recipe
+        family: str = "",
+        *,
+        images: Path | None = None,  # None: the training images
+        seed: int = SEED,  # of a job
+        steps: int | None = None,  # None: the recipe's
+        judge: Callable[[Path, int], Any] | None = None,  # (run, seed) -> outcome; None: an arm's is a classifier's
+        key: Settings = NOTHING,  # what else defines it
+    ) -> Path:
+        """Declare a job that trains a run, or takes the one that `gan.run` names, or with a family an arm; returns the
+        run's folder.
+        """
+        path = self.part(TRAIN) if images is None else images
+        settings = {"data.path": path, **own}
+        answer = judge or (lambda run, _: self.judge(run) if family else {})
 
-        def make(place: Path) -> Settings:
-            if recipe is self.config.gan and recipe.run is not None and max_steps is None:
-                require_trained_on(recipe.run, images)
-                return {"run": str(Path(recipe.run).resolve())}
-            self.train(place / "run", recipe, {"data.path": str(images), **more}, seed, max_steps)
-            return {"run": None}
+        def make(place: Path, given: int) -> Any:
+            run = place / "run"
+            if recipe is not self.config.gan or recipe.run is None or steps is not None:
+                self.train(run, recipe, settings, given if family else seed, steps)
+            elif not run.is_symlink():
+                require_trained_on(recipe.run, path)
+                run.symlink_to(Path(recipe.run).resolve())
+            return answer(run, given)
 
-        return Job(name, what, make, key, needs)
+        own_key = {"own": settings, "seed": seed, "steps": steps, **key}
+        return self.add(name, what, make, recipe.key() | own_key, family) / "run"
 
-    def generators(self) -> list[Job]:
-        """The generator of the training images, and one as it is before its first step."""
-        gan, of = self.config.gan, partial(self.training, recipe=self.config.gan, images=self.part(TRAIN), seed=SEED)
-        more = {"data.val_path": str(self.part(HELD_OUT))}
+    def generators(self, images: Path | None = None) -> tuple[Path, Path]:
+        """The generator of the training images, or of others, and one as it is before its first step: their runs."""
+        gan, own = self.config.gan, {} if images else {"data.val_path": self.part(HELD_OUT)}
         still = {f"{network}_optimizer.lr": STILL for network in ("generator", "discriminator")}
-        what, key = f"training the generator: {gan.config or gan.run}", gan.key()
-        return [
-            of(GENERATOR, what=what, key=key | {"untrained": False}, more=more),
-            of(UNTRAINED, what=UNTRAINED, key=key | {"untrained": True}, more=more | still, max_steps=1),
-        ]
+        trained = self.training(GENERATOR, f"training the generator: {gan.config or gan.run}", gan, own, images=images)
+        return trained, self.training(UNTRAINED, UNTRAINED, gan, own | still, images=images, steps=1)
 
-    def selector(self, recipe: Recipe, key: Settings, more: Settings) -> Job:
-        """The classifier of the training images by which samples are selected."""
-        how: dict[str, Any] = {"what": "training the classifier that selects samples", "key": key, "more": more}
-        return self.training(SELECTOR, recipe, self.part(TRAIN), seed=SELECTOR_SEED, **how)
+    def bases(
+        self,
+        family: str,
+        images: Path | None = None,
+        named: Callable[[str], str] = str,  # a way -> the arm's name
+        known: Callable[..., np.ndarray] | None = None,
+    ) -> None:
+        """Declare arms of what is cheap without the other model. `known`: (labels, seed=) -> the training images whose
+        labels are known, which `images` holds; None: all.
+        """
+        recipe = self.config.classifier
+        model = recipe.settings().model
+
+        def make(features: Features, learn: Learner, _place: Path, seed: int) -> Result:
+            return scored(hits_of(features, learn, self.part(TRAIN), known and partial(known, seed=seed), asked))
+
+        asked = {name: self.part(name) for name in self.sets}
+        for way, (what, features, learn) in ways(model.changed(weights=None)).items():
+            key = {**recipe.key(), "images": self.part(TRAIN), "known": images}
+            self.add(named(way), what, partial(make, features, learn), key, family)
+        if model.weights is not None:
+            what = "the recipe without its weights"
+            self.training(named("from scratch"), what, recipe, {"model.weights": None}, family, images=images)
+
+    def selector(self, recipe: Recipe, own: Settings) -> Path:
+        """The classifier of the training images by which samples are selected: its run."""
+        return self.training(SELECTOR, "training the classifier that selects samples", recipe, own, seed=SELECTOR_SEED)
 
     # --- what jobs and arms do
 
     def draw(
-        self, files: Mapping[Path, Sequence[int]], generator: str, drawing: Drawing, seed: int, **how: Any
+        self, files: Mapping[Path, Sequence[int]], generator: Path, drawing: Drawing, seed: int, **how: Any
     ) -> list[float | None]:
-        """Files of samples of a generator's job, selected by the job SELECTOR; see `draw_samples`."""
+        """Files of samples of a generator's run, selected by the job SELECTOR; see `draw_samples`."""
         device = choose_device(self.device)
         if drawing.selects:
-            classifier = classifier_from(load(resolve(self.run_of(SELECTOR))), device)
+            classifier = classifier_from(load(resolve(str(self.place(SELECTOR) / "run"))), device)
             how["rule"] = Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
-        checkpoints = last_checkpoints(Path(self.run_of(generator)), drawing.checkpoints)
+        checkpoints = last_checkpoints(generator, drawing.checkpoints)
         return draw_samples(files, checkpoints, self.classes(), seed=seed, drawing=drawing, device=device, **how)
 
     def train(self, folder: Path, recipe: Recipe, overrides: Settings, seed: int, max_steps: int | None = None) -> None:
@@ -275,7 +328,8 @@ class Subject(ABC):
             return
         grids = 10**9 if recipe is self.config.gan else 0  # at the end alone, or none
         quiet = {"log.tensorboard": False, "log.samples_every": grids, "data.val_path": None}
-        given = tokens({**quiet, **recipe.overrides, **overrides, "seed": seed})
+        paths = {key: str(of_seed(value, seed)) for key, value in overrides.items() if isinstance(value, Path)}
+        given = tokens({**quiet, **recipe.overrides, **overrides, **paths, "seed": seed})
         folder.mkdir(parents=True, exist_ok=True)
         with (
             folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log,
@@ -284,20 +338,29 @@ class Subject(ABC):
         ):
             train(str(recipe.file), given, run_dir=str(folder), device=self.device, max_steps=max_steps)
 
-    def judge(self, folder: Path) -> Result:
+    def judge(self, run: Path) -> Result:
         """The answers of a run's average classifier to every image of the sets, and accuracies."""
-        checkpoint, hits = load(resolve(str(folder))), {}
+        checkpoint, hits = load(resolve(str(run))), {}
         classifier = classifier_from(checkpoint, choose_device(self.device))
         for name in self.sets:
             with dataset_for_model(self.part(name), checkpoint) as reader:
                 check_classes(classifier, reader)
                 hits[name] = answers_of(classifier, reader, classify(classifier, reader, batch_size=250)).hits.numpy()
-        return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
+        return scored(hits)
 
-    def learn(self, images: Path, more: Settings, folder: Path, seed: int) -> Result:
-        """Train the recipe's classifier on images, and judge it."""
-        self.train(folder, self.config.classifier, {"data.path": str(images), **more}, seed)
-        return self.judge(folder)
+
+def scored(hits: dict[str, np.ndarray]) -> Result:
+    return Result({f"{name}_accuracy": float(right.mean()) for name, right in hits.items()}, hits)
+
+
+def of_seed(path: Path, seed: int) -> Path:
+    """A path in settings as it is for a seed."""
+    return Path(str(path).replace(OF_SEED, OF_SEED.format(seed=seed)))
+
+
+def record(place: Path) -> Path:
+    """The file of what the job of a place came to, which is there once it is done."""
+    return place.with_name(f"{place.name}.json")
 
 
 def slug(name: str) -> str:

@@ -1,6 +1,5 @@
 """Study `teach`: what does a classifier's loss do to a generator, from outside or as a head on the discriminator?"""
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,20 +11,9 @@ from duetgan.metrics.features.extractors import build
 from duetgan.metrics.lineage import load_judge
 from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
-from duetgan.reporting.figures import plain
-from duetgan.studies.images import HELD_BACK, PARTS, TEST, TRAIN, StudyConfig
+from duetgan.studies.images import HELD_BACK, TEST, TRAIN, StudyConfig
 from duetgan.studies.samples import COLUMNS, save_table
-from duetgan.studies.subject import (
-    SEED,
-    Comparison,
-    Conclusion,
-    Control,
-    Job,
-    Result,
-    Results,
-    Settings,
-    Subject,
-)
+from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Result, Results, Settings, Subject
 from duetgan.utils.checkpoint import Checkpoint, load, resolve
 from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
 from duetgan.utils.distributed.collectives import choose_device
@@ -60,20 +48,50 @@ class Teach(Subject):
 
     title = "What does a classifier's loss do to a generator?"
 
-    # --- what is made once
+    controls = (
+        Control(WRONG_TEACHER, PLAIN, "not helps", "a teacher that knows nothing must not help", figure="recognised"),
+        Control(
+            PLAIN, SHORT, "helps", "training on must help, or the study could not see any help", figure="recognised"
+        ),
+    )
 
-    def jobs(self) -> list[Job]:
-        recipe, key, wrong = self.config.classifier, self.recipe_key(), self.place(WRONG_LABELS) / "images.lmdb"
-        of = partial(self.training, key=key)
-        return [
-            self.parts_job(),
-            of(JUDGE, recipe, self.part(HELD_BACK), seed=2000, what="training the judge, of images held back"),
-            of(TEACHER, recipe, self.part(TRAIN), seed=1000, what="training the teacher"),
-            Job(WRONG_LABELS, WRONG_LABELS, self._wrong_labels, needs=(PARTS,)),
-            of(WRONG_TEACHER, recipe, wrong, seed=1000, what="training a teacher by chance", needs=(WRONG_LABELS,)),
-        ]
+    def declare(self) -> None:
+        config, recipe, what = self.config, self.config.classifier, "training the judge, of images held back"
+        self.run = self.training(JUDGE, what, recipe, images=self.part(HELD_BACK), seed=2000)
+        teacher = self.training(TEACHER, "training the teacher", recipe, seed=1000)
+        wrong = self.add(WRONG_LABELS, WRONG_LABELS, self._wrong_labels, {"images": self.part(TRAIN)}) / "images.lmdb"
+        what = "training a teacher by chance"
+        by_chance = self.training(WRONG_TEACHER, what, recipe, images=wrong, seed=1000)
 
-    def _wrong_labels(self, place: Path) -> Settings:
+        self._arm(PLAIN, "the recipe alone", {}, "plain")
+        for weight in config.teacher:
+            name, what = f"teacher, weight {weight:g}", "loss.classifier: a classifier of the same training images"
+            self._arm(name, what, {"loss.classifier": teacher, "loss.classifier_weight": weight}, "taught")
+        for weight in config.head:
+            name, own = f"head on D, weight {weight:g}", {"loss.auxiliary_weight": weight}
+            self._arm(name, "a head on D, of real images", own, "taught")
+            if config.head_learns_samples:
+                own = own | {"loss.auxiliary_fakes": True}
+                self._arm(f"{name}, learns samples", "of samples, too", own, "taught")
+        own = {"loss.classifier": by_chance, "loss.classifier_weight": max(config.teacher, default=1.0)}
+        self._arm(WRONG_TEACHER, "the teacher has learnt labels by chance", own, "control")
+        steps = max(1, round(config.short * config.gan.settings().steps))
+        self._arm(SHORT, f"{config.short:g} of the steps", {}, "control", steps)
+
+    def _arm(self, name: str, what: str, own: Settings, family: str, steps: int | None = None) -> None:
+        def judge(run: Path, _seed: int) -> Result:
+            checkpoint = load(resolve(str(run)))
+            if not self.picture(name).is_file():  # samples at the same latents for every arm, a row for each class
+                classes = checkpoint["classes"][:SHOWN]
+                labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
+                images = generate(generator_from(checkpoint), labels=labels, indices=range(len(labels)), seed=SEED)
+                save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), self.picture(name))
+            return self.judged(checkpoint)
+
+        key = {"n": self.config.n, "extractor": self.config.extractor, "judge": self.run}
+        self.training(name, what, self.config.gan, own, family, steps=steps, judge=judge, key=key)
+
+    def _wrong_labels(self, place: Path, _seed: int) -> Settings:
         with Dataset(self.part(TRAIN)) as reader:
             order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(len(reader))
             images = (reader, range(len(reader)), reader.labels()[order])
@@ -81,52 +99,9 @@ class Teach(Subject):
             write_labelled(place / "images.lmdb", [images], reader.classes, source=source, overwrite=True)
         return {}
 
-    # --- arms
-
-    def arms(self) -> list[Job]:
-        config = self.config
-        arms = [self._arm(PLAIN, "the recipe alone", {}, "plain")]
-        for weight in config.teacher:
-            name, what = f"teacher, weight {weight:g}", "loss.classifier: a classifier of the same training images"
-            arms.append(self._arm(name, what, {"loss.classifier_weight": weight}, "taught", TEACHER))
-        for weight in config.head:
-            name, own = f"head on D, weight {weight:g}", {"loss.auxiliary_weight": weight}
-            arms.append(self._arm(name, "a head on D, of real images", own, "taught"))
-            if config.head_learns_samples:
-                own = own | {"loss.auxiliary_fakes": True}
-                arms.append(self._arm(f"{name}, learns samples", "of samples, too", own, "taught"))
-        own = {"loss.classifier_weight": max(config.teacher, default=1.0)}
-        what = "the teacher has learnt labels by chance"
-        arms.append(self._arm(WRONG_TEACHER, what, own, "control", WRONG_TEACHER))
-        return [*arms, self._arm(SHORT, f"{config.short:g} of the steps", {}, "control", share=config.short)]
-
-    def _arm(
-        self, name: str, what: str, own: Settings, family: str, teacher: str | None = None, share: float | None = None
-    ) -> Job:
-        """An arm with overrides of its own; `teacher`: its job; `share`: of the steps."""
-        config, gan = self.config, self.config.gan
-        overrides = {"data.path": str(self.part(TRAIN)), **own}
-        overrides |= {"loss.classifier": str(self.place(teacher) / "run")} if teacher else {}
-        key = {"recipe": gan.text(), "overrides": gan.overrides, "own": dict(own), "share": share}
-        key |= {"n": config.n, "extractor": config.extractor}
-        needs = (PARTS, JUDGE, *([teacher] if teacher else []))
-        return Job(name, what, partial(self._make, name, overrides, share), key, needs, family)
-
-    def _make(self, name: str, overrides: Settings, share: float | None, folder: Path, seed: int) -> Result:
-        gan = self.config.gan
-        steps = None if share is None else max(1, round(share * gan.settings().steps))
-        self.train(folder, gan, overrides, seed, steps)
-        checkpoint = load(resolve(str(folder)))
-        if seed == self.config.first_seed:  # samples at the same latents for every arm, a row for each class
-            classes = checkpoint["classes"][:SHOWN]
-            labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
-            images = generate(generator_from(checkpoint), labels=labels, indices=range(len(labels)), seed=SEED)
-            save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), self.picture(name))
-        return self.judged(checkpoint)
-
     def judged(self, checkpoint: Checkpoint) -> Result:
         """What the judge says of a generator. Raises UserError where it taught this one."""
-        config, device, run = self.config, choose_device(self.device), str(self.place(JUDGE) / "run")
+        config, device, run = self.config, choose_device(self.device), str(self.run)
         generator = generator_from(checkpoint, device)
         with Dataset(self.part(TEST)) as reader:
             classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, reader)
@@ -150,29 +125,17 @@ class Teach(Subject):
 
     # --- answers
 
-    def controls(self) -> list[Control]:
-        wrong = "a teacher that knows nothing must not help"
-        short = "training on must help, or the study could not see any help"
-        return [
-            Control(WRONG_TEACHER, PLAIN, "not helps", wrong, figure="recognised"),
-            Control(PLAIN, SHORT, "helps", short, figure="recognised"),
-        ]
-
     def conclude(self, results: Results) -> Conclusion:
-        arms = self.arms()
         comparisons = [
-            Comparison(PLAIN, arm.name, figure=figure, larger_is_better=larger, asked=True)
-            for arm in arms
+            Comparison(PLAIN, arm.name, controls=controls, figure=figure, larger_is_better=larger, asked=True)
+            for arm in self.arms
             if arm.family == "taught"
+            for controls in [(WRONG_TEACHER,) if arm.name.startswith(TEACHER) else ()]
             for figure, larger in FIGURES.items()
-        ]
-        rows = [
-            [arm.name, arm.what, *(plain(results.mean_figure(arm.name, figure)) for figure in FIGURES)] for arm in arms
         ]
         return Conclusion(
             comparisons=comparisons,
-            tables=[("Means over the seeds", ["", "what", *FIGURES], rows)],
-            pictures={arm.name: f"{arm.name}: the first seed's samples, a row for each class" for arm in arms},
+            pictures={arm.name: f"{arm.name}: the first seed's samples, a row for each class" for arm in self.arms},
             notes=[
                 "recognised: share of samples that the judge, a classifier of the images held back, names as asked; "
                 f"frechet: distance to the test images in the features of: {self.config.extractor}; "

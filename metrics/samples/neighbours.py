@@ -43,12 +43,18 @@ def own_neighbours(features: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if len(features) <= k:
         raise ValueError(f"{len(features)} images have no {k} neighbours each")
-    squares = torch.full((len(features), k), torch.inf, dtype=torch.float64)
-    indices = torch.zeros(len(features), k, dtype=torch.int64)
-    for rows, columns, block in distance_blocks(features, features):
+    return neighbours(features, features, k)
+
+
+def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k nearest references [m, F] of each query [n, F], as `own_neighbours`; of the set itself the others alone."""
+    squares = torch.full((len(queries), k), torch.inf, dtype=torch.float64)
+    indices = torch.zeros(len(queries), k, dtype=torch.int64)
+    for rows, columns, block in distance_blocks(queries, references):
         first = max(rows.start, columns.start)
         own = torch.arange(first, max(first, min(rows.stop, columns.stop)))  # the images that are in both
-        block[own - rows.start, own - columns.start] = torch.inf
+        if queries is references:
+            block[own - rows.start, own - columns.start] = torch.inf
         near = block.topk(min(k, block.shape[1]), largest=False)
         both = torch.cat([squares[rows], near.values], dim=1).sort(dim=1, stable=True)
         squares[rows] = both.values[:, :k]

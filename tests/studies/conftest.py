@@ -21,7 +21,7 @@ def asked(tmp_path, monkeypatch):
     told: dict[str, tuple[Any, Any]] = {}
 
     def note(recipe, overrides, *, run_dir, max_steps, **_more):
-        told[Path(run_dir).name] = build_run_config(read_yaml(recipe), overrides, recipe), max_steps
+        told[Path(run_dir).parent.name] = build_run_config(read_yaml(recipe), overrides, recipe), max_steps
         raise KeyError  # before it is judged
 
     def of(arms):

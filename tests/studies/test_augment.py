@@ -18,7 +18,6 @@ from duetgan.studies.augment import (
     UNTRAINED,
     Augment,
     AugmentConfig,
-    choose,
 )
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN, quickened
 from duetgan.studies.subject import Result, Results, require_trained_on
@@ -29,6 +28,7 @@ from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 
+CHEAP = ("pixels", "untrained features", "neighbours")  # nothing is trained
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
 
 
@@ -44,17 +44,16 @@ def test_every_recipe_is_one_of_a_study_whose_parts_fit_together(recipe, tmp_pat
     trees += [quickened(read_yaml(recipe))] if "quick" in trees[0] else []
     for tree in trees:
         made = subject_class(build(config_class, tree, source=str(recipe)), tmp_path, None)
-        names = [arm.name for arm in made.arms()]
+        names = [arm.name for arm in made.arms]
         assert len(set(names)) == len(names)
-        jobs = {job.name for job in made.jobs()}
-        assert {name for arm in made.arms() for name in arm.needs} <= jobs
-        assert {name for job in made.jobs() for name in job.needs} <= jobs
-        for control in made.controls():
+        assert {place for job in made.jobs.values() for place in job.needs} <= set(made.jobs)
+        for control in made.controls:
             assert {control.arm, control.against} <= set(names)
 
 
 def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
-    told = {name: config for name, (config, _) in asked(Augment(config_of(), tmp_path).arms()).items()}
+    arms = [arm for arm in Augment(config_of(), tmp_path).arms if arm.name not in CHEAP]
+    told = {name: config for name, (config, _) in asked(arms).items()}
     assert {config.seed for config in told.values()} == {3}
     assert len({config.steps for config in told.values()}) == 1
     assert told["samples 0.25"].data.synthetic.share == pytest.approx(0.2)
@@ -69,11 +68,11 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
 
 def test_even_classes_need_no_weights_and_mixing_is_of_samples_alone(tmp_path):
     data = {"source": "sample", "size": 16, "long_tail": 1.0}
-    arms = Augment(config_of(data=data, selected=[False]), tmp_path).arms()
+    arms = Augment(config_of(data=data, selected=[False]), tmp_path).arms
     families = [arm.family for arm in arms]
-    assert [families.count(name) for name in (CLASSIC, SYNTHETIC, CONTROL)] == [2, 4, 2]
-    arms = Augment(config_of(mixing={"data.sampling": "balanced"}), tmp_path).arms()
-    mixed = [arm for arm in arms if arm.key["overrides"].get("data.sampling") == "balanced"]
+    assert [families.count(name) for name in (CLASSIC, SYNTHETIC, CONTROL)] == [5, 4, 2]
+    arms = Augment(config_of(mixing={"data.sampling": "balanced"}), tmp_path).arms
+    mixed = [arm for arm in arms if json.loads(arm.key).get("own", {}).get("data.sampling") == "balanced"]
     assert {arm.name for arm in mixed if arm.family != SYNTHETIC} == {"balanced sampling"}
     samples = [arm for arm in arms if arm.family == SYNTHETIC]
     assert len(samples) == 8
@@ -82,30 +81,28 @@ def test_even_classes_need_no_weights_and_mixing_is_of_samples_alone(tmp_path):
 
 def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     right = np.arange(10) < 8
-    runs = {
-        "a": Result(hits={HELD_OUT: right, TEST: ~right}),
-        "b": Result(hits={HELD_OUT: ~right, TEST: right}),
-        "c": Result(hits={HELD_OUT: np.ones(10, bool), TEST: right}),
-    }
+    some = Result(hits={HELD_OUT: right, TEST: ~right})
+    none = Result(hits={HELD_OUT: ~right, TEST: right})
+    every = Result(hits={HELD_OUT: np.ones(10, bool), TEST: right})
     labels = dict.fromkeys((HELD_OUT, TEST), np.zeros(10, int))
-    results = Results([0], {name: [run] for name, run in runs.items()}, labels, {"all": [0]})
-    families = {"a": SYNTHETIC, "b": SYNTHETIC, "c": CLASSIC}
-    assert choose(results, families, SYNTHETIC) == "a"
-    assert choose(results, families, CLASSIC) == "c"
+    arms = {"a": [some, some], "b": [none, none], "c": [none, every]}
+    results = Results([0, 1], arms, labels, {"all": [0]})
+    assert results.choose("best", ["a", "b"]) == "a (2 of 2 seeds)"
+    assert results.choose("other", ["b", "a", "c"]) == "a (1 of 2 seeds), c (1 of 2 seeds)"
+    assert results.by_arm["other"] == [some, every]
+    assert results.hits("other").tolist() == [(~right).tolist(), right.tolist()]
 
 
 def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
     config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "low": 0.9999})
     subject = Augment(config, tmp_path)
     parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
-    jobs = {"parts": parts, "generator": {"run": str(gan_run(tmp_path / "gan"))}}
+    gan_run(tmp_path / "jobs/generator/run")
     classifier_run(tmp_path / "jobs/selector/run")
-    for name, tree in jobs.items():
-        (tmp_path / f"jobs/{name}.json").write_text(json.dumps({"told": tree}))
-    (job,) = [job for job in subject.jobs() if job.name == SELECTED]
-    place = tmp_path / "jobs/selected-samples"
+    (tmp_path / "jobs/parts.json").write_text(json.dumps({"told": parts}))
+    place = subject.place(SELECTED)
     place.mkdir()
-    made = job.make(place)
+    made = subject.jobs[place].make(place, 0)
     for name, held in made["counts"].items():
         with Dataset(place / f"{name}.lmdb") as reader:
             assert reader.meta.histogram == held == [0, 1, 1]  # at least one where any is wanted
@@ -153,13 +150,13 @@ def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp
     more += ["--selection.pool", "2", "--selection.low", "0"]
     found, shown, printed = tiny("augment", tmp_path / "whole", *more)
     assert "page: " in printed
-    assert (found["complete"], found["runs"]) == (True, {"done": 7, "planned": 7})
-    assert [arm["name"] for arm in found["arms"]][4:] == ["samples 0.5, selected", UNTRAINED, HELD]
+    assert (found["complete"], found["runs"]) == (True, {"done": 10, "planned": 10})
+    assert [arm["name"] for arm in found["arms"]][7:] == ["samples 0.5, selected", UNTRAINED, HELD]
     assert set(found["choices"]) == {"best classic arm", "best arm with samples"}
     assert found["void"] == any(not row["ok"] for row in found["controls"])
     assert ("This study is void." in shown.text) == found["void"]
     assert shown.tags.count("img") == 3
-    for log in (tmp_path / "whole").glob("runs/*.log"):
+    for log in (tmp_path / "whole").glob("runs/*/run.log"):
         assert "done: step 4 of 4" in log.read_text()
 
     half, _, printed = tiny("augment", tmp_path / "parts", *more, "--minutes", "0.05", "--json")

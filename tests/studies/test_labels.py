@@ -1,5 +1,7 @@
 """The studies `labels` and `teach`: whose labels and teachers, who judges, and tiny ones from images to page."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ from duetgan.data.reading.weighted_sampling import few_labels
 from duetgan.inference.dataset import guesses
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
-from duetgan.studies.images import TEST, TRAIN
+from duetgan.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMPLES, Labels, LabelsConfig, arm_name
+from duetgan.studies.runner import packed
+from duetgan.studies.subject import of_seed
 from duetgan.studies.teach import PLAIN, SHORT, WRONG_TEACHER, Teach, TeachConfig
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
@@ -27,8 +31,10 @@ RECIPE = REPOSITORY / "configs/study_labels.yaml"
 def subject(tmp_path, monkeypatch):
     """The study over small files, whose classifiers are untrained; it notes each training's overrides."""
 
-    def train(self, folder, _recipe, overrides, seed):
-        self.notes[folder.name] = overrides
+    def train(self, folder, _recipe, overrides, seed, _steps=None):
+        self.notes[folder.parent.name] = {
+            key: str(of_seed(value, seed)) if isinstance(value, Path) else value for key, value in overrides.items()
+        }
         if not folder.is_dir():
             classifier_run(folder, seed=seed)
 
@@ -37,22 +43,24 @@ def subject(tmp_path, monkeypatch):
     made: Any = Labels(build(LabelsConfig, tree), tmp_path)
     made.notes = {}
     pack(made.part(TRAIN), count=60)
-    pack(made.part(TEST), count=30, seed=5)
+    for name, seed in ((TEST, 5), (HELD_OUT, 7)):
+        pack(made.part(name), count=30, seed=seed)
     pack(made.place(SAMPLES) / "samples.lmdb", count=40, classes=[], seed=6)
     return made
 
 
 def made_by(subject, way, seed=3):
     """The result of an arm of 4 labels, and the images and overrides that it trained with."""
-    (arm,) = [arm for arm in subject.arms() if arm.name == arm_name(4, way)]
-    result = arm.make(subject.folder / (way or "first"), seed)
-    return result, subject.notes[way or "first"]
+    (arm,) = [arm for arm in subject.arms if arm.name == arm_name(4, way)]
+    place = of_seed(arm.place, seed)
+    place.mkdir(parents=True, exist_ok=True)
+    return arm.make(place, seed), subject.notes[place.name]
 
 
 def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
     result, overrides = made_by(subject, "")
-    classifier = classifier_from(load(resolve(subject.folder / "first")))
-    draws = subject.folder / "draws/4-s3"
+    draws = subject.folder / "runs/4-labels-s3"
+    classifier = classifier_from(load(resolve(draws / "run")))
     assert overrides["data.path"] == str(draws / "few.lmdb")
     with Dataset(subject.part(TRAIN)) as train:
         chosen = few_labels(train.labels(), 4, 3)
@@ -69,40 +77,39 @@ def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
                 assert (labels[12:] == named[kept]).all() == (kind == "guessed")
         assert result.figures["pseudo_labels"] == len(kept) / 48
         assert result.figures["pseudo_right"] == (named == train.labels())[kept].mean()
-    with Dataset(draws / "samples.lmdb") as samples:
-        assert samples.classes == CLASSES
-        assert result.figures["samples_kept"] == len(samples) / 40
+    with Dataset(draws / "mixed.lmdb") as mixed:
+        assert mixed.classes == CLASSES
+        assert result.figures["samples_kept"] == (len(mixed) - len(expected)) / 40 > 0
+        assert mixed.meta.passport is None  # of samples that say nothing of themselves
 
 
 def test_the_arms_train_on_what_their_names_say(subject):
-    made_by(subject, "")
-    draws = subject.folder / "draws/4-s3"
-    _, guessed = made_by(subject, GUESSED)
+    first = packed(made_by(subject, "")[0])
+    draws = subject.folder / "runs/4-labels-s3"
+    draws.with_suffix(".json").write_text(json.dumps({"told": first}))
+    told, guessed = made_by(subject, GUESSED)
     assert guessed["data.path"] == str(draws / "guessed.lmdb")
+    assert (
+        told.figures["used"] == json.loads((draws.with_suffix(".json")).read_text())["told"]["figures"]["pseudo_labels"]
+    )
     assert "data.synthetic.path" not in guessed
-    _, mixed = made_by(subject, WITH_SAMPLES)
-    with Dataset(draws / "samples.lmdb") as samples, Dataset(draws / "guessed.lmdb") as images:
-        share = len(samples) / (len(samples) + len(images))
-    assert mixed["data.synthetic.share"] == pytest.approx(share, abs=1e-5)
-    assert mixed["data.path"] == guessed["data.path"]
+    assert made_by(subject, WITH_SAMPLES)[1]["data.path"] == str(draws / "mixed.lmdb")
     _, head = made_by(subject, HEAD)
     assert head["data.path"] == str(draws / "few.lmdb")
     assert head["model.name"] == "discriminator"
-    assert head["model.weights"].endswith("jobs/generator-without-labels/run")
+    assert head["model.weights"].endswith("jobs/generator/run")
     assert head["finetune.freeze"] == ["backbone"]
-    (draws / "samples.lmdb").unlink()  # none was sure enough
-    assert "data.synthetic.share" not in made_by(subject, WITH_SAMPLES)[1]
 
 
 def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subject):
-    made_by(subject, "")
-    assert (subject.folder / "draws/4-s3/samples.lmdb").is_file()
     subject.config.threshold = 1.0
     assert made_by(subject, "")[0].figures["samples_kept"] == 0
-    assert not (subject.folder / "draws/4-s3/samples.lmdb").exists()
+    for kind in ("mixed", "guessed"):
+        with Dataset(subject.folder / f"runs/4-labels-s3/{kind}.lmdb") as file:
+            assert len(file) == 12
     place = subject.place(UNLABELLED)
     place.mkdir()
-    subject._unlabelled(place)
+    subject._unlabelled(place, 0)
     with Dataset(place / "images.lmdb") as unlabelled, Dataset(subject.part(TRAIN)) as train:
         assert unlabelled.classes == []
         assert not unlabelled.labels().any()
@@ -112,9 +119,11 @@ def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subjec
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
     found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1")
-    assert found["runs"] == {"done": 7, "planned": 7}
+    assert found["runs"] == {"done": 12, "planned": 12}
     assert [row["second"] for row in found["comparisons"][:2]] == [arm_name(2, GUESSED), arm_name(2, WITH_SAMPLES)]
-    assert "Pseudo-labels" in shown.text
+    assert {row["first"] for row in found["comparisons"]} == {"2 labels, best without"}
+    assert found["choices"]["2 labels, best without"].endswith("(1 of 1 seeds)")
+    assert "pseudo_right" in shown.text
 
 
 TEACH_RECIPE = REPOSITORY / "configs/study_teach.yaml"
@@ -126,7 +135,7 @@ def subject_in(folder, **changes):
 
 
 def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, asked):
-    configs = asked(subject_in(tmp_path, teacher=[0.5]).arms())
+    configs = asked(subject_in(tmp_path, teacher=[0.5]).arms)
     told = {name: config for name, (config, _) in configs.items()}
     plain, taught = told[PLAIN], told["teacher, weight 0.5"]
     assert taught.loss.classifier == str(tmp_path / "jobs/teacher/run")

@@ -10,9 +10,9 @@ import pytest
 
 from duetgan.metrics.comparison.paired import holm
 from duetgan.reporting.report import write_study_page
-from duetgan.studies.images import StudyConfig, groups_of
+from duetgan.studies.images import StudyConfig, StudyData, groups_of
 from duetgan.studies.runner import Study, checked, compared, in_words, packed, unpacked
-from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Subject
+from duetgan.studies.subject import Comparison, Conclusion, Control, Result, Results, Subject
 from duetgan.utils.errors import StoppedBySignal, UserError
 from tests.reporting.test_report import page
 
@@ -24,11 +24,12 @@ class MadeUp(Subject):
     """Arms that are right on a share of the images; `calls` are the runs and jobs that were made, in order."""
 
     title = "Do they help?"
+    controls = (Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes"))
 
     def __init__(self, config, folder, shares=SHARES, *, before=lambda call: None, setting=1):
-        super().__init__(config, folder)
         self.shares, self.before, self.setting = shares, before, setting
         self.calls = []
+        super().__init__(config, folder)
 
     def made(self, call, file):
         self.calls.append(call)
@@ -36,27 +37,27 @@ class MadeUp(Subject):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
 
-    def jobs(self):
-        def make(name):
-            return lambda place: self.made(name, place / "file") or {"name": name}
+    def declare(self):
+        def job(name):
+            return lambda place, _seed: self.made(name, place / "file") or {"name": name}
 
-        first = Job("images", "", make("images"), key={"setting": self.setting})
-        return [first, Job("generator", "", make("generator"), needs=("images",))]
+        images = self.add("images", "", job("images"), {"setting": self.setting})
+        generator = self.add("generator", "", job("generator"), {"of": images / "file"})
 
-    def arms(self):
         def make(number, name, share):
             def run(place, seed):
                 self.made((name, seed), place / "checkpoints/x")
                 hits = np.random.default_rng([number, seed]).random(len(LABELS)) < share
                 return Result({"accuracy": float(hits.mean())}, {"test": hits})
 
-            needs = ("images", "generator") if name == "samples" else ("images",)
-            return Job(name, f"right on {share}", run, key={"share": share}, needs=needs, family="made up")
+            needs = [images, generator] if name == "samples" else [images]
+            self.add(name, f"right on {share}", run, {"share": share, "needs": needs}, "made up")
 
-        return [make(number, *arm) for number, arm in enumerate(self.shares.items())]
+        for number, arm in enumerate(self.shares.items()):
+            make(number, *arm)
 
-    def controls(self):
-        return [Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes")]
+    def classes(self):
+        return []
 
     def labels(self):
         return {"test": LABELS}
@@ -67,12 +68,11 @@ class MadeUp(Subject):
     def conclude(self, results):
         asked = [Comparison("real", "samples", of, asked=True) for of in ("all", "few")]
         rest = Comparison("real", "held back", family="all arms")
-        table = "Recall", ["", "all"], [[name, f"{results.mean(name, 'all'):.3f}"] for name in self.shares]
-        return Conclusion([*asked, rest], {"best": "samples"}, [table], {"none": "none"}, ["so"])
+        return Conclusion([*asked, rest], {"best": "samples"}, {"none": "none"}, ["so"])
 
 
 def study(folder, seeds=3, **options):
-    subject = MadeUp(StudyConfig.model_construct(seeds=seeds), folder, **options)
+    subject = MadeUp(StudyConfig.model_construct(seeds=seeds, data=StudyData()), folder, **options)
     return Study("made-up", subject), subject
 
 
@@ -85,9 +85,9 @@ def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):
     assert (found["complete"], found["void"], found["seeds"]) == (True, False, [0, 1, 2])
     assert {row["group"]: row["verdict"] for row in found["verdicts"]} == dict.fromkeys(("all", "few"), "cannot tell")
     held = next(row for row in found["comparisons"] if row["second"] == "held back")
-    assert held["verdict"] == "helps"
+    assert (held["p"] < 0.05, held["verdict"]) == (True, "cannot tell")  # of three seeds
     assert found == json.loads((tmp_path / "a/study.json").read_text())
-    assert subject.outcome("generator") == {"name": "generator"}
+    assert subject.outcome(subject.place("generator")) == {"name": "generator"}
     assert not list((tmp_path / "a/runs").glob("*/checkpoints"))  # 4 * 3 of them would be gigabytes
     again, subject = study(tmp_path / "a")
     assert (again.run(), subject.calls) == (found, [])
@@ -133,11 +133,11 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
     assert found["seeds"] == [0, 1, 2]
     assert found["notes"][0].startswith("The study was begun with 2 seeds, and raised to 3 when results were there")
     assert [call for call in subject.calls if call[1] != 2] == []
-    with pytest.raises(UserError, match="made with other settings; choose another --out"):
+    with pytest.raises(UserError, match="made with other settings, or by an earlier version; choose another --out"):
         study(tmp_path, setting=2)[0].run()
     with pytest.raises(UserError, match="was made with other settings"):
         study(tmp_path, shares=SHARES | {"real": 0.4})[0].run()
-    (tmp_path / "results/real-s0.json").write_text("{")
+    (tmp_path / "runs/real-s0.json").write_text("{")
     with pytest.raises(UserError, match="remove it, and it is made again"):
         study(tmp_path)[0].run()
 
@@ -217,7 +217,7 @@ CLASSES = ["a", "b", "c", "d"]
 COUNTS = [1000, 100, 50, 10]
 
 
-def made_up(shares, *, seeds=4, each=300, wobble=0.01):
+def made_up(shares, *, seeds=5, each=300, wobble=0.01):
     """Results of arms whose share of right answers on every class is `shares[arm]`, of `each` images of every class."""
     labels = np.repeat(np.arange(4), each)
     by_arm = {}
@@ -262,6 +262,70 @@ def test_what_helps_helps_and_what_hurts_hurts():
     assert in_words(best).startswith("few classes: helps (better against first: +")
 
 
+@pytest.mark.parametrize(
+    ("shares", "seeds", "used", "verdict", "unbeaten"),
+    [
+        ({"arm": 0.7}, 5, None, "helps", []),
+        ({"arm": 0.7}, 4, None, "cannot tell", []),
+        ({"arm": 0.7, "chance": 0.7}, 5, None, "cannot tell", ["chance"]),
+        ({"arm": 0.7, "untrained": 0.75}, 5, None, "cannot tell", ["untrained"]),
+        ({"arm": 0.5, "untrained": 0.75}, 5, None, "hurts", []),
+        ({"arm": 0.7}, 5, 0.04, "not tried", []),
+        ({"arm": 0.7}, 5, 0.06, "helps", []),
+    ],
+)
+def test_what_helps_is_better_than_its_base_and_each_control(shares, seeds, used, verdict, unbeaten):
+    results = made_up({"base": 0.6, "chance": 0.6, "untrained": 0.6, **shares}, seeds=seeds)
+    for result in results.by_arm["arm"]:
+        result.figures["used"] = used
+    (row,) = compared(results, [Comparison("base", "arm", controls=("chance", "untrained"))])
+    assert (row["verdict"], row["unbeaten"]) == (verdict, unbeaten)
+    assert all(name in in_words(row) for name in unbeaten)
+
+
+TRUTHS = {  # of samples: share of right answers with them, where the base has 0.6
+    "copies of the training images": (0.6, {"cannot tell"}),
+    "noise": (0.52, {"hurts", "cannot tell"}),
+    "held-back real images": (0.68, {"helps"}),
+}
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_a_planted_truth_is_found(truth):
+    share, allowed = TRUTHS[truth]
+    results = made_up({"scratch": 0.6, "pixels": 0.55, "arm": share, "untrained": 0.52})
+    results.by_arm["itself"] = results.by_arm["scratch"]
+    rows = compared(results, [Comparison("scratch", arm, controls=("untrained",)) for arm in ("arm", "itself")])
+    assert rows[0]["verdict"] in allowed
+    assert (rows[1]["verdict"], rows[1]["difference"]) == ("cannot tell", 0)
+
+
+@pytest.mark.parametrize("wobble", [0.0, 0.02])
+def test_false_alarms_are_rare_over_400_studies(wobble):
+    """Three arms that do nothing, against the best of two bases that is chosen on held-out images, and a control that
+    is worse: how often is any of them said to help? And how often is an arm that helps by 6 points found?
+    """
+    draw, false, found = np.random.default_rng(7), 0, 0
+    groups, labels = {"all": [0, 1]}, {name: np.arange(200) % 2 for name in ("held_out", "test")}
+    levels = {"scratch": 0.6, "pixels": 0.59, "untrained": 0.5, "a": 0.6, "b": 0.6, "c": 0.6, "better": 0.66}
+    for _ in range(400):
+        easy = {name: draw.random(200) for name in labels}
+
+        def result(level, easy=easy):
+            level += wobble * draw.standard_normal()
+            return Result(hits={name: 0.7 * of + 0.3 * draw.random(200) < level for name, of in easy.items()})
+
+        by_arm = {arm: [result(level) for _ in range(5)] for arm, level in levels.items()}
+        results = Results(range(5), by_arm, labels, groups)
+        results.choose("base", ["scratch", "pixels"])
+        rows = compared(results, [Comparison("base", arm, controls=("untrained",)) for arm in "abc"])
+        false += any(row["verdict"] == "helps" for row in rows)
+        (row,) = compared(results, [Comparison("base", "better", controls=("untrained",))])
+        found += row["verdict"] == "helps"
+    assert false <= 0.05 * 400
+    assert found > 0.3 * 400
+
+
 def test_holm_is_over_all_answers_of_a_family():
     results = made_up({"first": 0.6, "a": 0.62, "b": 0.63, "c": 0.59})
     alone = [compared(results, [Comparison("first", name, family=name)])[0] for name in "abc"]
@@ -290,15 +354,15 @@ def test_controls_come_out_as_they_must_or_not(shares, held_back, untrained, as_
 
 def test_figures_are_compared_by_seeds():
     runs: dict[str, list[float | None]] = {
-        "plain": [3.0, 3.2, 3.1],
-        "taught": [2.0, 2.3, 2.1],
-        "gone": [1.0, None, 1.0],
+        "plain": [3.0, 3.2, 3.1, 3.0, 3.2],
+        "taught": [2.0, 2.3, 2.1, 2.1, 2.2],
+        "gone": [1.0, None, 1.0, 1.0, 1.0],
     }
     by_arm = {arm: [Result({"distance": value}) for value in values] for arm, values in runs.items()}
-    results = Results([0, 1, 2], by_arm, {}, {"all": []})
+    results = Results(range(5), by_arm, {}, {"all": []})
     comparisons = [Comparison("plain", name, figure="distance", larger_is_better=False) for name in ("taught", "gone")]
     (row,) = compared(results, comparisons)  # a run without the figure: no answer
-    assert (row["verdict"], row["difference"]) == ("helps", pytest.approx(-0.9667, abs=1e-3))
+    assert (row["verdict"], row["difference"]) == ("helps", pytest.approx(-0.96))
     assert in_words(row | {"difference": -1234.5, "interval": [-2000.0, 31.0]}).startswith(
         "distance: helps (taught against plain: -1,234, 95 % interval -2,000 to +31, p "
     )

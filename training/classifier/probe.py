@@ -80,10 +80,19 @@ def alike(dataset: Dataset) -> np.ndarray:
     return firsts
 
 
-def fit(features: Tensor, labels: Tensor, classes: int, *, seed: int = 0, groups: np.ndarray | None = None) -> Probe:
+def fit(
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    *,
+    seed: int = 0,
+    groups: np.ndarray | None = None,
+    like: Tensor | None = None,
+) -> Probe:
     """The regression on features [n, V, F] of V views of each image and labels int64 [n] below `classes`, where they
     lie. Its strength has the best accuracy of one view over FOLDS folds, and an image's answer there is that of the
     strength that is best on the other folds. Images of a group, int64 [n], are in one fold (None: each is alone).
+    Features are standardised as `like` [m, F] are, such as those of images without labels (None: as they are).
     """
     n, _, width = features.shape
     folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed, np.arange(n) if groups is None else groups))
@@ -92,12 +101,12 @@ def fit(features: Tensor, labels: Tensor, classes: int, *, seed: int = 0, groups
     right = torch.zeros(len(STRENGTHS), FOLDS, dtype=torch.int64)
     for fold in range(FOLDS):
         train, held = (some[folds[some] == fold] if out else some[folds[some] != fold] for out in (False, True))
-        for row, (weight, bias) in enumerate(_path(features[train], labels[train], classes, STRENGTHS)):
+        for row, (weight, bias) in enumerate(_path(features[train], labels[train], classes, STRENGTHS, like)):
             answers = F.linear(features[held, 0], weight, bias).argmax(1)
             right[row, fold] = (answers == labels[held]).sum()
     best = int(right.sum(1).argmax())
     unseen = sum(int(right[(right.sum(1) - right[:, fold]).argmax(), fold]) for fold in range(FOLDS))
-    *_, (weight, bias) = _path(features, labels, classes, STRENGTHS[: best + 1])
+    *_, (weight, bias) = _path(features, labels, classes, STRENGTHS[: best + 1], like)
     interval = wilson(unseen, len(some)) or [0.0, 1.0]
     return Probe(weight, bias, unseen / len(some), interval, len(some), STRENGTHS[best])
 
@@ -112,10 +121,11 @@ def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
     return folds[group]
 
 
-def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float]) -> Any:
+def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float], like: Tensor | None) -> Any:
     """Weight [K, F] and bias [K] for features as they come, for each strength in turn."""
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
-    mean, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-6)
+    usual = x if like is None else like
+    mean, deviation = usual.mean(0), usual.std(0, correction=0).clamp_min(1e-6)
     x = (x - mean) / deviation
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)

@@ -1,0 +1,101 @@
+"""What tells images apart without the training of a network: a logistic regression on features that images without
+labels standardise, and labels that spread over neighbours.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
+from duetgan.metrics.samples.neighbours import neighbours, own_neighbours
+from duetgan.models.classifier import Classifier, ModelConfig, scaled
+from duetgan.training.classifier.frozen import blocks, image_features
+from duetgan.training.classifier.probe import fit
+from duetgan.utils.seeding import forked
+
+NEIGHBOURS, DIRECTIONS = 15, 100  # of the graph, and of principal components in which they are near
+UNKNOWN = -1  # a label
+SIDE = 32  # px of images whose pixels are features, at most
+KEPT = 0.99  # share of its neighbours' labels in an image's, alpha of Zhou et al.
+ROUNDS = 50  # of spreading
+
+Features = Callable[[Dataset], Tensor]  # -> float32 [n, F]
+# (features [n, F], labels int64 [n], some UNKNOWN, those asked for [m, F], classes) -> their classes int64 [m]
+Learner = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def pixels(reader: Dataset) -> Tensor:
+    """The values of all pixels, of large images at SIDE px."""
+    side = min(SIDE, reader.resolution)
+    parts = (read_batch(reader, rows).images.float() for rows in blocks(len(reader), reader.resolution))
+    return torch.cat([scaled(images, side).flatten(1) for images in parts])
+
+
+def untrained(config: ModelConfig) -> Features:
+    """The pooled features of a classifier's network as it is drawn: key (0, "init", "classifier")."""
+
+    def features(reader: Dataset) -> Tensor:
+        shape = {"channels": reader.meta.channels, "classes": 2, "resolution": reader.resolution}
+        with forked(0, "init", "classifier"):
+            model = Classifier(config, **shape)
+        with torch.no_grad():
+            return image_features(model, reader, mirror=False)[0][:, 0]
+
+    return features
+
+
+def readout(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
+    """By the regression that a fine-tuning may begin with, its strength chosen by cross-validation."""
+    known = labels != UNKNOWN
+    found = fit(features[known, None], labels[known], classes, like=features)
+    return F.linear(asked, found.weight, found.bias).argmax(1)
+
+
+def spread(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
+    """By labels that spread over a graph of neighbours (Zhou et al. 2004, section 4): F <- KEPT P F + (1 - KEPT) Y. P F
+    is the mean over an image's neighbours, and the answer for an image that is no part of the graph.
+    """
+    directions = torch.linalg.eigh(torch.cov(features.T))[1][:, -DIRECTIONS:]
+    points, count = features @ directions, min(NEIGHBOURS, len(features) - 1)
+    near = own_neighbours(points, count)[1]
+    found = given = F.one_hot(labels.clamp_min(0), classes) * (labels != UNKNOWN).double()[:, None]
+    for _ in range(ROUNDS):
+        found = KEPT * found[near].mean(1) + (1 - KEPT) * given
+    found = found / found.sum(0).clamp_min(1e-12)  # every class has as much to give
+    return found[neighbours(asked @ directions, points, count)[1]].mean(1).argmax(1)
+
+
+def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
+    """Name -> what it is, features, learner."""
+    before = "a logistic regression on what the recipe's network gives before its first step"
+    return {
+        "pixels": ("a logistic regression on the pixels", pixels, readout),
+        "untrained features": (before, untrained(model), readout),
+        "neighbours": ("labels spread over neighbours, by their pixels", pixels, spread),
+    }
+
+
+def hits_of(
+    features: Features, learn: Learner, training: Path, known: Any, files: Mapping[str, Path]
+) -> dict[str, np.ndarray]:
+    """Which images of each file are told right, bool [n], where of the training images `known` (labels -> records;
+    None: all) have labels.
+    """
+    with Dataset(training) as reader:
+        x, labels, classes = features(reader), torch.tensor(reader.labels()), len(reader.classes)
+    if known is not None:
+        chosen = torch.from_numpy(known(labels.numpy()))
+        labels = torch.full_like(labels, UNKNOWN).scatter(0, chosen, labels[chosen])
+    asked: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, file in files.items():
+        with Dataset(file) as reader:
+            asked[name] = features(reader), torch.tensor(reader.labels())
+    answers = learn(x, labels, torch.cat([of for of, _ in asked.values()]), classes)
+    split = zip(asked, answers.split([len(of) for of, _ in asked.values()]), strict=True)
+    return {name: (found == asked[name][1]).numpy() for name, found in split}
