@@ -32,8 +32,8 @@ Learner = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 def pixels(reader: Dataset) -> Tensor:
     """The values of all pixels, of large images at SIDE px."""
-    side = min(SIDE, reader.resolution)
-    parts = (read_batch(reader, rows).images.float() for rows in blocks(len(reader), reader.resolution))
+    side = min(SIDE, reader.spec.side)
+    parts = (read_batch(reader, rows).images.float() for rows in blocks(len(reader), reader.spec.side))
     return torch.cat([scaled(images, side).flatten(1) for images in parts])
 
 
@@ -41,9 +41,8 @@ def untrained(config: ModelConfig) -> Features:
     """The pooled features of a classifier's network as it is drawn: key (0, "init", "classifier")."""
 
     def features(reader: Dataset) -> Tensor:
-        shape = {"channels": reader.meta.channels, "classes": 2, "resolution": reader.resolution}
         with forked(0, "init", "classifier"):
-            model = Classifier(config, **shape)
+            model = Classifier(config, channels=reader.spec.channels, classes=2, resolution=reader.resolution)
         with torch.no_grad():
             return image_features(model, reader, mirror=False)[0][:, 0]
 
