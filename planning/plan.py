@@ -364,7 +364,7 @@ class _Choice:
         options += [] if self.labelled else ["--loss.mismatch-weight", "0"]
         if self._starts(size):
             options += ["--init-from", START, "--ema.ema-kimg", "5", "--augment.flip", "false"]
-            options += ["--loss.auxiliary-weight", "0.2"] if self.labelled else []
+            options += ["--loss.auxiliary-weight", "0.5"] if self.labelled else []
         options += ["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else []
         return STARTED if self._starts(size) else GAN, options
 
