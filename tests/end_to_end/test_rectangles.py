@@ -218,6 +218,11 @@ RECIPES = {
 }
 
 
+def size_of(file: Path) -> tuple[int, int]:
+    with Image.open(file) as image:
+        return image.size
+
+
 def trained(folder: Path, name: str) -> Path:
     run, recipe = folder / name, folder / f"{name}.yaml"
     data = f"data: {{path: {folder}/train.lmdb, val_path: {folder}/train-val.lmdb}}\n"
@@ -253,7 +258,7 @@ def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
         assert run_cli(generate.main, [command, *from_gan, "--out", str(out), "--classes", "dots"]) == 0
         assert out.is_file()
     assert run_cli(generate.main, ["grid", *from_gan, "--out", str(tmp_path / "one"), "--n", "2"]) == 0
-    assert {Image.open(file).size for file in (tmp_path / "one").iterdir()} == {(24, 16)}
+    assert {size_of(file) for file in (tmp_path / "one").iterdir()} == {(24, 16)}
     samples = tmp_path / "samples.lmdb"
     assert run_cli(generate.main, ["dataset", *from_gan, "--out", str(samples), "--n", "6"]) == 0
     with Dataset(samples) as reader:
@@ -279,7 +284,7 @@ def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
 
 def test_a_rectangle_grows(flags):
     run = trained(flags, "grown")
-    assert Image.open(sorted((run / "samples").glob("*.png"))[-1]).size == (240, 32)
+    assert size_of(sorted((run / "samples").glob("*.png"))[-1]) == (240, 32)
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
