@@ -53,7 +53,7 @@ class PackedSource(Source):
         self.reader = reader = LMDBReader(path, tolerant=True)
         side = reader.resolution = size if size in reader.meta.resolutions else reader.resolution
         super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
-        self.passport, self._labels = reader.meta.passport, reader.labels()
+        self.passport, self.sets, self._labels = reader.meta.passport, reader.meta.sets, reader.labels()
 
     def content(self, index: int) -> np.ndarray:
         with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
