@@ -52,7 +52,7 @@ def labels_document(sets: list[list[int]] | None, meta: Meta) -> dict[str, objec
     """
     if sets is None:
         return {}
-    sizes = np.minimum(meta.multi_hot.sum(1), 2)
+    sizes = np.minimum(list(map(len, sets)), 2)
     counts = np.bincount(sizes, meta.histogram, minlength=3).astype(int).tolist()
     each = [{"labels": [meta.classes[label] for label in labels]} for labels in sets]
     each = [{**one, "count": count} for one, count in zip(each, meta.histogram, strict=True)]

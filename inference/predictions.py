@@ -64,7 +64,8 @@ def predict(
     fast: Classifier | None = None,
 ) -> Iterator[tuple[Input, dict[str, Any]]]:
     """One answer an image, in order: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`,
-    `error`. No more than two batches are in memory.
+    `error`. No more than two batches are in memory. A classifier of several labels an image gives `labels`, a list of
+    those that reach their thresholds, in the order of their probabilities.
 
     With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
@@ -80,7 +81,11 @@ def predict(
                 probabilities = judge_images(fast or classifier, images)
                 for answer, row in zip(answers, probabilities, strict=True):
                     order = row.sort(descending=True, stable=True).indices.tolist()
-                    answer["label"] = classes[order[0]]
+                    if classifier.thresholds is None:
+                        answer["label"] = classes[order[0]]
+                    else:
+                        named = (row >= classifier.thresholds.cpu().double()).tolist()
+                        answer["labels"] = [classes[i] for i in order if named[i]]
                     answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
                 if maps is not None:
                     save_maps(classifier, classes, images, probabilities, maps._replace(files=iter(files)))
@@ -246,10 +251,17 @@ def json_array(stream: TextIO) -> Iterator[Sink]:
 
 
 @contextmanager
-def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
+def csv_file(path: Path, classes: Sequence[str], top: int | None, *, several: bool = False) -> Iterator[Sink]:
     """A row an image: `file`, `label`, `probability`, and a column a class; with `top` K instead `label_2`,
-    `probability_2`, ... up to K. Empty behind `file` where an image cannot be read. Raises UserError as `building`.
+    `probability_2`, ... up to K. `several`: `file`, `labels` with ";" between them, and a column a class. Empty behind
+    `file` where an image cannot be read. Raises UserError as `building`.
     """
+    if several:
+        with _rows(path, ["file", "labels", *classes]) as add:
+            yield lambda given, answer: add(
+                [given.name, ";".join(answer.get("labels", [])), *map(answer.get("probabilities", {}).get, classes)]
+            )
+        return
     places = range(2, (top or 0) + 1)
     more = [f"{name}_{place}" for place in places for name in ("label", "probability")] if top else classes
     with _rows(path, ["file", "label", "probability", *more]) as add:
@@ -307,14 +319,16 @@ def sorter(folder: Path) -> Sink:
     return write
 
 
-def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
-    """Where the answers go."""
+def open_sinks(options: Namespace, classes: list[str], stack: ExitStack, *, several: bool) -> Iterator[Sink]:
+    """Where the answers go. Raises UserError for what is not for `several` labels an image."""
+    if several and (options.sort_into or options.counterfactual):
+        raise UserError("--sort-into and --counterfactual are for one label an image; leave them out")
     if options.json:
         yield stack.enter_context(json_array(sys.stdout))
     elif not (options.csv or options.sort_into):
         yield lambda _, answer: print(line(answer))
     if options.csv:
-        yield stack.enter_context(csv_file(options.csv, classes, options.top))
+        yield stack.enter_context(csv_file(options.csv, classes, options.top, several=several))
     if options.errors:
         yield stack.enter_context(error_file(options.errors))
     if options.sort_into:
@@ -326,6 +340,7 @@ def line(result: dict[str, Any]) -> str:
     if "error" in result:
         return printable(f"{result['file']}: {result['error']}")
     text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
+    text = f"{', '.join(result['labels']) or 'no label'} ({text})" if "labels" in result else text
     text = f"{result['file']}: {text}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
     strip = result.get("counterfactual")
     if strip and "error" in strip:

@@ -148,14 +148,15 @@ class Meta(Stored):
     @property
     def multi_hot(self) -> np.ndarray:
         """Which classes each label stands for: bool [labels, classes]."""
-        return multi_hot(
-            [[label] for label in range(self.labels)] if self.sets is None else self.sets, len(self.classes)
-        )
+        hot = np.zeros((self.labels, len(self.classes)), bool)
+        for row, label in enumerate(range(self.labels) if self.sets is None else self.sets):
+            hot[row, label] = True
+        return hot
 
     @property
     def by_class(self) -> list[int]:
         """Images of each class; an image of several counts for each of them."""
-        return self.histogram if self.sets is None else (np.array(self.histogram) @ self.multi_hot).tolist()
+        return count_by_class(self.histogram, self.sets, len(self.classes))
 
     @property
     def label_names(self) -> list[str]:
@@ -179,12 +180,15 @@ class Meta(Stored):
             raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
 
 
-def multi_hot(sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
-    """Which of the classes are in each set: bool [sets, classes]."""
-    hot = np.zeros((len(sets), classes), bool)
-    for row, labels in zip(hot, sets, strict=True):
-        row[list(labels)] = True
-    return hot
+def count_by_class(histogram: list[int], sets: Sequence[Sequence[int]] | None, classes: int) -> list[int]:
+    """Images of each class, of how many have each label; an image of several counts for each of them."""
+    if sets is None:
+        return histogram
+    counts = [0] * classes
+    for count, labels in zip(histogram, sets, strict=True):
+        for label in labels:
+            counts[label] += count
+    return counts
 
 
 def check_sides(sides: Sequence[int], encoding: str) -> None:

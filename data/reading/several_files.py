@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import numpy as np
 
@@ -251,7 +252,7 @@ def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
     if not known:
         say(f"{source.name}: packed once into {path}; data.pack --size N makes a file that is read faster")
     plan = make_plan(source, encoding="source")
-    about = {"classes": source.classes, "sets": source.sets, "source": source.name, "shards": known}
+    about: Any = {"classes": source.classes, "sets": source.sets, "source": source.name, "shards": known}
     writer = LMDBWriter(path, plan.layout, **about, overwrite=True)
     images = converted(source, plan, thread_count(source, None))
     with writer, contextlib.closing(images):

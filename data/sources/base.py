@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from duetgan.data.images import SUFFIXES
-from duetgan.data.lmdb.format import multi_hot
+from duetgan.data.lmdb.format import count_by_class
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
@@ -103,10 +103,12 @@ class Source(AbstractContextManager["Source"]):
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Images of each class, of how many have each label."""
-        return histogram if self.sets is None else histogram @ multi_hot(self.sets, len(self.classes))
+        return np.array(count_by_class(histogram.tolist(), self.sets, len(self.classes)))
 
     def check_classes(self) -> None:
-        counts = self.by_class(np.bincount(self.labels(), minlength=len(self.sets or self.classes)))
+        counts = self.by_class(
+            np.bincount(self.labels(), minlength=len(self.classes if self.sets is None else self.sets))
+        )
         if self.classes and not counts.all():
             raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some")
 

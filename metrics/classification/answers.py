@@ -5,7 +5,7 @@ believed, and the temperature that mends them, is told as by Guo et al. 2017 (17
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -191,6 +191,10 @@ class Answers:
     def hits(self) -> Tensor:
         return self.predicted == self.labels
 
+    def words(self, label: Tensor) -> str:
+        """What a label is called."""
+        return self.names[int(label)]
+
     @cached_property
     def confusion(self) -> Tensor:
         """Counts int64 [K, K], [true, predicted]."""
@@ -200,11 +204,23 @@ class Answers:
     @cached_property
     def rankings(self) -> list[Ranking | None]:
         """Of the images by each class's probability; None for a class without images, or that all images have."""
-        positive = (self.labels.numpy() == label for label in range(len(self.names)))
-        return [
-            Ranking(self.probabilities[:, label].numpy(), each) if each.any() and not each.all() else None
-            for label, each in enumerate(positive)
-        ]
+        return rankings_of(self.probabilities, [self.labels == label for label in range(len(self.names))])
+
+    @cached_property
+    def tallies(self) -> tuple[list[int], list[int], list[int]]:
+        """Of each class: images that are predicted rightly, that are of it, that are predicted to be."""
+        confusion = self.confusion
+        return confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
+
+
+def rankings_of(probabilities: Tensor, positive: Iterable[Tensor]) -> list[Ranking | None]:
+    """The ranking of images by each class's probability, [n, K], which of them are `positive`, bool [n] each; None for
+    a class without images, or that all have.
+    """
+    return [
+        Ranking(scores.numpy(), each.numpy()) if each.any() and not each.all() else None
+        for scores, each in zip(probabilities.T, positive, strict=True)
+    ]
 
 
 # --- the figures
@@ -267,11 +283,11 @@ auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "a
 # --- more of what a document says
 
 
-def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:
-    """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never predicted, never there)."""
-    hits, support, predicted = (
-        counts.tolist() for counts in (answers.confusion.diagonal(), answers.confusion.sum(1), answers.confusion.sum(0))
-    )
+def per_class(answers: Any) -> dict[str, dict[str, float | int | None]]:
+    """Precision, recall, F1 and support of each class, by the answers' `tallies`; None where a figure is 0/0 (never
+    predicted, never there).
+    """
+    hits, support, predicted = answers.tallies
     return {
         name: {
             "precision": _share(hits[i], predicted[i]),
