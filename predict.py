@@ -56,7 +56,6 @@ def main(argv: list[str]) -> int:
     classes = checkpoint["classes"]
     device = choose_device(options.device)
     classifier = classifier_from(checkpoint, device, several=True)
-    several = classifier.thresholds is not None
     fast = faster(classifier, device, precision=options.precision, fold=options.fold, tta=options.tta)
     failed, first = Counter[str](), dict[str, str]()
     quiet = not (options.csv or options.sort_into)  # the answers are printed as they come
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
         strips = predictions.counterfactuals(options, inputs, classes, classifier)
         top = options.top or (SHOWN if quiet and not options.json else len(classes))
         how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps, "fast": fast}
-        sinks = [*predictions.open_sinks(options, classes, stack, several=several)]
+        sinks = [*predictions.open_sinks(options, classes, stack)]
         bar = stack.enter_context(Bar(total=len(inputs), desc="predicting", unit="image", disable=quiet))
         for given, answer in predictions.predict(classifier, checkpoint, inputs, **how):
             if strips and "error" not in answer:

@@ -47,15 +47,12 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 
 
 def labels_document(sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
-    """What is said of `sets` of labels: how many images have none, one or several, and each set; the histogram becomes
-    that of the classes. Nothing where an image has one label.
-    """
+    """Of `sets` of labels: how many images have none, one or several, and each set; the histogram of the classes."""
     if sets is None:
         return {}
-    sizes = np.minimum(list(map(len, sets)), 2)
-    counts = np.bincount(sizes, meta.histogram, minlength=3).astype(int).tolist()
-    each = [{"labels": [meta.classes[label] for label in labels]} for labels in sets]
-    each = [{**one, "count": count} for one, count in zip(each, meta.histogram, strict=True)]
+    counts = np.bincount(np.minimum(list(map(len, sets)), 2), meta.histogram, minlength=3).astype(int).tolist()
+    pairs = zip(([meta.classes[label] for label in labels] for labels in sets), meta.histogram, strict=True)
+    each = [{"labels": labels, "count": count} for labels, count in pairs]
     held = dict(zip(("none", "one", "several"), counts, strict=True))
     return {"labels_an_image": held, "label_sets": each, "histogram": meta.by_class}
 

@@ -64,8 +64,8 @@ def predict(
     fast: Classifier | None = None,
 ) -> Iterator[tuple[Input, dict[str, Any]]]:
     """One answer an image, in order: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`,
-    `error`. No more than two batches are in memory. A classifier of several labels an image gives `labels`, a list of
-    those that reach their thresholds, in the order of their probabilities.
+    `error`. No more than two batches are in memory. Where an image may have several labels, `labels` lists those that
+    reach their thresholds, the likeliest first, and `label` has ";" between them.
 
     With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
@@ -81,11 +81,11 @@ def predict(
                 probabilities = judge_images(fast or classifier, images)
                 for answer, row in zip(answers, probabilities, strict=True):
                     order = row.sort(descending=True, stable=True).indices.tolist()
-                    if classifier.thresholds is None:
-                        answer["label"] = classes[order[0]]
-                    else:
+                    answer["label"] = classes[order[0]]
+                    if classifier.thresholds is not None:
                         named = (row >= classifier.thresholds.cpu().double()).tolist()
                         answer["labels"] = [classes[i] for i in order if named[i]]
+                        answer["label"] = ";".join(answer["labels"])
                     answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
                 if maps is not None:
                     save_maps(classifier, classes, images, probabilities, maps._replace(files=iter(files)))
@@ -251,17 +251,10 @@ def json_array(stream: TextIO) -> Iterator[Sink]:
 
 
 @contextmanager
-def csv_file(path: Path, classes: Sequence[str], top: int | None, *, several: bool = False) -> Iterator[Sink]:
+def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
     """A row an image: `file`, `label`, `probability`, and a column a class; with `top` K instead `label_2`,
-    `probability_2`, ... up to K. `several`: `file`, `labels` with ";" between them, and a column a class. Empty behind
-    `file` where an image cannot be read. Raises UserError as `building`.
+    `probability_2`, ... up to K. Empty behind `file` where an image cannot be read. Raises UserError as `building`.
     """
-    if several:
-        with _rows(path, ["file", "labels", *classes]) as add:
-            yield lambda given, answer: add(
-                [given.name, ";".join(answer.get("labels", [])), *map(answer.get("probabilities", {}).get, classes)]
-            )
-        return
     places = range(2, (top or 0) + 1)
     more = [f"{name}_{place}" for place in places for name in ("label", "probability")] if top else classes
     with _rows(path, ["file", "label", "probability", *more]) as add:
@@ -270,6 +263,7 @@ def csv_file(path: Path, classes: Sequence[str], top: int | None, *, several: bo
             shares: dict[str, float] = answer.get("probabilities", {})
             pairs = list(itertools.chain(*shares.items()))
             row = pairs if top else [*pairs[:2], *(shares[name] for name in classes if name in shares)]
+            row[:1] = [answer["label"]] if row else []
             add([given.name, *row, *[""] * (2 + len(more) - len(row))])
 
         yield write
@@ -319,16 +313,14 @@ def sorter(folder: Path) -> Sink:
     return write
 
 
-def open_sinks(options: Namespace, classes: list[str], stack: ExitStack, *, several: bool) -> Iterator[Sink]:
-    """Where the answers go. Raises UserError for what is not for `several` labels an image."""
-    if several and (options.sort_into or options.counterfactual):
-        raise UserError("--sort-into and --counterfactual are for one label an image; leave them out")
+def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
+    """Where the answers go."""
     if options.json:
         yield stack.enter_context(json_array(sys.stdout))
     elif not (options.csv or options.sort_into):
         yield lambda _, answer: print(line(answer))
     if options.csv:
-        yield stack.enter_context(csv_file(options.csv, classes, options.top, several=several))
+        yield stack.enter_context(csv_file(options.csv, classes, options.top))
     if options.errors:
         yield stack.enter_context(error_file(options.errors))
     if options.sort_into:
@@ -340,7 +332,7 @@ def line(result: dict[str, Any]) -> str:
     if "error" in result:
         return printable(f"{result['file']}: {result['error']}")
     text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
-    text = f"{', '.join(result['labels']) or 'no label'} ({text})" if "labels" in result else text
+    text = f"{result['label'] or 'no label'} ({text})" if "labels" in result else text
     text = f"{result['file']}: {text}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
     strip = result.get("counterfactual")
     if strip and "error" in strip:
@@ -384,6 +376,8 @@ def counterfactuals(
     """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does not fit."""
     if options.counterfactual and options.generator is None:
         raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
+    if options.counterfactual and classifier.thresholds is not None:
+        raise UserError("--counterfactual is for one label an image; leave it out")
     if options.counterfactual and not inputs.are_files:
         raise UserError("--counterfactual is for image files and folders; unpack the images first")
     if not (found := asked(options, "counterfactual", "generator", inputs, classes)):

@@ -66,7 +66,7 @@ def classify(
     return torch.cat([torch.empty(0, classifier.classes), *parts])
 
 
-def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor) -> Answers | LabelAnswers:
+def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor) -> Answers:
     """The classifier's answers to the first images of a file."""
     if classifier.thresholds is not None:
         hot = torch.from_numpy(reader.meta.multi_hot[reader.label_numbers()[: len(logits)]])
@@ -86,10 +86,10 @@ def check_classes(classifier: Classifier, reader: Dataset) -> None:
 
 
 def evaluate_classifier(
-    classifier: Classifier, reader: Dataset, *, batch_size: int = 256, details: bool = True, choose: bool = False
+    classifier: Classifier, reader: Dataset, *, batch_size: int = 256, details: bool = True
 ) -> dict[str, Any]:
     """The figures over every image of a file; without `details` those that are followed during training. The ranks
-    share the images and get the same figures. `choose`: the thresholds of several labels by these images first.
+    share the images and get the same figures.
 
     Raises UserError as `check_classes` does, for no image, and for outputs that are not finite.
     """
@@ -97,7 +97,7 @@ def evaluate_classifier(
     every = CLASSIFIER if classifier.thresholds is None else LABELS
     rows = [row for row in every if details or row.in_training]
     logits = classify(classifier, reader, batch_size=batch_size)
-    if choose and (thresholds := classifier.thresholds) is not None:
+    if not details and (thresholds := classifier.thresholds) is not None:  # they are of the held-out images
         found = collectives.from_main_process(lambda: best_thresholds(answers_of(classifier, reader, logits)))
         thresholds.copy_(torch.tensor(found))
     return collectives.from_main_process(lambda: measured(rows, answers_of(classifier, reader, logits), {}))
@@ -130,8 +130,8 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
         classifier = faster(classifier_from(checkpoint, device, several=True), device, **speed)
-        if options.robustness and classifier.thresholds is not None:
-            raise UserError("--robustness is for one label an image; leave it out")
+        if (options.robustness or options.ood) and classifier.thresholds is not None:
+            raise UserError("--robustness and --ood are for one label an image; leave them out")
         if reader.classes:
             require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
         check_classes(classifier, reader)
@@ -169,7 +169,7 @@ def open_others(path: str, checkpoint: Checkpoint, reader: Dataset) -> Dataset:
     return others
 
 
-def document_of(answers: Answers | LabelAnswers, *, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What a classifier's document says of its answers, and what is kept of every image: the columns of
     `metrics.comparison.compare`, each [n]. `seed`: of the halves for the temperature.
     """
@@ -199,9 +199,7 @@ def document_of(answers: Answers | LabelAnswers, *, seed: int) -> tuple[dict[str
     return figures, kept | influences
 
 
-def _written(
-    checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answers | LabelAnswers, seed: int
-) -> dict[str, Any]:
+def _written(checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answers, seed: int) -> dict[str, Any]:
     """The document, once everything that goes beside it is written."""
     figures, kept = document_of(answers, seed=seed)
     train, _ = training_images(checkpoint)
@@ -209,7 +207,7 @@ def _written(
         sure = figures["exact_match_interval" if isinstance(answers, LabelAnswers) else "accuracy_interval"]
         notes = few_images(figures["n"], interval=sure) | leaks(reader, train)
     images = ["mistakes.png"] if save_mistakes(reader, answers, out / "mistakes.png") else []
-    if isinstance(answers, Answers):
+    if not isinstance(answers, LabelAnswers):
         save_confusion(figures["confusion"], reader.classes, out / "confusion.png")
         save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
         if images:

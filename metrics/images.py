@@ -12,7 +12,6 @@ from torch import Tensor
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
-from duetgan.metrics.classification.labels import LabelAnswers
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
 
@@ -59,11 +58,11 @@ class SampleBoard:
         return ["samples.png", *judged]
 
 
-def save_mistakes(reader: Dataset, answers: Answers | LabelAnswers, path: Path, *, size: int = SHOWN) -> bool:
+def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = SHOWN) -> bool:
     """Draw the most confident mistakes with their record numbers; of equal ones the earlier. False if there is none."""
     wrong = surest(~answers.hits, answers)[:size].tolist()
     if wrong:
-        true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.labels, answers.predicted))
+        true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, true, predicted, strict=True)
         captions = [f"{i}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, a, b in rows]
         save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path)
@@ -82,7 +81,7 @@ def save_confused(
     save_table(rows, path, row_heads=[f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs])
 
 
-def surest(wanted: Tensor, answers: Answers | LabelAnswers) -> np.ndarray:
+def surest(wanted: Tensor, answers: Answers) -> np.ndarray:
     """Indices where `wanted`, bool [n], is true, by falling confidence; of equal ones the earlier first."""
     indices = np.flatnonzero(wanted.numpy())
     return indices[np.argsort(-answers.confidence.numpy()[indices], kind="stable")]

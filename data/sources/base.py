@@ -106,9 +106,8 @@ class Source(AbstractContextManager["Source"]):
         return np.array(count_by_class(histogram.tolist(), self.sets, len(self.classes)))
 
     def check_classes(self) -> None:
-        counts = self.by_class(
-            np.bincount(self.labels(), minlength=len(self.classes if self.sets is None else self.sets))
-        )
+        kinds = len(self.classes if self.sets is None else self.sets)
+        counts = self.by_class(np.bincount(self.labels(), minlength=kinds))
         if self.classes and not counts.all():
             raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some")
 
@@ -242,10 +241,8 @@ def label_sets(
     them. Raises UserError as that, with one of `places` for a label that is empty or that an image has twice, and
     where no image has any.
     """
-    flat, owners = (
-        [label for labels in given for label in labels],
-        [i for i, labels in enumerate(given) for _ in labels],
-    )
+    flat = [label for labels in given for label in labels]
+    owners = [owner for owner, labels in enumerate(given) for _ in labels]
     if not flat:
         raise UserError(f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}")
     if "" in flat:
@@ -258,10 +255,9 @@ def label_sets(
         found[owner].append(number)
     several = sum(len(labels) > 1 for labels in found)
     remark = f"{where}: lists of labels: {several:,} of {len(given):,} images have several, {found.count([]):,} none"
-    sets = sorted({tuple(sorted(labels)) for labels in found})
-    number_of = {labels: number for number, labels in enumerate(sets)}
-    labels = [number_of[tuple(sorted(labels))] for labels in found]
-    return classes, list(map(list, sets)), labels, [remark, *remarks]
+    sets = sorted(map(list, {tuple(sorted(labels)) for labels in found}))
+    number = {tuple(labels): place for place, labels in enumerate(sets)}
+    return classes, sets, [number[tuple(sorted(labels))] for labels in found], [remark, *remarks]
 
 
 def listed_labels(text: str) -> list[str] | None:

@@ -5,7 +5,7 @@ believed, and the temperature that mends them, is told as by Guo et al. 2017 (17
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval
 from duetgan.utils.errors import UserError
@@ -191,9 +192,19 @@ class Answers:
     def hits(self) -> Tensor:
         return self.predicted == self.labels
 
-    def words(self, label: Tensor) -> str:
-        """What a label is called."""
-        return self.names[int(label)]
+    @cached_property
+    def shown(self) -> Tensor:
+        """bool [n, K]: of which classes each image is."""
+        return one_hot(self.labels, len(self.names)).bool()
+
+    @cached_property
+    def named(self) -> Tensor:
+        """bool [n, K]: of which it is predicted to be."""
+        return one_hot(self.predicted, len(self.names)).bool()
+
+    def words(self, classes: Tensor) -> str:
+        """What some of the classes, bool [K], are called."""
+        return "; ".join(name for name, there in zip(self.names, classes.tolist(), strict=True) if there) or "no label"
 
     @cached_property
     def confusion(self) -> Tensor:
@@ -204,23 +215,8 @@ class Answers:
     @cached_property
     def rankings(self) -> list[Ranking | None]:
         """Of the images by each class's probability; None for a class without images, or that all images have."""
-        return rankings_of(self.probabilities, [self.labels == label for label in range(len(self.names))])
-
-    @cached_property
-    def tallies(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each class: images that are predicted rightly, that are of it, that are predicted to be."""
-        confusion = self.confusion
-        return confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
-
-
-def rankings_of(probabilities: Tensor, positive: Iterable[Tensor]) -> list[Ranking | None]:
-    """The ranking of images by each class's probability, [n, K], which of them are `positive`, bool [n] each; None for
-    a class without images, or that all have.
-    """
-    return [
-        Ranking(scores.numpy(), each.numpy()) if each.any() and not each.all() else None
-        for scores, each in zip(probabilities.T, positive, strict=True)
-    ]
+        pairs = zip(self.probabilities.T.numpy(), self.shown.T.numpy(), strict=True)
+        return [Ranking(scores, each) if each.any() and not each.all() else None for scores, each in pairs]
 
 
 # --- the figures
@@ -283,11 +279,10 @@ auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "a
 # --- more of what a document says
 
 
-def per_class(answers: Any) -> dict[str, dict[str, float | int | None]]:
-    """Precision, recall, F1 and support of each class, by the answers' `tallies`; None where a figure is 0/0 (never
-    predicted, never there).
-    """
-    hits, support, predicted = answers.tallies
+def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:
+    """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never predicted, never there)."""
+    every = (answers.shown & answers.named, answers.shown, answers.named)
+    hits, support, predicted = (each.sum(0).tolist() for each in every)
     return {
         name: {
             "precision": _share(hits[i], predicted[i]),

@@ -2,25 +2,21 @@
 metrics/classification/answers.py are. A label counts as named where its probability reaches its threshold.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
-from duetgan.metrics.classification.answers import Ranking, rankings_of
+from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.intervals import Measured
 from duetgan.utils.errors import UserError
 
 
 @dataclass(frozen=True)
-class LabelAnswers:
-    """What figures are made of. Raises UserError for no image."""
+class LabelAnswers(Answers):
+    """What figures are made of; `labels` are bool [n, K]: which each image has. Raises UserError for no image."""
 
-    logits: Tensor  # float32 [n, K]
-    labels: Tensor  # bool [n, K]: which of the labels each image has
-    names: Sequence[str]  # [K]
     thresholds: Tensor  # float [K]: the probability from which on a label is named
 
     def __post_init__(self) -> None:
@@ -31,45 +27,30 @@ class LabelAnswers:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """float64 [n, K]."""
         return self.logits.double().sigmoid()
 
     @cached_property
-    def predicted(self) -> Tensor:
-        """bool [n, K]: which labels are named."""
+    def shown(self) -> Tensor:
+        return self.labels
+
+    @cached_property
+    def named(self) -> Tensor:
         return self.probabilities >= self.thresholds.double()
 
     @cached_property
     def hits(self) -> Tensor:
         """bool [n]: whether exactly its labels are named."""
-        return (self.predicted == self.labels).all(1)
+        return (self.named == self.labels).all(1)
 
     @cached_property
     def confidence(self) -> Tensor:
         """float64 [n]: of the wrong decisions on each image's labels the surest one's, 0.0 where there is none."""
-        return ((self.probabilities - self.labels.double()).abs() * (self.predicted != self.labels)).amax(1)
+        return ((self.probabilities - self.labels.double()).abs() * (self.named != self.labels)).amax(1)
 
-    def words(self, label: Tensor) -> str:
-        """What a set of labels, bool [K], is called."""
-        return "; ".join(name for name, there in zip(self.names, label.tolist(), strict=True) if there) or "no label"
-
-    @cached_property
-    def rankings(self) -> list[Ranking | None]:
-        """Of the images by each label's probability; None for a label that no image has, or that all have."""
-        return rankings_of(self.probabilities, self.labels.T)
-
-    @cached_property
-    def tallies(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each label: images of which it is named rightly, that have it, of which it is named."""
-        hits = self.predicted & self.labels
-        return hits.sum(0).tolist(), self.labels.sum(0).tolist(), self.predicted.sum(0).tolist()
-
-    @cached_property
+    @property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Of F1 = sum of the first / sum of the second, each image's part in every label: float64 [n, K], twice the
-        labels that are named rightly, and the labels that are there plus those that are named.
-        """
-        return 2.0 * (self.predicted & self.labels).double(), self.predicted.double() + self.labels.double()
+        """Of F1, the sum of the first over the sum of the second, each image's part in each label: float64 [n, K]."""
+        return 2.0 * (self.named & self.labels).double(), self.named.double() + self.labels.double()
 
 
 def micro_f1(answers: LabelAnswers) -> Measured:
@@ -80,14 +61,11 @@ def micro_f1(answers: LabelAnswers) -> Measured:
 def macro_f1(answers: LabelAnswers) -> Measured:
     """The mean of the labels' F1; one that no image has and none is named to have is left out."""
     each = [_ratio(above, below) for above, below in zip(*(part.T for part in answers.parts), strict=True)]
-    there = [one for one in each if one.value is not None]
+    there = [(one.value, one.influence) for one in each if one.value is not None]
     if not there:
-        return Measured(None, by_class=[None] * len(each))
-    mean = Measured.influenced(
-        sum(one.value or 0.0 for one in there) / len(there),
-        np.mean([np.asarray(one.influence) for one in there], axis=0),
-    )
-    return Measured(mean.value, mean.interval, [one.value for one in each], influence=mean.influence)
+        return Measured(None)
+    values, influences = zip(*there, strict=True)
+    return Measured.influenced(sum(values) / len(values), np.mean(influences, axis=0))
 
 
 def _ratio(above: Tensor, below: Tensor) -> Measured:
@@ -97,11 +75,6 @@ def _ratio(above: Tensor, below: Tensor) -> Measured:
         return Measured(None)
     value = float(above.sum()) / total
     return Measured.influenced(value, len(above) * (above - value * below) / total)
-
-
-def exact_match(answers: LabelAnswers) -> Measured:
-    """Share of images of which exactly their labels are named."""
-    return Measured.share(answers.hits)
 
 
 def best_thresholds(answers: LabelAnswers) -> list[float]:

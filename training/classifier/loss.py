@@ -14,6 +14,8 @@ from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.config.model import Config, Decay, NonNegativeFloat
 from duetgan.utils.errors import UserError
 
+FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's own
+
 
 class ClassifierLossConfig(Config):
     """Settings of the loss."""
@@ -24,12 +26,6 @@ class ClassifierLossConfig(Config):
     label_smoothing: Decay = 0.1  # this share of every target is spread over all classes, or over yes and no
     # by name, others 1; balanced: 1 / frequency. Several labels: what those that are there count
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
-    focus: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 4.0)  # asymmetric: gamma of labels present, absent
-    margin: Decay = 0.05  # asymmetric: absent labels of a lower probability count nothing
-
-    def check(self) -> None:
-        if any(0 < gamma < 1 for gamma in self.focus):
-            raise UserError("focus: its gradient has no bounds between 0 and 1; give 0, or 1 and more")
 
     @property
     def several(self) -> bool:
@@ -102,12 +98,17 @@ def classifier_loss(
     Cross entropy is -sum_c w_c t_c log softmax(z)_c, the squared error (t . w) mean_c (z_c - t_c)^2, with t the target
     after smoothing and mixing (for the squared error's weight: before smoothing). With p_c = sigmoid(z_c) the binary
     cross entropy is mean_c -(w_c t_c log p_c + (1 - t_c) log(1 - p_c)); the asymmetric loss (2009.14119, equations 4
-    to 7) multiplies the terms by (1 - p_c)^focus[0] and q_c^focus[1], q_c = max(p_c - margin, 0) in p_c's place in the
-    second.
+    to 7) has q_c^FOCUS log(1 - q_c), q_c = max(p_c - MARGIN, 0), in the last term.
     """
     if config.several:
         soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
-        errors = label_losses(logits, soft, config, weights).mean(1)
+        if config.kind == "bce":
+            errors = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights, reduction="none")
+        else:
+            q = (logits.sigmoid() - MARGIN).clamp(min=0)
+            errors = -soft * F.logsigmoid(logits) * (1 if weights is None else weights)
+            errors = errors - (1 - soft) * q**FOCUS * torch.log1p(-q)
+        errors = errors.mean(1)
         return (errors if targets.weights is None else errors * targets.weights).sum()
     if config.kind == "cross-entropy":
         reduction = "sum" if targets.weights is None else "none"
@@ -125,17 +126,6 @@ def classifier_loss(
     if targets.weights is not None:
         errors = errors * targets.weights
     return errors.sum()
-
-
-def label_losses(logits: Tensor, soft: Tensor, config: ClassifierLossConfig, weights: Tensor | None) -> Tensor:
-    """Each label's loss, [n, classes], as `classifier_loss` has them; `soft` in [0, 1]."""
-    if config.kind == "bce":
-        return F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights, reduction="none")
-    p = logits.sigmoid()
-    shifted = (p - config.margin).clamp(min=0)
-    present = (1 - p) ** config.focus[0] * F.logsigmoid(logits)
-    absent = shifted ** config.focus[1] * (torch.log1p(-shifted) if config.margin else F.logsigmoid(-logits))
-    return -soft * (present if weights is None else present * weights) - (1 - soft) * absent
 
 
 def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None) -> Tensor:

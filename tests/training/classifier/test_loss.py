@@ -75,28 +75,20 @@ def slow_label_loss(logits, shown, config, weights):
         for place, (value, told) in enumerate(zip(z, targets, strict=True)):
             t = told * (1 - config.label_smoothing) + config.label_smoothing / 2
             p = 1 / (1 + math.exp(-value))
-            gammas, q = ((0, 0), p) if config.kind == "bce" else (config.focus, max(p - config.margin, 0.0))
-            total -= weights[place] * t * (1 - p) ** gammas[0] * math.log(p) / len(z)
-            total -= (1 - t) * q ** gammas[1] * math.log(1 - q) / len(z)
+            focus, q = (0, p) if config.kind == "bce" else (4, max(p - 0.05, 0.0))
+            total -= weights[place] * t * math.log(p) / len(z)
+            total -= (1 - t) * q**focus * math.log(1 - q) / len(z)
     return total
 
 
-LABEL_LOSSES = [
-    {"kind": "bce", "label_smoothing": 0.0},
-    {"kind": "bce", "label_smoothing": 0.2},
-    {"kind": "asymmetric", "label_smoothing": 0.0},
-    {"kind": "asymmetric", "label_smoothing": 0.1, "focus": (1.0, 2.0), "margin": 0.2},
-    {"kind": "asymmetric", "label_smoothing": 0.0, "focus": (0.0, 0.0), "margin": 0.0},  # the binary cross entropy
-]
-
-
-@pytest.mark.parametrize("settings", LABEL_LOSSES)
+@pytest.mark.parametrize("kind", ["bce", "asymmetric"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0, 0.0, 1.0, 3.0]])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_losses_of_several_labels_against_loops_and_by_their_gradients(settings, weights, mixed):
+def test_losses_of_several_labels_against_loops_and_by_their_gradients(kind, smoothing, weights, mixed):
     logits, _, _, own = batch()
     shown = (torch.rand(N, CLASSES, generator=generator(0, "shown")) < 0.4).float()
-    others, config = shown.flip(0), ClassifierLossConfig(**settings)
+    others, config = shown.flip(0), ClassifierLossConfig(kind=kind, label_smoothing=smoothing)
     targets = Targets(shown, others, own) if mixed else Targets(shown)
     both = own[:, None] * shown + (1 - own[:, None]) * others if mixed else shown
     given = None if weights is None else torch.tensor(weights).double()
@@ -118,8 +110,6 @@ def test_several_labels_that_are_right_and_balanced():
     assert class_weight_list(config, "abc", [0.5, 0.1, 0.0]) == pytest.approx([1.0, 9.0, 0.0])
     named: Any = ClassifierLossConfig(kind="bce", class_weights={"b": 3.0})
     assert class_weight_list(named, "abc", [0.5, 0.1, 0.0]) == [1.0, 3.0, 1.0]
-    with pytest.raises(UserError, match="no bounds between 0 and 1"):
-        ClassifierLossConfig(kind="asymmetric", focus=(0.5, 4.0))
 
 
 def test_what_counts_as_right():
