@@ -117,11 +117,6 @@ class Classifier(nn.Module):
         """Let an image have several labels or none: each one's probability is the sigmoid of its logit."""
         self.thresholds = torch.full((self.classes,), 0.5)
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """float64 [N, classes] on the CPU, of logits."""
-        logits = logits.cpu().double()
-        return logits.softmax(1) if self.thresholds is None else logits.sigmoid()
-
     def check_side(self, side: int, remedy: str | None = None) -> None:
         """Raise UserError for images of `side` px if the network cannot take them; `remedy`: if not another size."""
         backbone = self.backbone
