@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     checkpoint = read(path)
     classes = checkpoint["classes"]
     device = choose_device(options.device)
-    classifier = classifier_from(checkpoint, device)
+    classifier = classifier_from(checkpoint, device, several=True)
     fast = faster(classifier, device, precision=options.precision, fold=options.fold, tta=options.tta)
     failed, first = Counter[str](), dict[str, str]()
     quiet = not (options.csv or options.sort_into)  # the answers are printed as they come

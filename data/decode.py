@@ -87,7 +87,7 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
         return reader.raw_image(index), int(reader.labels()[index])
     with reader.encoded(index) as (entry, payload, size):  # its own label: another block's index may be damaged
         label = int(entry["label"])
-        if not 0 <= label < max(1, len(reader.classes)):
+        if not 0 <= label < max(1, reader.meta.labels):
             raise ImageError(f"label {label} has no class, the file has {len(reader.classes)} classes")
         return decode(payload, entry["codec"], reader.meta.channels, size), label
 

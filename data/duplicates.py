@@ -107,11 +107,12 @@ def find(
     """
     second = other or reader
     signatures, others = reader.signatures(), other.signatures() if other else None
+    names = {one: one.meta.label_names for one in (reader, second)}
 
     def differ(here: Sequence[int], there: Sequence[int]) -> bool:
         """Whether records have several class names; an unlabelled image agrees with all."""
         sides = [(one, records) for one, records in ((reader, here), (second, there)) if one.classes]
-        return len({one.classes[one.labels()[record]] for one, records in sides for record in records}) > 1
+        return len({names[one][one.labels()[record]] for one, records in sides for record in records}) > 1
 
     count, groups = len(signatures), []
     for indices in exact(signatures if others is None else np.concatenate([signatures, others])):
@@ -145,7 +146,7 @@ def find(
 
 def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
     """The names of records, with their classes."""
-    labels, classes, stored = reader.labels(), reader.classes, [] if item_name else reader.names()
+    labels, classes, stored = reader.labels(), reader.meta.label_names, [] if item_name else reader.names()
 
     def name(record: int) -> str:
         text = item_name(record) if item_name else stored[record] or str(record)

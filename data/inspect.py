@@ -36,14 +36,25 @@ BAR = 40  # characters of the longest bar of the histogram
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
     """The description for people, with a bar per class."""
     document = document | ({} if meta.passport else {"passport": "none, real images"})
-    rows = [(key, _text(value)) for key, value in document.items() if key not in ("classes", "histogram")]
+    rows = [(key, _text(value)) for key, value in document.items() if key not in ("classes", "histogram", "label_sets")]
     text = columns([*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<").splitlines()
-    largest = max([1, *meta.histogram])
+    largest = max([1, *meta.by_class])
     bars = [
         (f"  {label}", name, f"{count:,}", "#" * round(BAR * count / largest))
-        for label, (name, count) in enumerate(zip(meta.classes, meta.histogram, strict=True))
+        for label, (name, count) in enumerate(zip(meta.classes, meta.by_class, strict=True))
     ]
     return text + columns(bars, "><><").splitlines()
+
+
+def labels_document(sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
+    """Of `sets` of labels: how many images have none, one or several, and each set; the histogram of the classes."""
+    if sets is None:
+        return {}
+    counts = np.bincount(np.minimum(list(map(len, sets)), 2), meta.histogram, minlength=3).astype(int).tolist()
+    pairs = zip(([meta.classes[label] for label in labels] for labels in sets), meta.histogram, strict=True)
+    each = [{"labels": labels, "count": count} for labels, count in pairs]
+    held = dict(zip(("none", "one", "several"), counts, strict=True))
+    return {"labels_an_image": held, "label_sets": each, "histogram": meta.by_class}
 
 
 def _text(value: object) -> str:
@@ -65,7 +76,7 @@ def save_grid(reader: LMDBReader, path: Path) -> None:
     first = np.arange(min(len(reader), COLUMNS * 8))
     rows = np.split(first, np.arange(COLUMNS, len(first), COLUMNS))
     if heads := reader.classes[:MAX_ROWS]:
-        classes = [np.flatnonzero(reader.labels() == label) for label in range(len(heads))]
+        classes = [np.flatnonzero(shows[reader.labels()]) for shows in reader.meta.multi_hot.T[: len(heads)]]
         rows = [members[np.unique(np.linspace(0, len(members) - 1, COLUMNS).astype(int))] for members in classes]
     images = [[thumbnail(stored_image(reader, index)[0], cell) for index in row.tolist()] for row in rows]
     save_table(images, path, row_heads=heads, cell=cell, gap=2)
@@ -111,10 +122,10 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
 def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list[bytes]]) -> str:
     if any((part != labels[0]).any() for part in labels):
         return "the labels differ between the resolutions"
-    known = labels[0][(labels[0] >= 0) & (labels[0] < len(meta.classes))]
-    if np.bincount(known, minlength=len(meta.classes)).tolist() != meta.histogram:
+    known = labels[0][(labels[0] >= 0) & (labels[0] < meta.labels)]
+    if np.bincount(known, minlength=meta.labels).tolist() != meta.histogram:
         return "the labels do not give the histogram in the metadata"
-    if content_hash(meta.classes, meta.channels, meta.encoding, digests) != meta.content_hash:
+    if content_hash(meta.classes, meta.channels, meta.encoding, digests, meta.sets) != meta.content_hash:
         return "the content hash does not match"
     return ""
 
@@ -189,6 +200,7 @@ def main(argv: list[str]) -> None:
         damage = verify(reader) if args.verify else None
         document = {"file": str(reader.path), "bytes": reader.path.stat().st_size, **reader.meta.model_dump()}
         document["size"] = reader.meta.spec.resolution or None
+        document |= labels_document(document.pop("sets"), reader.meta)
         if damage is not None:
             document["damaged"] = sorted(damage.records)
         print(json.dumps(document, indent=2) if args.json else "\n".join(lines(document, reader.meta)))

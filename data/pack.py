@@ -151,7 +151,7 @@ def _targets(source: Source, dest: Path, share: Fraction | None, val_dest: str |
     """The files to be written: one, or of training and held-out images. Raises UserError if that cannot be."""
     targets = [dest]
     if share is not None:
-        labels = source.labels()
+        labels = packing.strata(source.labels(), source.sets, share)
         if len(labels) < 2 or np.bincount(labels).max() < 2:
             what = "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
             remedy = f"--val-share {float(share)} needs two images of a class, there is {what}; add some"
@@ -172,6 +172,7 @@ def _open_writers(
         LMDBWriter,
         layout=plan.layout,
         classes=source.classes,
+        sets=source.sets,
         resize_filter=plan.resize_filter,
         source=source.name,
         passport=source.passport,
@@ -208,7 +209,7 @@ def _write(
             written.rows.append(row)
             if keep:
                 written.records.append(dataclasses.replace(record, payloads=()))
-    skipped.check_packed(writer.histogram, writer.count, written.dropped)
+    skipped.check_packed(source.by_class(writer.histogram), writer.count, written.dropped)
     return written
 
 

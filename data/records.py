@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -125,6 +126,7 @@ def pack_arrays(
     labels: Sequence[int] | np.ndarray | None = None,  # [n]
     classes: Sequence[str] = (),
     *,
+    sets: Sequence[Sequence[int]] | None = None,  # of classes, by label; None: a label is a class
     encoding: str = "raw",
     source: str = "arrays",
     passport: Provenance | None = None,  # of generated images
@@ -133,7 +135,8 @@ def pack_arrays(
 ) -> Meta:
     """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
     layout = Layout.of(ImageSpec(*images.shape[1:]), encoding, smallest)
-    with LMDBWriter(path, layout, classes=classes, source=source, passport=passport, overwrite=overwrite) as writer:
+    about: Any = {"classes": classes, "sets": sets, "source": source, "passport": passport}
+    with LMDBWriter(path, layout, **about, overwrite=overwrite) as writer:
         for index, image in enumerate(images):
             label = 0 if labels is None else int(labels[index])
             add_image(writer, image.transpose(1, 2, 0), label)

@@ -64,7 +64,8 @@ def predict(
     fast: Classifier | None = None,
 ) -> Iterator[tuple[Input, dict[str, Any]]]:
     """One answer an image, in order: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`,
-    `error`. No more than two batches are in memory.
+    `error`. No more than two batches are in memory. Where an image may have several labels, `labels` lists those that
+    reach their thresholds, the likeliest first, and `label` has ";" between them.
 
     With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
@@ -81,6 +82,10 @@ def predict(
                 for answer, row in zip(answers, probabilities, strict=True):
                     order = row.sort(descending=True, stable=True).indices.tolist()
                     answer["label"] = classes[order[0]]
+                    if classifier.thresholds is not None:
+                        named = (row >= classifier.thresholds.cpu().double()).tolist()
+                        answer["labels"] = [classes[i] for i in order if named[i]]
+                        answer["label"] = ";".join(answer["labels"])
                     answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
                 if maps is not None:
                     save_maps(classifier, classes, images, probabilities, maps._replace(files=iter(files)))
@@ -257,6 +262,7 @@ def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Si
             shares: dict[str, float] = answer.get("probabilities", {})
             pairs = list(itertools.chain(*shares.items()))
             row = pairs if top else [*pairs[:2], *(shares[name] for name in classes if name in shares)]
+            row[:1] = [answer["label"]] if row else []
             add([given.name, *row, *[""] * (2 + len(more) - len(row))])
 
         yield write
@@ -325,6 +331,7 @@ def line(result: dict[str, Any]) -> str:
     if "error" in result:
         return printable(f"{result['file']}: {result['error']}")
     text = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
+    text = f"{result['label'] or 'no label'} ({text})" if "labels" in result else text
     text = f"{result['file']}: {text}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
     strip = result.get("counterfactual")
     if strip and "error" in strip:
@@ -368,6 +375,8 @@ def counterfactuals(
     """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does not fit."""
     if options.counterfactual and options.generator is None:
         raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
+    if options.counterfactual and classifier.thresholds is not None:
+        raise UserError("--counterfactual is for one label an image; leave it out")
     if options.counterfactual and not inputs.are_files:
         raise UserError("--counterfactual is for image files and folders; unpack the images first")
     if not (found := asked(options, "counterfactual", "generator", inputs, classes)):

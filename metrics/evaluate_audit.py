@@ -133,9 +133,9 @@ def choose_sides(
     Raises UserError for fewer than 20 on a side.
     """
     kept = np.flatnonzero(~np.isin(reader.signatures()["digest"], train.signatures()["digest"]))
-    theirs = [reader.labels()[kept], train.labels()]
-    if not conditional:
-        theirs = [np.zeros_like(labels) for labels in theirs]
+    theirs = [np.zeros(len(kept), np.int64), np.zeros(len(train), np.int64)]
+    if conditional:
+        theirs = [reader.labels()[kept], train.labels()]
     size = 1 + max(labels.max(initial=0) for labels in theirs)
     outside, inside = (np.bincount(labels, minlength=size) for labels in theirs)
     both = (outside > 0) & (inside > 0)

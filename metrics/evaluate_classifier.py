@@ -21,12 +21,13 @@ from duetgan.metrics.classification.answers import (
     reliability,
 )
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
+from duetgan.metrics.classification.labels import LabelAnswers, best_thresholds
 from duetgan.metrics.comparison.compare import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input, shared_pass
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
-from duetgan.metrics.figures import CLASSIFIER, measured
+from duetgan.metrics.figures import CLASSIFIER, LABELS, measured
 from duetgan.metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
-from duetgan.metrics.lineage import leaks, training_images
+from duetgan.metrics.lineage import data_of, leaks, training_images
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import faster
@@ -67,16 +68,21 @@ def classify(
 
 def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor) -> Answers:
     """The classifier's answers to the first images of a file."""
+    if classifier.thresholds is not None:
+        hot = torch.from_numpy(reader.meta.multi_hot[reader.label_numbers()[: len(logits)]])
+        return LabelAnswers(logits, hot, reader.classes, classifier.thresholds.cpu())
     return Answers(logits, torch.from_numpy(reader.labels()[: len(logits)].astype(np.int64)), reader.classes)
 
 
 def check_classes(classifier: Classifier, reader: Dataset) -> None:
-    """Raise UserError for images without labels or of another number of classes than the classifier's."""
+    """Raise UserError for images without labels, of another number of classes or another kind than the classifier's."""
     own, given = classifier.classes, len(reader.classes)
     if not given:
         raise UserError("the images to evaluate on have no labels; give a labelled file with --data")
     if given != own:
         raise UserError(f"the images have {given} classes, the classifier {own}; give its own data")
+    if (reader.meta.sets is None) != (classifier.thresholds is None):
+        raise UserError(f"{reader.path}: images and classifier differ in whether an image may have several labels")
 
 
 def evaluate_classifier(
@@ -88,8 +94,12 @@ def evaluate_classifier(
     Raises UserError as `check_classes` does, for no image, and for outputs that are not finite.
     """
     check_classes(classifier, reader)
-    rows = [row for row in CLASSIFIER if details or row.in_training]
+    every = CLASSIFIER if classifier.thresholds is None else LABELS
+    rows = [row for row in every if details or row.in_training]
     logits = classify(classifier, reader, batch_size=batch_size)
+    if not details and (thresholds := classifier.thresholds) is not None:  # they are of the held-out images
+        found = collectives.from_main_process(lambda: best_thresholds(answers_of(classifier, reader, logits)))
+        thresholds.copy_(torch.tensor(found))
     return collectives.from_main_process(lambda: measured(rows, answers_of(classifier, reader, logits), {}))
 
 
@@ -119,7 +129,9 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
-        classifier = faster(classifier_from(checkpoint, device), device, **speed)
+        classifier = faster(classifier_from(checkpoint, device, several=True), device, **speed)
+        if (options.robustness or options.ood) and classifier.thresholds is not None:
+            raise UserError("--robustness and --ood are for one label an image; leave them out")
         if reader.classes:
             require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
         check_classes(classifier, reader)
@@ -161,16 +173,22 @@ def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[st
     """What a classifier's document says of its answers, and what is kept of every image: the columns of
     `metrics.comparison.compare`, each [n]. `seed`: of the halves for the temperature.
     """
-    results = {row: row.measure(answers) for row in CLASSIFIER}
+    results = {row: row.measure(answers) for row in (LABELS if isinstance(answers, LabelAnswers) else CLASSIFIER)}
     ranked = {row.key: result.by_class for row, result in results.items() if result.by_class}
     rows = per_class(answers)
     for place, row in enumerate(rows.values()):
         row |= {key: by_class[place] for key, by_class in ranked.items()}
+        row |= {"threshold": float(answers.thresholds[place])} if isinstance(answers, LabelAnswers) else {}
+    influences = {row.key: each.influence for row, each in results.items() if each.influence is not None}
     figures = {
         "n": len(answers.labels),
         **{key: value for row, result in results.items() for key, value in row.keys(result, answers.names).items()},
-        "reliability": reliability(answers),
         "per_class": rows,
+    }
+    if isinstance(answers, LabelAnswers):
+        return figures, influences
+    figures |= {
+        "reliability": reliability(answers),
         "confusion": answers.confusion.tolist(),
         "temperature": judged_temperature(answers.logits, answers.labels, seed=seed),
         "confused": confused_pairs(answers),
@@ -178,7 +196,7 @@ def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[st
     losses = negative_log_likelihood(answers.logits, answers.labels)
     columns = {"label": answers.labels, "prediction": answers.predicted, "confidence": answers.confidence}
     kept = {name: column.numpy() for name, column in (columns | {"loss": losses}).items()}
-    return figures, kept | {row.key: each.influence for row, each in results.items() if each.influence is not None}
+    return figures, kept | influences
 
 
 def _written(checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answers, seed: int) -> dict[str, Any]:
@@ -186,12 +204,17 @@ def _written(checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answer
     figures, kept = document_of(answers, seed=seed)
     train, _ = training_images(checkpoint)
     with train or nullcontext():
-        notes = few_images(figures["n"], interval=figures["accuracy_interval"]) | leaks(reader, train)
-    save_confusion(figures["confusion"], reader.classes, out / "confusion.png")
-    save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
-    images = ["confusion.png", "reliability.png"]
-    if save_mistakes(reader, answers, out / "mistakes.png"):
-        save_confused(reader, answers, figures["confused"], out / "confused.png")
-        images += ["mistakes.png", "confused.png"]
+        sure = figures["exact_match_interval" if isinstance(answers, LabelAnswers) else "accuracy_interval"]
+        notes = few_images(figures["n"], interval=sure) | leaks(reader, train)
+    images = ["mistakes.png"] if save_mistakes(reader, answers, out / "mistakes.png") else []
+    if not isinstance(answers, LabelAnswers):
+        save_confusion(figures["confusion"], reader.classes, out / "confusion.png")
+        save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
+        if images:
+            save_confused(reader, answers, figures["confused"], out / "confused.png")
+            images.append("confused.png")
+        images = ["confusion.png", "reliability.png", *images]
+    elif data_of(checkpoint, "val_path") == reader.path:
+        notes["thresholds"] = "they were chosen on these images, which flatters F1 and exact match; give others"
     predictions = keep_predictions(out, kept, checkpoint, reader, seed=seed)
     return {**figures, **predictions, "notes": notes, "images": images}

@@ -197,7 +197,8 @@ class Sampler:
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
     """A classifier's probabilities [n, K] for uint8 images [n, C, H, W]; float64 on the CPU."""
     with evaluating(classifier), full_float32(device_of(classifier)):
-        return classifier(classifier_input(classifier, images)).cpu().double().softmax(1)
+        logits = classifier(classifier_input(classifier, images)).cpu().double()
+    return logits.softmax(1) if getattr(classifier, "thresholds", None) is None else logits.sigmoid()
 
 
 def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> Dataset | None:

@@ -3,14 +3,14 @@ docs/evaluation.md read. `python -m metrics.figures` writes the tables of that p
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from duetgan.metrics.classification import answers
+from duetgan.metrics.classification import answers, labels
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import PER_CLASS
 from duetgan.metrics.samples import judged, neighbours
@@ -135,6 +135,22 @@ CLASSIFIER = [
     ),
 ]  # fmt: skip
 
+LABELS = [  # of images that may have several labels
+    *(replace(row, in_training=True) for row in CLASSIFIER if row.key in ("auroc", "average_precision")),
+    Figure(
+        "macro_f1", "F1 (mean of the labels)", "of several labels: F1 of each above its threshold, the mean",
+        labels.macro_f1, better="larger", place="headline", in_training=True,
+    ),
+    Figure(
+        "micro_f1", "F1 (of all decisions)", "of several labels: F1 of all decisions together", labels.micro_f1,
+        better="larger", in_training=True,
+    ),
+    Figure(
+        "exact_match", "exact match", "of several labels: share of images with no wrong one", answers.accuracy,
+        better="larger", in_training=True,
+    ),
+]  # fmt: skip
+
 
 def _kernel(first: Tensor, samples: Samples) -> tuple[float, float]:
     return kernel_distance(first, samples.counted[1], seed=samples.seed)
@@ -224,11 +240,11 @@ GAN = [
         better="larger", unit="", needs=PROBABILITIES, by_judge=True,
     ),
 ]  # fmt: skip
-FIGURES = CLASSIFIER + GAN
+FIGURES = CLASSIFIER + LABELS[2:] + GAN
 
 
 def add(rows: list[Figure], figure: Figure) -> None:
-    """Add a row to CLASSIFIER or GAN: one of your own."""
+    """Add a row to CLASSIFIER, LABELS or GAN: one of your own."""
     rows.append(figure)
     FIGURES.append(figure)
 
@@ -255,7 +271,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "evaluation.md"
 
 def written(page: str) -> str:
     """docs/evaluation.md with the tables of figures as they are here."""
-    for name, rows in (("classifier", CLASSIFIER), ("gan", GAN)):
+    for name, rows in (("classifier", CLASSIFIER + LABELS[2:]), ("gan", GAN)):
         start, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
         head, _, rest = page.partition(start)
         table = [f"| `{row.key}` | {row.meaning[0].upper()}{row.meaning[1:]} | {row.better or '-'} |" for row in rows]

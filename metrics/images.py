@@ -62,7 +62,7 @@ def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 
     """Draw the most confident mistakes with their record numbers; of equal ones the earlier. False if there is none."""
     wrong = surest(~answers.hits, answers)[:size].tolist()
     if wrong:
-        true, predicted = ([answers.names[int(each[i])] for i in wrong] for each in (answers.labels, answers.predicted))
+        true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, true, predicted, strict=True)
         captions = [f"{i}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, a, b in rows]
         save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path)

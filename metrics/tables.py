@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
+from duetgan.metrics.figures import CLASSIFIER, GAN, LABELS, Figure
 from duetgan.utils.text import columns, decimal
 
 FEW = 1000  # images a side, below which distances of features are rough
@@ -32,19 +32,21 @@ def few_images(n: int, *, interval: list[float] | None = None, distances: bool =
 
 def classifier_table(document: dict[str, Any]) -> str:
     """A classifier's figures, then those of each class, then what was asked for besides."""
-    figures = list(_figures(CLASSIFIER, document))
-    if (fitted := document["temperature"]) is not None:
+    several = "macro_f1" in document
+    figures = list(_figures(LABELS if several else CLASSIFIER, document))
+    if (fitted := document.get("temperature")) is not None:
         change = f"ECE {decimal(fitted['ece_before'])} -> {decimal(fitted['ece_after'])} on the other half"
         figures.append(("temperature", f"{decimal(fitted['value'], 3)}  ({change})"))
-    if pairs := document["confused"][:3]:
+    if pairs := document.get("confused", [])[:3]:
         words = [f"{pair['true']} as {pair['predicted']} ({pair['n']})" for pair in pairs]
         figures.append(("most confused", ", ".join(words)))
     for key, name in (("max_probability", "outliers by probability"), ("energy", "outliers by energy")):
         if row := document.get("ood", {}).get(key):
             figures.append((name, f"AUROC {decimal(row['auroc'])}{_interval(row['auroc_interval'])}"))
     rows = document["per_class"].items()
-    classes = [[name, *(decimal(row[key]) for key in BY_CLASS), str(row["support"])] for name, row in rows]
-    parts = [columns(figures, "<"), "", columns([["class", *BY_CLASS.values(), "images"], *classes])]
+    by_class = BY_CLASS | ({"threshold": "from"} if several else {})
+    classes = [[name, *(decimal(row[key]) for key in by_class), str(row["support"])] for name, row in rows]
+    parts = [columns(figures, "<"), "", columns([["class", *by_class.values(), "images"], *classes])]
     if "robustness" in document:
         corruptions = document["robustness"]["corruptions"]
         spoiled = [

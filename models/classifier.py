@@ -79,6 +79,7 @@ class Classifier(ImageNetwork):
 
     input_scale: Tensor | None
     input_shift: Tensor | None
+    thresholds: Tensor | None  # [classes]: the probability from which on an image has a label; None: it has one label
 
     def __init__(self, config: ModelConfig, *, channels: int, classes: int, resolution: int | str) -> None:
         super().__init__()
@@ -110,8 +111,13 @@ class Classifier(ImageNetwork):
         self.check_side(self.side or self.spec.side)
         wanted = config.imagenet_normalised
         pair = normalisation(channels, self.backbone.mean, self.backbone.std) if wanted else (None, None)
+        self.register_buffer("thresholds", None)
         for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
             self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
+
+    def add_thresholds(self) -> None:
+        """Let an image have several labels or none: each one's probability is the sigmoid of its logit."""
+        self.thresholds = torch.full((self.classes,), 0.5)
 
     def check_side(self, side: int, remedy: str | None = None) -> None:
         """Raise UserError for images of `side` px if the network cannot take them; `remedy`: if not another size."""

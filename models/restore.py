@@ -49,9 +49,12 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
     shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields}
 
     def built() -> Any:
-        if task == "classifier":
-            return Classifier(build(ModelConfig, given, source="checkpoint's model"), **shape)
         held = {name.partition(".")[0] for name in checkpoint["state"][part]}
+        if task == "classifier":
+            model: Any = Classifier(build(ModelConfig, given, source="checkpoint's model"), **shape)
+            if "thresholds" in held:
+                model.add_thresholds()
+            return model
         architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
         model = architecture.build(section, given, **shape, **({"progressive": True} if "from_rgbs" in held else {}))
         if "auxiliary" in held:
@@ -84,9 +87,16 @@ def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = 
     return _restored(checkpoint, "discriminator", "discriminator", device).requires_grad_(False)
 
 
-def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> Classifier:
-    """The EMA classifier of a checkpoint, in evaluation mode. Raises UserError for another task's checkpoint."""
+def classifier_from(
+    checkpoint: dict[str, Any], device: torch.device | str = "cpu", *, several: bool = False
+) -> Classifier:
+    """The EMA classifier of a checkpoint, in evaluation mode. Raises UserError for another task's checkpoint, and for
+    one of several labels an image unless the caller can do with `several`.
+    """
     model = _restored(checkpoint, "model", "model_ema", device).requires_grad_(False)
+    if model.thresholds is not None and not several:
+        file = checkpoint.get("file", "the checkpoint")
+        raise UserError(f"{file}: tells several labels an image; a classifier of one label an image is needed here")
     model.lineage = recorded(checkpoint)
     return model
 

@@ -137,6 +137,7 @@ def _plain_names(state: Mapping[str, Tensor]) -> State:
     """`state` by the network's own names, without what averaging and wrapping added."""
     plain = {re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", "")): value for name, value in state.items()}
     plain.pop("n_averaged", None)  # of torch's AveragedModel
+    plain.pop("thresholds", None)  # of a classifier's own labels
     for prefix in ("network.", "model.", "net."):
         if plain and all(name.startswith(prefix) for name in plain):
             plain = {name.removeprefix(prefix): tensor for name, tensor in plain.items()}

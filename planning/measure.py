@@ -44,6 +44,8 @@ def survey(spec: str) -> Survey:
         count = len(source)
         if count < FEWEST:
             raise UserError(f"{spec}: holds {count} images; give {FEWEST} or more")
+        if source.sets is not None:
+            raise UserError(f"{spec}: its images have several labels; pack them, and train with --loss.kind bce")
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()

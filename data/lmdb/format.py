@@ -83,9 +83,10 @@ class Meta(Stored):
 
     `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
     `resolutions` holds the images' shorter sides in ascending order (several: a pyramid), or 0 where the images have
-    sizes of their own (encoding "source"); `size` is that of the largest where they are no squares. `split` says how
-    the file was drawn from a larger set (data/packing), `passport` which generator drew the images
-    (utils/provenance.py), `shards` which tar files hold the images' bytes (data/reading/several_files.py).
+    sizes of their own (encoding "source"); `size` is that of the largest where they are no squares. A record's label is
+    the number of a class, or of one of `sets` where an image may have several classes or none: each lists its classes,
+    ascending. `split` says how the file was drawn from a larger set (data/packing), `passport` which generator drew the
+    images (utils/provenance.py), `shards` which tar files hold the images' bytes (data/reading/several_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -95,7 +96,7 @@ class Meta(Stored):
     resolutions: list[Side]
     size: Rectangle | None = None
     encoding: Encoding
-    histogram: list[Count]  # images per class; empty: unlabelled
+    histogram: list[Count]  # images per label; empty: unlabelled
     mean: list[Probability]
     std: list[Probability]
     resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
@@ -103,6 +104,7 @@ class Meta(Stored):
     fingerprint: str  # empty if the source was not asked
     content_hash: str
     blocks: list[Annotated[int, Interval(ge=1, le=2**31)]]  # images per block, one number for each resolution
+    sets: Annotated[list[list[Count]], MinLen(1)] | None = None
     split: Split | None = None
     passport: dict[str, Any] | None = None
     shards: Annotated[list[Shard], MinLen(1)] | None = None
@@ -126,7 +128,7 @@ class Meta(Stored):
     def check(self) -> None:
         """Raise ValueError for fields that contradict one another."""
         for name, wanted in (
-            ("histogram", len(self.classes)),
+            ("histogram", self.labels),
             ("mean", self.channels),
             ("std", self.channels),
             ("blocks", len(self.resolutions)),
@@ -135,12 +137,40 @@ class Meta(Stored):
                 raise ValueError(f"{name} has {len(getattr(self, name))} values, but must have {wanted}")
         if self.classes and sum(self.histogram) != self.count:
             raise ValueError(f"histogram counts {sum(self.histogram)} images, but count is {self.count}")
+        for labels in self.sets or ():
+            if not all(a < b for a, b in itertools.pairwise([-1, *labels, len(self.classes)])):
+                raise ValueError(f"sets has {labels[:20]}, no ascending labels of {len(self.classes)} classes")
         check_sides(self.resolutions, self.encoding, self.size)
 
     @property
     def spec(self) -> ImageSpec:
         """The images at the largest resolution."""
         return ImageSpec.of(self.channels, self.size or self.resolutions[-1])
+
+    @property
+    def labels(self) -> int:
+        """How many labels a record may have: classes, or sets of them; 0: unlabelled."""
+        return len(self.classes if self.sets is None else self.sets)
+
+    @property
+    def multi_hot(self) -> np.ndarray:
+        """Which classes each label stands for: bool [labels, classes]."""
+        hot = np.zeros((self.labels, len(self.classes)), bool)
+        for row, label in enumerate(range(self.labels) if self.sets is None else self.sets):
+            hot[row, label] = True
+        return hot
+
+    @property
+    def by_class(self) -> list[int]:
+        """Images of each class; an image of several counts for each of them."""
+        return count_by_class(self.histogram, self.sets, len(self.classes))
+
+    @property
+    def label_names(self) -> list[str]:
+        """What each label is called: the class, or the set's classes, joined."""
+        if self.sets is None:
+            return self.classes
+        return ["; ".join(self.classes[label] for label in labels) or "(no label)" for labels in self.sets]
 
     def check_room(self, size: int, entries: int) -> None:
         """Raise ValueError for a count of images that a file of `size` bytes and `entries` records cannot hold.
@@ -155,6 +185,17 @@ class Meta(Stored):
             least += self.count * (ENTRY.itemsize + (self.spec.at(side).values if raw else ENTRY.itemsize))
         if records > 2 * entries or least > 2 * size:
             raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
+
+
+def count_by_class(histogram: list[int], sets: Sequence[Sequence[int]] | None, classes: int) -> list[int]:
+    """Images of each class, of how many have each label; an image of several counts for each of them."""
+    if sets is None:
+        return histogram
+    counts = [0] * classes
+    for count, labels in zip(histogram, sets, strict=True):
+        for label in labels:
+            counts[label] += count
+    return counts
 
 
 def check_sides(sides: Sequence[int], encoding: str, size: str | None = None) -> None:
@@ -175,12 +216,14 @@ def content_hash(
     channels: int,
     encoding: str,
     digests: Mapping[int, Iterable[bytes]],  # resolution -> its blocks' digests in order
+    sets: list[list[int]] | None = None,
 ) -> str:
     """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
 
     A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
     """
-    head = {"channels": channels, "classes": classes, "encoding": encoding, "resolutions": list(digests)}
+    head: dict[str, Any] = {"channels": channels, "classes": classes, "encoding": encoding}
+    head |= {"resolutions": list(digests), **({} if sets is None else {"sets": sets})}
     content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for digest in itertools.chain.from_iterable(digests.values()):
         content.update(digest)

@@ -80,7 +80,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 blocks = range(self.blocks)
                 parts = [self.index_record(transaction, block)[1]["label"].astype(np.int64) for block in blocks]
             labels = np.concatenate(parts)
-            unknown = np.flatnonzero((labels < 0) | (labels >= max(1, len(self.classes))))
+            unknown = np.flatnonzero((labels < 0) | (labels >= max(1, self.meta.labels)))
             if len(unknown):
                 what = f"label {labels[unknown[0]]} has no class, the file has {len(self.classes)} classes"
                 raise self.damage(unknown.tolist(), what)

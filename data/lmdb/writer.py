@@ -77,6 +77,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         layout: Layout,
         *,
         classes: Sequence[str],  # names by label; empty: unlabelled
+        sets: Sequence[Sequence[int]] | None = None,  # of classes, by label; None: a label is a class
         resize_filter: str = "none",
         source: str = "",
         passport: Provenance | None = None,  # of generated images
@@ -88,12 +89,14 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             Generated.read(passport, "passport")
         self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
+        self.sets = None if sets is None else list(map(list, sets))
+        self.labels = len(self.classes if self.sets is None else self.sets)
         self._about = {"resize_filter": resize_filter, "source": source, "passport": passport, "shards": shards}
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
         self.count = 0  # images so far
-        self.histogram = np.zeros(len(self.classes), np.int64)  # images so far by label
+        self.histogram = np.zeros(self.labels, np.int64)  # images so far by label
         self._fingerprint: hashlib._Hash | None = hashlib.sha256()  # None: of a record the digest is not known
         self._sums = np.zeros((2, layout.channels), np.int64)  # exact for up to 10**14 pixels
         self._pixels = 0  # in them
@@ -132,8 +135,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         """Append an image, with its name in the source if it has one, and in an index with its place in the shards
         (LINK). Raises ValueError for a label without a class.
         """
-        if not 0 <= record.label < max(1, len(self.classes)):
-            raise ValueError(f"label {record.label} is outside 0..{max(1, len(self.classes)) - 1}")
+        if not 0 <= record.label < max(1, self.labels):
+            raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
         for level, entry, payload in zip(self._levels, record.entries, record.payloads, strict=True):
             level.entries.append(entry.tobytes())
             level.payloads.update(payload)
@@ -219,6 +222,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         meta = Meta(
             count=self.count,
             classes=self.classes,
+            sets=self.sets,
             channels=self.layout.channels,  # type: ignore[arg-type]  # checked there
             resolutions=list(self.layout.resolutions),
             size=self.layout.size,
@@ -227,7 +231,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             mean=mean,
             std=std,
             fingerprint="" if self._fingerprint is None else self._fingerprint.hexdigest(),
-            content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests),
+            content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests, self.sets),
             blocks=[level.block for level in self._levels],
             split=split,
             **self._about,  # type: ignore[arg-type]  # as they were given

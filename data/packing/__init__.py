@@ -55,6 +55,16 @@ def quotas(counts: Sequence[int], share: Fraction) -> list[int]:
     return [min(max(number, 1), count - 1) if count else 0 for number, count in zip(wanted, counts, strict=True)]
 
 
+def strata(labels: np.ndarray, sets: Sequence[Sequence[int]] | None, share: Fraction) -> np.ndarray:
+    """What is held out evenly, int64 [n]: the classes; of sets of labels those with images enough for a held-out one,
+    and the rarer sets as one.
+    """
+    if sets is None:
+        return labels
+    rare = np.bincount(labels, minlength=len(sets)) * share < 1
+    return np.where(rare[labels], len(sets), labels)
+
+
 def look_alikes(count: int, report: Report) -> list[np.ndarray]:
     """The records of each group of images that look alike, ascending; a record that has none is a group of its own.
 
@@ -126,7 +136,8 @@ def write_parts(
     with LMDBReader(whole) as reader:
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
         groups = look_alikes(meta.count, report)
-        held = draw(groups, reader.labels(), [record.digest for record in records], share, seed)
+        labels = strata(reader.labels(), meta.sets, share)
+        held = draw(groups, labels, [record.digest for record in records], share, seed)
         if not held.any():
             alike = f"(the largest group has {max(map(len, groups)):,} of {meta.count:,})"
             raise UserError(
@@ -215,7 +226,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         rows.append(("held out", f"{summary.held_out_path} ({summary.held_out_path.stat().st_size:,} bytes)"))
         share = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
         rows.append(("", f"{share}; seed {held_out.split.seed}"))
-        without = [name for name, number in zip(meta.classes, held_out.histogram, strict=True) if not number]
+        without = [name for name, number in zip(meta.classes, held_out.by_class, strict=True) if not number]
         why = "one image each, or all of a class look alike"
         rows += [("", f"none of {len(without):,} classes ({why}): {listed(without)}")] if without else []
     rows += [
@@ -241,9 +252,10 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     if written.dropped:
         other = f", {written.dropped_otherwise:,} of them with another label" if written.dropped_otherwise else ""
         rows.append(("dropped", f"{written.dropped:,} exact duplicates of images that were kept{other}"))
+    rows += [("labels", f"several an image, {len(meta.sets):,} sets of them")] if meta.sets is not None else []
     for label, name in enumerate(meta.classes):
-        part = f", {held_out.histogram[label]:,} held out" if held_out else ""
-        rows.append((f"  {name}", f"{meta.histogram[label]:,}{part}"))
+        part = f", {held_out.by_class[label]:,} held out" if held_out else ""
+        rows.append((f"  {name}", f"{meta.by_class[label]:,}{part}"))
     lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
     rows += [("" if index else "duplicates", line) for index, line in enumerate(lines)]
     for title, names, where in (

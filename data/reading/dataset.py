@@ -96,7 +96,13 @@ class Dataset(AbstractContextManager["Dataset"]):
         return set(self.damaged)
 
     def labels(self) -> np.ndarray:
-        """All labels, int64 [count], read-only. Raises DamageError."""
+        """The class of every image, as `label_numbers`; UserError where an image may have several."""
+        if self.meta.sets is not None:
+            raise UserError(f"{self.path}: its images have several labels each; this needs one label an image")
+        return self.label_numbers()
+
+    def label_numbers(self) -> np.ndarray:
+        """All labels as they are stored, of classes or of `meta.sets`: int64 [count], read-only. Raises DamageError."""
         if self._labels is None:
             self._labels = np.concatenate([shard.labels() for shard in self.shards])
             self._labels.setflags(write=False)
@@ -116,7 +122,7 @@ class Dataset(AbstractContextManager["Dataset"]):
     def read(
         self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Images uint8 [n, C, H, W] and labels int64 [n] of the given records, in the given order.
+        """Images uint8 [n, C, H, W] and label numbers int64 [n] of the given records, in the given order.
 
         `out`, if given, is filled and returned: uint8 [n, C, H, W], C-contiguous or, where images are decoded, in
         memory as [n, H, W, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
@@ -138,7 +144,7 @@ class Dataset(AbstractContextManager["Dataset"]):
             images.flags.c_contiguous or (not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous)
         ):
             raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous uint8 {shape}")
-        labels = self.labels()  # a damaged index has no labels to go on with: it always stops reading
+        labels = self.label_numbers()  # a damaged index has no labels to go on with: it always stops reading
         while len(wanted):
             chosen = self._without_damage(wanted)
             try:

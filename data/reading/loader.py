@@ -28,7 +28,7 @@ class Batch:
     """Images and labels of one rank."""
 
     images: torch.Tensor  # uint8 [n, C, H, W]; of a Source float [n, ..., ..., views], the mirror image's the last
-    labels: torch.Tensor  # int64 [n]
+    labels: torch.Tensor  # int64 [n]: numbers of classes, or of sets of them (data.lmdb.format.Meta)
     synthetic: torch.Tensor | None = None  # bool [n]: which are no real images; None: nothing is mixed in
 
     def __len__(self) -> int:

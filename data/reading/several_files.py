@@ -16,6 +16,8 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 import numpy as np
 
@@ -132,11 +134,12 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     if len(shards) == 1:
         return first
     for shard in shards[1:]:
-        for name in ("classes", "channels", "resolutions", "size", "encoding"):
+        for name in ("classes", "sets", "channels", "resolutions", "size", "encoding"):
             ours, theirs = getattr(first, name), getattr(shard.meta, name)
             if ours != theirs:
                 raise UserError(
-                    f"{shard.path} does not belong to {shards[0].path}: {name} {theirs} and {ours}; pack them alike"
+                    f"{shard.path} does not belong to {shards[0].path}: {name} {shorten(str(theirs), 80)} and "
+                    f"{shorten(str(ours), 80)}; pack them alike"
                 )
     metas = [shard.meta for shard in shards]
     counts = np.array([meta.count for meta in metas])
@@ -251,7 +254,8 @@ def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
     if not known:
         say(f"{source.name}: packed once into {path}; data.pack --size N makes a file that is read faster")
     plan = make_plan(source, encoding="source")
-    writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)
+    about: Any = {"classes": source.classes, "sets": source.sets, "source": source.name, "shards": known}
+    writer = LMDBWriter(path, plan.layout, **about, overwrite=True)
     images = converted(source, plan, thread_count(source, None))
     with writer, contextlib.closing(images):
         for row, record in enumerate(Bar(images, "indexing" if known else "packing", len(source), unit="image")):

@@ -6,12 +6,13 @@ Which files or folders belong to a split: by their names. Shards are taken in or
 (`train-00000-of-00002.parquet`) are its shards; `-of-N` says that there are N of them.
 """
 
+import json
 import re
 import unicodedata
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, NamedTuple
@@ -19,6 +20,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from duetgan.data.images import SUFFIXES
+from duetgan.data.lmdb.format import count_by_class
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
@@ -40,7 +42,7 @@ class Item:
     """An image as it was found."""
 
     name: str  # file or record, for messages
-    label: int  # 0 if the source is unlabelled
+    label: int  # a class, or one of the source's sets; 0 if it is unlabelled
     content: bytes | np.ndarray  # a file's bytes, or pixels uint8 [H, W, 1 or 3]
 
 
@@ -81,6 +83,7 @@ class Source(AbstractContextManager["Source"]):
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     passport: Provenance | None = None  # of generated images, which a packed file goes on telling
+    sets: Sequence[Sequence[int]] | None = None  # of classes, by label; None: a label is a class
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:
@@ -98,8 +101,13 @@ class Source(AbstractContextManager["Source"]):
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
         return self._labels
 
+    def by_class(self, histogram: np.ndarray) -> np.ndarray:
+        """Images of each class, of how many have each label."""
+        return np.array(count_by_class(histogram.tolist(), self.sets, len(self.classes)))
+
     def check_classes(self) -> None:
-        counts = np.bincount(self.labels(), minlength=len(self.classes))
+        kinds = len(self.classes if self.sets is None else self.sets)
+        counts = self.by_class(np.bincount(self.labels(), minlength=kinds))
         if self.classes and not counts.all():
             raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some")
 
@@ -224,6 +232,42 @@ def classes_of(where: str, labels: Sequence[str], lines: Sequence[int] = ()) -> 
             f"{place}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
         )
     return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []
+
+
+def label_sets(
+    where: str, given: Sequence[Sequence[str]], places: Sequence[str]
+) -> tuple[list[str], list[list[int]], list[int], list[str]]:
+    """Classes, the sets of them that images have, the number of each one's, and remarks; labels as `classes_of` takes
+    them. Raises UserError as that, with one of `places` for a label that is empty or that an image has twice, and
+    where no image has any.
+    """
+    flat = [label for labels in given for label in labels]
+    owners = [owner for owner, labels in enumerate(given) for _ in labels]
+    if not flat:
+        raise UserError(f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}")
+    if "" in flat:
+        raise UserError(f"{places[owners[flat.index('')]]}: a label in its list is empty; remove it")
+    classes, numbers, remarks = classes_of(where, flat)
+    found: list[list[int]] = [[] for _ in given]
+    for owner, number in zip(owners, numbers, strict=True):
+        if number in found[owner]:
+            raise UserError(f"{places[owner]}: has the label {classes[number]} twice; remove one")
+        found[owner].append(number)
+    several = sum(len(labels) > 1 for labels in found)
+    remark = f"{where}: lists of labels: {several:,} of {len(given):,} images have several, {found.count([]):,} none"
+    sets = sorted(map(list, {tuple(sorted(labels)) for labels in found}))
+    number = {tuple(labels): place for place, labels in enumerate(sets)}
+    return classes, sets, [number[tuple(sorted(labels))] for labels in found], [remark, *remarks]
+
+
+def listed_labels(text: str) -> list[str] | None:
+    """The labels of a list: JSON's (`["cat", "dog"]`), or divided by ";" (`cat;dog`); None: it is none, but a label."""
+    if text.startswith("["):
+        with suppress(ValueError, RecursionError):
+            content = json.loads(text)
+            if all(isinstance(label, str | int) and not isinstance(label, bool) for label in content):
+                return [str(label).strip() for label in content]
+    return [label.strip() for label in text.split(";")] if ";" in text else None
 
 
 # --- splits

@@ -34,6 +34,7 @@ from duetgan.data.sources.base import (
     choose_split,
     class_of_name,
     first_of,
+    label_sets,
     names_look_like_labels,
     refuse_split,
     split_name,
@@ -63,6 +64,7 @@ class Listing:
     ignored: list[str] = field(default_factory=list)
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
+    sets: list[list[int]] | None = None
 
 
 def kind_of(name: str) -> bounded.FileLimit:
@@ -147,10 +149,11 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
 
 
 def _by_manifest(where: str, listing: Listing, read: Callable[[str], bytes]) -> Listing:
-    """Images and labels by StyleGAN's `dataset.json`; classes are called by their numbers.
+    """Images and labels by StyleGAN's `dataset.json`; classes are called by their numbers. Where a label is a list, all
+    are: of numbers or of names.
 
-    Raises UserError if it is no such document, names an image that is not there, leaves one out, or if its labels are
-    not whole numbers from 0.
+    Raises UserError if it is no such document, names an image that is not there, leaves one out, if its labels are not
+    whole numbers from 0, and as `label_sets`.
     """
     try:
         pairs = [(str(name), label) for name, label in json.loads(read(MANIFEST))["labels"] or []]
@@ -162,17 +165,27 @@ def _by_manifest(where: str, listing: Listing, read: Callable[[str], bytes]) -> 
     for name, label in pairs:
         if known.setdefault(name, label) != label:
             raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
-        if not isinstance(label, int) or isinstance(label, bool) or label < 0:
-            raise UserError(f"{where}: the label of {name} is {label!r}; labels are whole numbers from 0")
+        if not all(map(_is_number, label) if isinstance(label, list) else [_is_number(label, names=False)]):
+            raise UserError(f"{where}: the label of {name} is {label!r}; labels are whole numbers from 0, or lists")
     odd = sorted(set(known) ^ set(listing.names)) if known else []
     if odd:
         raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
+    if any(isinstance(label, list) for label in known.values()):
+        every = (label if isinstance(label := known[name], list) else [label] for name in listing.names)
+        given, places = [list(map(str, labels)) for labels in every], [f"{where}: {name}" for name in listing.names]
+        listing.classes, listing.sets, listing.labels, listing.remarks = label_sets(where, given, places)
+        return listing
     largest = max(known.values(), default=-1)
     if largest >= len(known):
         raise UserError(f"{where}: labels go up to {largest}, but there are only {len(known)} images")
     listing.classes = [str(label) for label in range(largest + 1)]
     listing.labels = [known.get(name, 0) for name in listing.names]
     return listing
+
+
+def _is_number(label: Any, *, names: bool = True) -> bool:
+    """Whether a label of `dataset.json` is a class's number or, in lists, its name."""
+    return (isinstance(label, int) and not isinstance(label, bool) and label >= 0) or (names and isinstance(label, str))
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -269,7 +282,7 @@ class ListedSource(Source):
     """Images that have names; a subclass reads them."""
 
     def __init__(self, name: str, listing: Listing) -> None:
-        more = {key: getattr(listing, key) for key in ("problems", "ignored", "splits", "remarks")}
+        more = {key: getattr(listing, key) for key in ("problems", "ignored", "splits", "remarks", "sets")}
         super().__init__(printable(name), [printable(name) for name in listing.classes], **more)
         self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
 

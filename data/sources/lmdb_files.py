@@ -55,7 +55,7 @@ class PackedSource(Source):
         reader.resolution = next(levels, reader.resolution)
         shape = reader.spec.size if reader.resolution else None
         super().__init__(path.name, list(reader.classes), shape, reader.meta.channels)
-        self.passport, self._labels = reader.meta.passport, reader.labels()
+        self.passport, self.sets, self._labels = reader.meta.passport, reader.meta.sets, reader.labels()
 
     def content(self, index: int) -> np.ndarray:
         with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):

@@ -1,5 +1,7 @@
 """CSV manifests: a header with the column `path` and, if wanted, `label` and `split`; then a row for each image.
 
+A label may be a list, `cat;dog` or JSON's: then an image has several, or none where it is empty.
+
 Without `label` the only column that has the name of one is taken for it (data/sources/base.py).
 
 Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems, named
@@ -8,9 +10,10 @@ with their line. Rows that contradict each other are refused. docs/lmdb.md has t
 
 import csv
 import io
+import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +42,9 @@ def open_manifest(path: Path, options: base.SourceOptions) -> LocalSource:
     columns, rows = _parse(path, options.label_column, listing)
     if not rows and not listing.problems:
         raise UserError(f"{path} has no rows below its header: add a row for each image")
+    names: Sequence[str] = [""]
     if "label" in columns:
-        lines, labels = [row.line for row in rows], [row.label for row in rows]
-        listing.classes, numbers, spellings = base.classes_of(str(path), labels, lines)
-        rows = [row._replace(label=listing.classes[number]) for row, number in zip(rows, numbers, strict=True)]
-        listing.remarks += spellings
+        rows, names = _numbered(path, rows, listing)
     rows = _without_repeats(path, rows, listing.problems)
     listing.splits = tuple(sorted({row.split for row in rows} - {""}))
     if "split" not in columns:
@@ -51,7 +52,7 @@ def open_manifest(path: Path, options: base.SourceOptions) -> LocalSource:
     elif rows:
         chosen = base.choose_split(path, options.split, listing.splits)
         rows = [row for row in rows if row.split == chosen]
-    number = {name: place for place, name in enumerate(listing.classes or [""])}
+    number = {name: place for place, name in enumerate(names)}
     for row in rows:
         place = path.parent / row.path
         if os.path.isfile(place):
@@ -60,6 +61,27 @@ def open_manifest(path: Path, options: base.SourceOptions) -> LocalSource:
         else:
             listing.problems.append(base.Problem(str(place), f"is no file (line {row.line} of {path.name})"))
     return LocalSource(path.parent, path.name, listing)
+
+
+def _numbered(path: Path, rows: list[Row], listing: Listing) -> tuple[list[Row], Sequence[str]]:
+    """The rows with labels that can be compared, and these by number; sets classes, remarks and, where a row has a list
+    of labels, sets: then an empty label is a list of none, else a problem.
+    """
+    given, where = [base.listed_labels(row.label) for row in rows], [f"{path} line {row.line}" for row in rows]
+    if any(labels is not None for labels in given):
+        pairs = zip(rows, given, strict=True)
+        lists = [list(filter(None, [row.label])) if labels is None else labels for row, labels in pairs]
+        listing.classes, listing.sets, numbers, remarks = base.label_sets(str(path), lists, where)
+        names = [json.dumps([listing.classes[label] for label in labels]) for labels in listing.sets]
+    else:
+        empty = [place for row, place in zip(rows, where, strict=True) if not row.label]
+        listing.problems += [base.Problem(place, "has an empty label") for place in empty]
+        rows = [row for row in rows if row.label]
+        lines, labels = [row.line for row in rows], [row.label for row in rows]
+        names, numbers, remarks = base.classes_of(str(path), labels, lines)
+        listing.classes = names
+    listing.remarks += remarks
+    return [row._replace(label=names[number]) for row, number in zip(rows, numbers, strict=True)], names
 
 
 def _parse(path: Path, label_column: str | None, listing: Listing) -> tuple[Collection[str], list[Row]]:
@@ -76,7 +98,7 @@ def _parse(path: Path, label_column: str | None, listing: Listing) -> tuple[Coll
             listing.problems.append(base.Problem(where, reason))
             continue
         values = {name: fields[place].strip() for name, place in columns.items()}
-        empty = next((name for name, text in values.items() if not text), None)
+        empty = next((name for name, text in values.items() if not text and name != "label"), None)
         if empty is not None:
             listing.problems.append(base.Problem(where, f"has an empty {empty}"))
             continue

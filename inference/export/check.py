@@ -27,6 +27,7 @@ from duetgan.inference.export.subject import (
     classifier_subject,
     generator_subject,
 )
+from duetgan.models.restore import NETWORKS
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.files import check_writable, replace_file, writing
 from duetgan.utils.runlog.run_log import say
@@ -177,6 +178,9 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
         raise UserError(f"{job.out}: {what}")
     if form.only is not None and checkpoint["task"] != form.only[0]:
         raise UserError(f"--format {job.format} {form.only[1]}")
+    several = "thresholds" in checkpoint["state"].get(NETWORKS["classifier"], {})
+    if several and (form.folder or job.format == "int8"):
+        raise UserError(f"--format {job.format} is for one label an image; choose safetensors, torch-export or onnx")
     for package in form.needs:
         import_extra(package)
     check_writable(job.out.parent)

@@ -151,7 +151,8 @@ def import_extra(name: str) -> Any:
 def open_safetensors(subject: Subject, path: Path) -> Runner:
     """The network built from the file alone."""
     checkpoint = read_weights(path)
-    return as_runner(classifier_from(checkpoint) if subject.is_classifier else Drawing(generator_from(checkpoint)))
+    whole = classifier_from(checkpoint, several=True) if subject.is_classifier else Drawing(generator_from(checkpoint))
+    return as_runner(whole)
 
 
 # --- torch.export

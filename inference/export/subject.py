@@ -48,7 +48,7 @@ def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
     """What a program that runs the network must know, for people and as metadata: `input`, `output`, and `classes`,
-    which is JSON.
+    which is JSON; of several labels an image also `thresholds`, JSON: the probabilities from which on it has them.
     """
     shape, classes = checkpoint["shape"], list(checkpoint["classes"])
     size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
@@ -58,8 +58,11 @@ def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
     )
     images = f"images: float32 {sizes} in [-1, 1], {colours}: pixels / 127.5 - 1"
     if checkpoint["task"] == "classifier":
-        output = "logits: float32 [N, classes], in the order of `classes`; softmax gives probabilities"
-        return {"input": images, "output": output, "classes": json.dumps(classes)}
+        thresholds = checkpoint["state"][NETWORKS["classifier"]].get("thresholds")
+        output = "logits: float32 [N, classes], in the order of `classes`; "
+        output += "softmax gives probabilities" if thresholds is None else "sigmoid gives each label's probability"
+        more = {} if thresholds is None else {"thresholds": json.dumps(thresholds.tolist())}
+        return {"input": images, "output": output, "classes": json.dumps(classes), **more}
     names = "; labels: int64 [N], places in `classes`" if classes else ""
     return {"input": f"z: float32 [N, z_dim], normal{names}", "output": images, "classes": json.dumps(classes)}
 
@@ -179,7 +182,7 @@ def classifier_subject(
 
     Raises UserError if the images' classes are not the classifier's, or if too few are there.
     """
-    classifier = classifier_from(checkpoint)
+    classifier = classifier_from(checkpoint, several=True)
     if images.classes:
         remedy = "give images of the same classes with --data"
         require_same_classes(images.path, images.classes, "the classifier", checkpoint["classes"], remedy)
@@ -199,7 +202,7 @@ def classifier_subject(
         names=("images",),
         output="logits",
         batches=batches,
-        labels=labels if images.classes else None,
+        labels=labels if images.classes and images.meta.sets is None else None,
         calibration=ranges,
     )
 

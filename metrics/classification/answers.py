@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval
 from duetgan.utils.errors import UserError
@@ -192,6 +193,20 @@ class Answers:
         return self.predicted == self.labels
 
     @cached_property
+    def shown(self) -> Tensor:
+        """bool [n, K]: of which classes each image is."""
+        return one_hot(self.labels, len(self.names)).bool()
+
+    @cached_property
+    def named(self) -> Tensor:
+        """bool [n, K]: of which it is predicted to be."""
+        return one_hot(self.predicted, len(self.names)).bool()
+
+    def words(self, classes: Tensor) -> str:
+        """What some of the classes, bool [K], are called."""
+        return "; ".join(name for name, there in zip(self.names, classes.tolist(), strict=True) if there) or "no label"
+
+    @cached_property
     def confusion(self) -> Tensor:
         """Counts int64 [K, K], [true, predicted]."""
         classes = len(self.names)
@@ -200,11 +215,8 @@ class Answers:
     @cached_property
     def rankings(self) -> list[Ranking | None]:
         """Of the images by each class's probability; None for a class without images, or that all images have."""
-        positive = (self.labels.numpy() == label for label in range(len(self.names)))
-        return [
-            Ranking(self.probabilities[:, label].numpy(), each) if each.any() and not each.all() else None
-            for label, each in enumerate(positive)
-        ]
+        pairs = zip(self.probabilities.T.numpy(), self.shown.T.numpy(), strict=True)
+        return [Ranking(scores, each) if each.any() and not each.all() else None for scores, each in pairs]
 
 
 # --- the figures
@@ -269,9 +281,8 @@ auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "a
 
 def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:
     """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never predicted, never there)."""
-    hits, support, predicted = (
-        counts.tolist() for counts in (answers.confusion.diagonal(), answers.confusion.sum(1), answers.confusion.sum(0))
-    )
+    every = (answers.shown & answers.named, answers.shown, answers.named)
+    hits, support, predicted = (each.sum(0).tolist() for each in every)
     return {
         name: {
             "precision": _share(hits[i], predicted[i]),

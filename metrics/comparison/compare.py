@@ -23,7 +23,7 @@ from safetensors.numpy import load, save
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.comparison import paired
-from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, Figure
+from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, LABELS, Figure
 from duetgan.utils import bounded
 from duetgan.utils.config.model import PositiveInt, Stored, Whole
 from duetgan.utils.errors import UserError
@@ -37,7 +37,7 @@ COLUMNS = {
     "prediction": np.int64,  # the most likely class
     "confidence": np.float64,  # its probability
     "loss": np.float64,  # -log of the true class's probability
-    **{row.key: np.float64 for row in CLASSIFIER},  # the image's influence on the document's figure of this name
+    **{row.key: np.float64 for row in CLASSIFIER + LABELS},  # the image's influence on that figure
 }
 
 
@@ -62,7 +62,8 @@ def keep_predictions(
     judge: str | None = None,  # fingerprint of the classifier, where it is not the checkpoint's own
 ) -> dict[str, Any]:
     """Write FILE of an evaluation into a folder; returns what its document says of it: `data_hash`, `predictions`."""
-    about = {"task": checkpoint["task"], "data": reader.meta.content_hash, "n": len(columns["label"]), "seed": seed}
+    n = len(next(iter(columns.values())))
+    about = {"task": checkpoint["task"], "data": reader.meta.content_hash, "n": n, "seed": seed}
     about |= {"training_seed": checkpoint["config"].get("seed"), "classes": checkpoint["classes"], "judge": judge}
     return {"data_hash": reader.meta.content_hash, "predictions": save_predictions(folder, about, columns)}
 

@@ -217,9 +217,9 @@ def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Dra
     training image), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
     """
     n, labels = len(samples), []
-    alike = held_out.reader.classes == train.reader.classes  # if not, they are all of one kind
+    alike = held_out.reader.meta.label_names == train.reader.meta.label_names  # if not, they are all of one kind
     for drawn, count in ((held_out, n), (train, len(train.features))):
-        of_file = drawn.reader.labels()[drawn.side.indices[:count]].astype(np.int64)
+        of_file = drawn.reader.label_numbers()[drawn.side.indices[:count]].astype(np.int64)
         labels.append(torch.from_numpy(of_file if alike and drawn.reader.classes else np.zeros_like(of_file)))
     real = RealSet(held_out.features[:n], labels[0])
     figures, neighbours = memorisation(samples, RealSet(train.features, labels[1]), real)

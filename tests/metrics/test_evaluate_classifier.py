@@ -26,7 +26,7 @@ class ByBrightness(Classifier):
 
     def __init__(self):
         torch.nn.Module.__init__(self)
-        self.channels, self.resolution, self.classes = 1, SIDE, 3
+        self.channels, self.resolution, self.classes, self.thresholds = 1, SIDE, 3, None
         self.gain = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, x):

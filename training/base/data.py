@@ -71,7 +71,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, An
         role: {
             "path": str(reader.path),
             "count": len(reader),
-            "by_class": dict(zip(reader.meta.classes, reader.meta.histogram, strict=False)),
+            "by_class": dict(zip(reader.meta.classes, reader.meta.by_class, strict=False)),
             "channels": reader.meta.channels,
             "resolution": reader.spec.resolution,
             "encoding": reader.meta.encoding,
@@ -109,10 +109,11 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "
             "--size N"
         )
-    training.labels()  # a damaged index or a label without a class ends it here, also for a GAN
+    training.label_numbers()  # a damaged index or a label without a class ends it here, also for a GAN
     second, scaled = training.synthetic, config.data.resolution is not None  # files' images, to the size asked for
     if second is not None:
-        second.labels()
+        for images in (training, second):  # of one label each
+            images.labels()
         remedy = "draw samples from a generator of these images"
         sized = scaled and isinstance(second, Dataset)
         _require_same_images(second.path, second, training.path, training, remedy, scaled=sized)
@@ -121,7 +122,7 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
         fill_weights(config.data, training)
     if held_out is None:
         return
-    held_out.labels()
+    held_out.label_numbers()
     path, remedy = config.data.val_path, "pack both alike"
     _require_same_images(path, held_out, config.data.path, training, remedy, scaled=scaled)
     if collectives.is_main():
@@ -170,6 +171,8 @@ def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset)
     """Raise UserError unless both have the same classes in the same order."""
     path, remedy = str(config.val_path), "pack both from the same class folders"
     require_same_classes(path, held_out.classes, str(config.path), training.classes, remedy)
+    if (held_out.meta.sets is None) != (training.meta.sets is None):
+        raise UserError(f"{path} and {config.path}: in one of them alone images have several labels; {remedy}")
 
 
 def check_open_files(shards: int) -> None:
@@ -202,15 +205,15 @@ def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def real_label_shares(config: DataConfig, dataset: Dataset) -> np.ndarray:
-    """How often each class of the real images is seen, relative to the others, float64 [classes]."""
+    """How often each label of the real images is seen, relative to the others, float64 [labels]."""
     weights = sampling_weights(config, dataset)
     if weights is None:
         return np.array(dataset.meta.histogram, np.float64)
-    return np.bincount(dataset.labels(), weights, minlength=len(dataset.classes))
+    return np.bincount(dataset.label_numbers(), weights, minlength=dataset.meta.labels)
 
 
 def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
-    """How often each class is seen, relative to the others: the histogram, unless sampling is weighted or synthetic
+    """How often each label is seen, relative to the others: the histogram, unless sampling is weighted or synthetic
     images are mixed in.
     """
     real, source = real_label_shares(config, dataset), dataset.synthetic
@@ -266,7 +269,7 @@ def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
 def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
     """The order of this rank's samples. Raises UserError for weights, and for classes that cannot be filled up."""
     weights = sampling_weights(config.data, dataset)
-    groups = None if weights is None or not dataset.classes else dataset.labels()
+    groups = None if weights is None or not dataset.classes else dataset.label_numbers()
     same: dict[str, Any] = {
         "batch_size": config.batch_size,
         "seed": config.seed,
@@ -328,6 +331,7 @@ def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None)
 def data_text(dataset: Dataset) -> str:
     meta = dataset.meta
     classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
+    classes += "" if meta.sets is None else f" in {len(meta.sets):,} sets of labels"
     channels = "grey" if meta.channels == 1 else "RGB"
     files = f" in {len(dataset.shards)} files" if len(dataset.shards) > 1 else ""
     if meta.shards is not None:

@@ -71,12 +71,18 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
             f"{path}: a classifier needs two classes or more, this file has {len(classes)}; pack a folder of class "
             "folders"
         )
+    if config.loss.several != (reader.meta.sets is not None):
+        which = "may have several labels: set loss.kind bce or asymmetric"
+        one = "have one label each: set loss.kind cross-entropy, or pack lists of labels"
+        raise UserError(f"{path}: its images {one if config.loss.several else which}")
+    if config.loss.several and config.finetune.probe:
+        raise UserError("finetune.probe is a regression for one label an image; leave it out")
     if config.model.classes is not None and config.model.classes != len(classes):
         raise UserError(
             f"{path}: has {len(classes)} classes, labels 0 to {len(classes) - 1}, but the head has model.classes "
             f"{config.model.classes}; make it {len(classes)} or leave it out"
         )
-    empty = [name for name, count in zip(classes, reader.meta.histogram, strict=True) if count == 0]
+    empty = [name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0]
     if empty:
         raise UserError(f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again")
     if val_reader is not None:

@@ -154,7 +154,7 @@ class Frozen:
         rows = (part.flatten(1).view(torch.uint8).numpy() for part in chain([first], parts))
         gather = on_disk(rows, item, folder) if place else np.concatenate(list(rows)).__getitem__
         say_main(f"frozen: {stages} computed once, outputs {of} {'on the disk' if place else 'in memory'}")
-        labels = np.concatenate([reader.labels() for reader in self.readers])
+        labels = np.concatenate([self.reader.label_numbers(), *(second.labels() for second in self.readers[1:])])
 
         def source(indices: np.ndarray) -> Batch:
             values = torch.from_numpy(gather(indices)).view(first.dtype).view(len(indices), -1, 1, first.shape[-1])

@@ -1,4 +1,6 @@
-"""The classifier's loss: cross entropy or the squared error, with soft targets and class weights."""
+"""The classifier's loss: cross entropy or the squared error of one label an image, the binary cross entropy or the
+asymmetric loss of several; with soft targets and class weights.
+"""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -7,26 +9,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duetgan.models.gan import one_hot
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.config.model import Config, Decay, NonNegativeFloat
 from duetgan.utils.errors import UserError
+
+FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's own
 
 
 class ClassifierLossConfig(Config):
     """Settings of the loss."""
 
-    # squared-error: of the outputs against one-hot targets (2006.07322); its outputs are no log-probabilities
-    kind: Literal["cross-entropy", "squared-error"] = "cross-entropy"
-    label_smoothing: Decay = 0.1  # this share of every target is spread over all classes
-    # by name, others 1; balanced: 1 / frequency
+    # squared-error: of the outputs against one-hot targets (2006.07322). bce, asymmetric (2009.14119): for several
+    # labels an image
+    kind: Literal["cross-entropy", "squared-error", "bce", "asymmetric"] = "cross-entropy"
+    label_smoothing: Decay = 0.1  # this share of every target is spread over all classes, or over yes and no
+    # by name, others 1; balanced: 1 / frequency. Several labels: what those that are there count
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether it is for images that may have several labels."""
+        return self.kind in ("bce", "asymmetric")
 
 
 class Targets(NamedTuple):
-    """What n images show: classes, or two classes in proportion."""
+    """What n images show: classes, or two classes in proportion; of several labels an image which, as 0 and 1."""
 
-    labels: Tensor  # int64 [n]
-    others: Tensor | None = None  # int64 [n]: the partners' labels; None: nothing is mixed
+    labels: Tensor  # int64 [n]; float [n, classes] of several labels
+    others: Tensor | None = None  # likewise: the partners' labels; None: nothing is mixed
     own: Tensor | None = None  # float [n]: the share of `labels`, 0 to 1
     weights: Tensor | None = None  # float [n]: what each sample's loss counts; None: 1
 
@@ -34,7 +45,12 @@ class Targets(NamedTuple):
         return Targets(*(part if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
     def correct(self, logits: Tensor) -> Tensor:
-        """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted class."""
+        """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted class, one of several
+        labels by the share of its classes that are told rightly.
+        """
+        if self.labels.is_floating_point():
+            told = (logits > 0).to(logits.dtype) - soft_targets(self, logits.shape[1], logits.dtype)
+            return (1 - told.abs()).mean(1).sum()
         predicted = logits.argmax(1)
         if self.others is None or self.own is None:
             return (predicted == self.labels).sum()
@@ -47,7 +63,8 @@ def class_weight_list(
     classes: Sequence[str],
     shares: Sequence[float],  # how often each class is seen in training, relative to the others
 ) -> list[float] | None:
-    """Each class's weight, scaled so that its mean over the images that are seen is 1; None without weights.
+    """Each class's weight, scaled so that its mean over the images that are seen is 1; None without weights. Of several
+    labels (then `shares` are of the images, and add up to no 1) the weight of an image that has it, as it is.
 
     So a batch's loss can be divided by its size, the same on all ranks and in all micro-batches, whatever classes it
     holds. Raises UserError for an unknown class, or weights of 0 only.
@@ -55,13 +72,15 @@ def class_weight_list(
     if config.class_weights is None:
         return None
     if config.class_weights == "balanced":
-        weights = [1 / share if share else 0.0 for share in shares]
+        weights = [(1 / share - config.several) if share else 0.0 for share in shares]
     else:
         for name in config.class_weights:
             if name not in classes:
                 hint = did_you_mean(name, list(classes))
                 raise UserError(f"loss.class_weights: no class {name!r} in the data{hint}")
         weights = [float(config.class_weights.get(name, 1.0)) for name in classes]
+    if config.several:
+        return weights
     mean = sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(shares)
     if not mean > 0:
         raise UserError("loss.class_weights: all classes in the data have weight 0; give one of them more")
@@ -77,8 +96,20 @@ def classifier_loss(
     """The sum over the samples, each by its weight, 0-d; the caller divides it by the global batch.
 
     Cross entropy is -sum_c w_c t_c log softmax(z)_c, the squared error (t . w) mean_c (z_c - t_c)^2, with t the target
-    after smoothing and mixing (for the squared error's weight: before smoothing).
+    after smoothing and mixing (for the squared error's weight: before smoothing). With p_c = sigmoid(z_c) the binary
+    cross entropy is mean_c -(w_c t_c log p_c + (1 - t_c) log(1 - p_c)); the asymmetric loss (2009.14119, equations 4
+    to 7) has q_c^FOCUS log(1 - q_c), q_c = max(p_c - MARGIN, 0), in the last term.
     """
+    if config.several:
+        soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
+        if config.kind == "bce":
+            errors = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights, reduction="none")
+        else:
+            q = (logits.sigmoid() - MARGIN).clamp(min=0)
+            errors = -soft * F.logsigmoid(logits) * (1 if weights is None else weights)
+            errors = errors - (1 - soft) * q**FOCUS * torch.log1p(-q)
+        errors = errors.mean(1)
+        return (errors if targets.weights is None else errors * targets.weights).sum()
     if config.kind == "cross-entropy":
         reduction = "sum" if targets.weights is None else "none"
         if targets.others is None or targets.own is None:
@@ -108,8 +139,9 @@ def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own:
 
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype, smoothing: float = 0.0) -> Tensor:
-    """The targets' distributions [n, classes]."""
-    soft = F.one_hot(targets.labels, classes).to(dtype)
+    """The targets' distributions [n, classes]; of several labels each one's share, in [0, 1]."""
+    soft = one_hot(targets.labels, classes, dtype)
     if targets.others is not None and targets.own is not None:
-        soft = torch.lerp(F.one_hot(targets.others, classes).to(dtype), soft, targets.own.to(dtype)[:, None])
-    return soft * (1 - smoothing) + smoothing / classes if smoothing else soft
+        soft = torch.lerp(one_hot(targets.others, classes, dtype), soft, targets.own.to(dtype)[:, None])
+    over = 2 if targets.labels.is_floating_point() else classes
+    return soft * (1 - smoothing) + smoothing / over if smoothing else soft

@@ -17,7 +17,7 @@ from duetgan.data.augment.transforms import Mixing, draw_and_apply, draw_mixing,
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, Source, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier
-from duetgan.metrics.figures import CLASSIFIER, history
+from duetgan.metrics.figures import CLASSIFIER, LABELS, history
 from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier
 from duetgan.models.model_parallel import Share, place
@@ -123,6 +123,11 @@ class ClassifierTask(Task):
             say_main(taken)
         else:
             fit_first_filters(model, reader)
+        self.rows, self.shown = CLASSIFIER, torch.empty(0)
+        if config.loss.several:
+            model.add_thresholds()
+            self.rows, self.best_metric = LABELS, "average_precision"
+            self.shown = torch.tensor(meta.multi_hot, dtype=torch.float32, device=device)  # by a batch's label numbers
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         model = model.to(memory_format=layout)
         self.shares: list[Share] = []  # of several devices
@@ -143,7 +148,10 @@ class ClassifierTask(Task):
         self.replica: DistributedDataParallel | None = None  # the model where there are several processes
         self.forward: Any = None  # the model or its replica, compiled where that is asked for
         self._wrapped_for: list[bool] = []  # which parameters trained when `_wrap` was last called
-        weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
+        shares = np.array(label_shares(config.data, reader))
+        if config.loss.several:
+            shares = shares @ meta.multi_hot / shares.sum()
+        weights = class_weight_list(config.loss, meta.classes, shares.tolist())
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.precision = Precision(config.precision, device)
         self.probe = Probed()
@@ -321,7 +329,8 @@ class ClassifierTask(Task):
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:
         """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
-        config, targets = self.config, Targets(batch.labels)
+        config, labels = self.config, self.shown[batch.labels] if self.config.loss.several else batch.labels
+        targets = Targets(labels)
         draw: Any = {"seed": config.seed, "step": step, "start": start, "global_batch": config.batch_size}
         images = draw_and_apply(batch.images, config.augment, **draw)
         mixed = None
@@ -329,7 +338,7 @@ class ClassifierTask(Task):
             size = (images.shape[2], images.shape[3])
             mixing = draw_mixing(config.augment, count=len(images), size=size, device=images.device, **draw)
             mixed = partners(images), mixing
-            targets = Targets(batch.labels, partners(batch.labels), mixing.own)
+            targets = Targets(labels, partners(labels), mixing.own)
         if batch.synthetic is not None and (weight := config.data.synthetic.weight) != 1:
             others = partners(batch.synthetic) if mixed else None
             targets = targets._replace(weights=sample_weights(batch.synthetic, weight, others, targets.own))
@@ -380,5 +389,7 @@ class ClassifierTask(Task):
             return {}
         size = self.config.evaluation.batch_size
         document = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, details=False)
-        self.best_interval = document.get("accuracy_interval")
-        return history(CLASSIFIER, document)
+        if self.model.thresholds is not None:
+            self.model.thresholds.copy_(self.ema.model.thresholds)  # its average stays what was chosen
+        self.best_interval = document.get(f"{self.best_metric}_interval")
+        return history(self.rows, document)

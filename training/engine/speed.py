@@ -95,7 +95,7 @@ class Trial:
         self.shares = self.task.typical_steps(config.steps)
         shape = (samples, *reader.spec.shape)
         images = (torch.arange(math.prod(shape)) % 251).to(torch.uint8).view(shape)
-        batch = Batch(images, torch.arange(samples) % max(1, len(reader.classes))).to(device)
+        batch = Batch(images, torch.arange(samples) % max(1, reader.meta.labels)).to(device)
         self.batch = self.task.as_read(batch, next(iter(self.shares)))
 
     def seconds(self, precision: Fixed, step: int | None = None, *, limit: float = math.inf) -> float:

@@ -58,6 +58,9 @@ class GanTask(Task):
         config.check_batches(self.stages, collectives.world_size())
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
         self.shape = config.shape(reader)
+        if self.shape["classes"] and reader.meta.sets is not None:
+            told = "its images may have several labels, and a GAN is conditioned on one; set conditional false"
+            raise UserError(f"{config.data.path}: {told}")
         if val_reader is not None and val_reader.classes and self.shape["classes"]:  # samples are drawn by its labels
             check_same_classes(config.data, reader, val_reader)
         self._stage = self.stages.at(0)

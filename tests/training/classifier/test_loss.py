@@ -68,6 +68,50 @@ def test_losses_against_loops(kind, smoothing, weights, mixed, weight):
     assert found.item() == pytest.approx(expected, rel=1e-6)
 
 
+def slow_label_loss(logits, shown, config, weights):
+    """Image by image and label by label, in Python's floats."""
+    total = 0.0
+    for z, targets in zip(logits.tolist(), shown.tolist(), strict=True):
+        for place, (value, told) in enumerate(zip(z, targets, strict=True)):
+            t = told * (1 - config.label_smoothing) + config.label_smoothing / 2
+            p = 1 / (1 + math.exp(-value))
+            focus, q = (0, p) if config.kind == "bce" else (4, max(p - 0.05, 0.0))
+            total -= weights[place] * t * math.log(p) / len(z)
+            total -= (1 - t) * q**focus * math.log(1 - q) / len(z)
+    return total
+
+
+@pytest.mark.parametrize("kind", ["bce", "asymmetric"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, 0.0, 1.0, 3.0]])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_losses_of_several_labels_against_loops_and_by_their_gradients(kind, smoothing, weights, mixed):
+    logits, _, _, own = batch()
+    shown = (torch.rand(N, CLASSES, generator=generator(0, "shown")) < 0.4).float()
+    others, config = shown.flip(0), ClassifierLossConfig(kind=kind, label_smoothing=smoothing)
+    targets = Targets(shown, others, own) if mixed else Targets(shown)
+    both = own[:, None] * shown + (1 - own[:, None]) * others if mixed else shown
+    given = None if weights is None else torch.tensor(weights).double()
+    found = classifier_loss(logits, targets, config, given)
+    assert found.item() == pytest.approx(slow_label_loss(logits, both, config, weights or [1.0] * CLASSES), rel=1e-6)
+    counted = targets._replace(weights=torch.tensor([2.0, 0, 0, 0, 0, 0]).double())
+    alone = classifier_loss(logits[:1], targets.rows(slice(0, 1)), config, given)
+    assert classifier_loss(logits, counted, config, given).item() == pytest.approx(2 * alone.item())
+    assert torch.autograd.gradcheck(
+        lambda z: classifier_loss(z, targets, config, given), logits.clone().requires_grad_(True)
+    )
+
+
+def test_several_labels_that_are_right_and_balanced():
+    logits, shown = torch.tensor([[2.0, -1.0], [-3.0, -1.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    assert Targets(shown).correct(logits) == 0.5 + 1
+    assert Targets(shown, shown.flip(0), torch.tensor([0.75, 1.0])).correct(logits) == (0.75 + 0.25) / 2 + 1
+    config: Any = ClassifierLossConfig(kind="bce", class_weights="balanced")
+    assert class_weight_list(config, "abc", [0.5, 0.1, 0.0]) == pytest.approx([1.0, 9.0, 0.0])
+    named: Any = ClassifierLossConfig(kind="bce", class_weights={"b": 3.0})
+    assert class_weight_list(named, "abc", [0.5, 0.1, 0.0]) == [1.0, 3.0, 1.0]
+
+
 def test_what_counts_as_right():
     logits = torch.eye(3)[torch.tensor([0, 1, 2, 0])]
     labels, others, own = torch.tensor([0, 0, 2, 1]), torch.tensor([1, 1, 2, 2]), torch.tensor([0.75, 0.75, 0.5, 0.5])

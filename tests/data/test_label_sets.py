@@ -1,0 +1,165 @@
+"""Images of several labels or none: CSV and JSON lists, what is packed and shown, how a part is held out."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from duetgan.data import inspect
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.pack import pack
+from duetgan.data.packing import strata
+from duetgan.data.sources import open_source
+from duetgan.data.sources.base import listed_labels
+from duetgan.utils.errors import UserError
+from tests.data.conftest import save
+
+LISTS = [["cat", "dog"], ["cat"], [], ["dog"], ["dog", "cat"], ["bird", "cat", "dog"]]
+SETS = [[], [0, 1, 2], [1], [1, 2], [2]]  # of bird, cat, dog
+NUMBERS = [3, 2, 0, 4, 3, 1]
+
+
+def images(place: Path, count: int = len(LISTS)) -> Path:
+    for number in range(count):
+        save(place / f"{number}.png", shade=9 * number)
+    return place
+
+
+def csv_of(place: Path, cells: list[str], name: str = "list.csv") -> Path:
+    images(place, len(cells))
+    quoted = ('"' + cell.replace('"', '""') + '"' for cell in cells)
+    (place / name).write_text("path,label\n" + "".join(f"{n}.png,{cell}\n" for n, cell in enumerate(quoted)))
+    return place / name
+
+
+def json_of(place: Path, labels: list[object]) -> Path:
+    images(place, len(labels))
+    pairs = [[f"{number}.png", label] for number, label in enumerate(labels)]
+    (place / "dataset.json").write_text(json.dumps({"labels": pairs}))
+    return place
+
+
+@pytest.mark.parametrize(
+    "cell", [";".join, json.dumps, lambda labels: " ; ".join(labels) if len(labels) > 1 else json.dumps(labels)]
+)
+def test_lists_of_a_csv_file_are_sets_of_labels(tmp_path, cell):
+    source = open_source(str(csv_of(tmp_path, list(map(cell, LISTS)))))
+    assert (source.classes, source.sets, source.labels().tolist()) == (["bird", "cat", "dog"], SETS, NUMBERS)
+    assert source.remarks == [f"{tmp_path / 'list.csv'}: lists of labels: 3 of 6 images have several, 1 none"]
+    source.check_classes()
+
+
+def test_lists_of_dataset_json_hold_numbers_or_names(tmp_path):
+    classes = ["bird", "cat", "dog"]
+    numbers = [[classes.index(label) for label in labels] for labels in LISTS]
+    for lists, names in ((LISTS, classes), (numbers, ["0", "1", "2"])):
+        source = open_source(str(json_of(tmp_path / names[0], lists)))
+        assert (source.classes, source.sets, source.labels().tolist()) == (names, SETS, NUMBERS)
+
+
+def test_what_is_a_list():
+    assert listed_labels("cat") is listed_labels("[cat") is listed_labels("[true]") is listed_labels("") is None
+    assert listed_labels("a; b") == listed_labels('["a", "b"]') == ["a", "b"]
+    assert (listed_labels("[]"), listed_labels("[1, 2]"), listed_labels("a;")) == ([], ["1", "2"], ["a", ""])
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (["cat;dog", "dog;dog"], "list.csv line 3: has the label dog twice; remove one"),
+        (["cat;dog", "e\u0301;\xe9"], "list.csv line 3: has the label \xe9 twice; remove one"),
+        (["cat;dog", "dog;"], "list.csv line 3: a label in its list is empty; remove it"),
+        (["[]", ""], "no image has a label; give some, or pack without: --label-column none"),
+        (["0;1", "7"], "label 7; labels are names, or whole numbers from 0"),
+        (["0;1", "-1"], "label -1; labels are names, or whole numbers from 0"),
+    ],
+)
+def test_odd_lists_of_a_csv_file_are_refused_by_line(tmp_path, cells, words):
+    with pytest.raises(UserError, match=words) as refused:
+        open_source(str(csv_of(tmp_path, cells)))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([[0, 0], [1]], "dataset.json: 0.png: has the label 0 twice"),
+        ([[0], [-1]], r"the label of 1.png is \[-1\]"),
+        ([[0], [None]], r"the label of 1.png is \[None\]"),
+        ([[0], [[1]]], r"the label of 1.png is \[\[1\]\]"),
+        ([["a"], [""]], "dataset.json: 1.png: a label in its list is empty"),
+        ([[], []], "no image has a label"),
+    ],
+)
+def test_odd_lists_of_dataset_json_are_refused_by_name(tmp_path, labels, words):
+    with pytest.raises(UserError, match=words):
+        open_source(str(json_of(tmp_path, labels)))
+
+
+def test_rows_of_one_file_must_agree_on_its_labels_in_whatever_order(tmp_path):
+    path = csv_of(tmp_path, ["a;b", "b"])
+    path.write_text(path.read_text() + "0.png,b;a\n")
+    assert str(open_source(str(path)).problems[0]).endswith("line 4 repeats 0.png of line 2")
+    path.write_text(path.read_text() + "1.png,\n")
+    with pytest.raises(UserError, match=r"line 5: 1.png has label \[\], in line 3 \[\"b\"\]"):
+        open_source(str(path))
+
+
+def test_a_packed_file_keeps_sets_and_is_packed_again_the_same(tmp_path):
+    source = open_source(str(csv_of(tmp_path, list(map(";".join, LISTS)))))
+    first = pack(source, tmp_path / "x.lmdb").meta
+    assert (first.sets, first.histogram, first.by_class, first.labels) == (SETS, [1, 1, 1, 2, 1], [1, 4, 4], 5)
+    hot = first.multi_hot[NUMBERS]
+    assert hot.tolist() == [[name in labels for name in first.classes] for labels in LISTS]
+    again = pack(open_source(str(tmp_path / "x.lmdb")), tmp_path / "again.lmdb").meta
+    assert (again.sets, again.content_hash) == (first.sets, first.content_hash)
+    with LMDBReader(tmp_path / "x.lmdb") as reader:
+        assert not inspect.verify(reader)
+        assert reader.labels().tolist() == NUMBERS
+
+
+def test_a_file_of_one_label_says_nothing_of_sets(tmp_path):
+    meta = pack(open_source(str(csv_of(tmp_path, ["a", "b", "a"]))), tmp_path / "x.lmdb").meta
+    assert b"sets" not in meta.to_json()
+    assert (meta.labels, meta.by_class, meta.label_names) == (2, [2, 1], ["a", "b"])
+    assert np.array_equal(meta.multi_hot, np.eye(2, dtype=bool))
+
+
+def test_inspect_counts_labels_and_images_with_none_or_several(tmp_path, capsys):
+    pack(open_source(str(csv_of(tmp_path, list(map(";".join, LISTS))))), tmp_path / "x.lmdb")
+    inspect.main([str(tmp_path / "x.lmdb"), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["labels_an_image"] == {"none": 1, "one": 2, "several": 3}
+    assert document["histogram"] == [1, 4, 4]
+    assert document["label_sets"][3] == {"labels": ["cat", "dog"], "count": 2}
+    inspect.main([str(tmp_path / "x.lmdb"), "--out", str(tmp_path / "grid.png")])
+    text = capsys.readouterr().out
+    assert "none 1, one 2, several 3" in text
+    assert "#" * inspect.BAR in text
+
+
+@pytest.mark.parametrize("sets", [[[0, 0]], [[1, 0]], [[3]], [[0], [1]]])
+def test_metadata_that_contradicts_itself_is_refused(tmp_path, sets):
+    meta = pack(open_source(str(csv_of(tmp_path, ["a;b", "b;c", "a"]))), tmp_path / "x.lmdb").meta
+    document = json.loads(meta.to_json()) | {"sets": sets, "histogram": [3]}
+    with pytest.raises(ValueError, match=r"sets has|histogram has"):
+        Meta.from_json(json.dumps(document).encode())
+
+
+def test_sets_that_are_frequent_are_held_out_evenly_and_rare_ones_together(tmp_path):
+    labels = np.repeat(np.arange(5), [20, 10, 9, 1, 1])
+    drawn = strata(labels, [[0], [1], [0, 1], [2], []], Fraction(1, 10))
+    assert np.array_equal(drawn, np.repeat([0, 1, 5], [20, 10, 11]))
+    assert strata(labels, None, Fraction(1, 10)) is labels
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+    cells = ["a;b", "a", "", "b", "a"] * 12
+    (tmp_path / "l.csv").write_text("path,label\n" + "".join(f"{n}.png,{cell}\n" for n, cell in enumerate(cells)))
+    summary = pack(open_source(str(tmp_path / "l.csv")), tmp_path / "x.lmdb", val_share="0.25")
+    assert (summary.meta.histogram, summary.held_out.histogram) == ([9, 18, 9, 9], [3, 6, 3, 3])
+    assert summary.held_out.sets == summary.meta.sets
