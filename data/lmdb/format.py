@@ -156,8 +156,9 @@ class Meta(Stored):
     def multi_hot(self) -> np.ndarray:
         """Which classes each label stands for: bool [labels, classes]."""
         hot = np.zeros((self.labels, len(self.classes)), bool)
-        for row, label in enumerate(range(self.labels) if self.sets is None else self.sets):
-            hot[row, label] = True
+        sets = [[label] for label in range(self.labels)] if self.sets is None else self.sets
+        for row, labels in enumerate(sets):
+            hot[row, labels] = True
         return hot
 
     @property

@@ -61,7 +61,7 @@ def strata(labels: np.ndarray, sets: Sequence[Sequence[int]] | None, share: Frac
     """
     if sets is None:
         return labels
-    rare = np.bincount(labels, minlength=len(sets)) * share < 1
+    rare = np.bincount(labels, minlength=len(sets)) < float(1 / share)
     return np.where(rare[labels], len(sets), labels)
 
 

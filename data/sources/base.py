@@ -256,8 +256,8 @@ def label_sets(
     several = sum(len(labels) > 1 for labels in found)
     remark = f"{where}: lists of labels: {several:,} of {len(given):,} images have several, {found.count([]):,} none"
     sets = sorted(map(list, {tuple(sorted(labels)) for labels in found}))
-    number = {tuple(labels): place for place, labels in enumerate(sets)}
-    return classes, sets, [number[tuple(sorted(labels))] for labels in found], [remark, *remarks]
+    place = {tuple(labels): number for number, labels in enumerate(sets)}
+    return classes, sets, [place[tuple(sorted(labels))] for labels in found], [remark, *remarks]
 
 
 def listed_labels(text: str) -> list[str] | None:

@@ -77,7 +77,7 @@ def _ratio(above: Tensor, below: Tensor) -> Measured:
     return Measured.influenced(value, len(above) * (above - value * below) / total)
 
 
-def best_thresholds(answers: LabelAnswers) -> list[float]:
+def best_thresholds(answers: Answers) -> list[float]:
     """Each label's threshold with the best F1 on these images, the highest of equal ones, in the middle between two
     probabilities; 0.5 for a label that no image has.
     """

@@ -1,6 +1,7 @@
 """Images of several labels or none: CSV and JSON lists, what is packed and shown, how a part is held out."""
 
 import json
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def csv_of(place: Path, cells: list[str], name: str = "list.csv") -> Path:
     return place / name
 
 
-def json_of(place: Path, labels: list[object]) -> Path:
+def json_of(place: Path, labels: Sequence[object]) -> Path:
     images(place, len(labels))
     pairs = [[f"{number}.png", label] for number, label in enumerate(labels)]
     (place / "dataset.json").write_text(json.dumps({"labels": pairs}))

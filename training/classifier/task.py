@@ -389,7 +389,7 @@ class ClassifierTask(Task):
             return {}
         size = self.config.evaluation.batch_size
         document = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, details=False)
-        if self.model.thresholds is not None:
+        if self.model.thresholds is not None and self.ema.model.thresholds is not None:
             self.model.thresholds.copy_(self.ema.model.thresholds)  # its average stays what was chosen
         self.best_interval = document.get(f"{self.best_metric}_interval")
         return history(self.rows, document)

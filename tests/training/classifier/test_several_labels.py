@@ -127,6 +127,8 @@ def test_an_export_carries_the_thresholds(folder, run, tmp_path):
     job = ["--checkpoint", str(run), "--format", "safetensors", "--out", str(out), "--n", "8", "--repeats", "1"]
     assert export.main(job) == 0
     theirs, ours = (classifier_from(read(path), several=True).thresholds for path in (out, resolve(run)))
+    assert theirs is not None
+    assert ours is not None
     assert torch.equal(theirs, ours)
     for form in ("int8", "folder"):
         with pytest.raises(UserError, match=f"--format {form} is for one label an image"):
@@ -160,7 +162,7 @@ def test_what_needs_one_label_refuses_the_images_and_the_network(folder, run):
         small = {"z_dim": 8, "w_dim": 8, "mapping_layers": 2, "channel_base": 64, "channel_max": 8}
         tree = {"task": "gan", "generator": small, "data": {"path": str(folder / "train.lmdb")}}
         with pytest.raises(UserError, match="a GAN is conditioned on one; set conditional false"):
-            GanTask(build_run_config(tree, [], "x"), reader, None, CPU)
+            GanTask(build_run_config(tree, [], "x"), reader, None, CPU)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="tells several labels an image"):
         classifier_from(load(resolve(run)))
     drawn = ["--counterfactual", str(folder / "drawn"), "--generator", str(run)]
