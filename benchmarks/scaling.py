@@ -36,6 +36,7 @@ from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.gradients import buckets_of
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.script import run_cli
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -186,6 +187,7 @@ class Reader:
 
     def __init__(self, images: Images) -> None:
         self.resolution, self.synthetic = images.resolution, None
+        self.spec = ImageSpec.of(images.channels, images.resolution)
         self.classes = [str(index) for index in range(images.classes)]
         per_class = images.number // max(1, images.classes)
         self.meta = SimpleNamespace(
@@ -193,6 +195,9 @@ class Reader:
             classes=self.classes,
             count=images.number,
             histogram=[per_class] * images.classes,
+            sets=None,
+            labels=images.classes,
+            by_class=[per_class] * images.classes,
         )
 
     def __len__(self) -> int:

@@ -264,7 +264,8 @@ def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
     with Dataset(samples) as reader:
         assert reader.resolution == "24x16"
     image = str(flags / "files" / "dots" / "0.png")
-    projected = ["project", *from_gan, "--image", image, "--out", str(tmp_path / "p.png"), "--steps", "2"]
+    projected = ["project", *from_gan, "--image", image, "--features", "pixels", "--steps", "2"]
+    projected += ["--out", str(tmp_path / "p.png")]
     assert run_cli(generate.main, projected) == 0
     table = tmp_path / "p.csv"
     assert run_cli(predict.main, ["--checkpoint", str(classifier), image, "--csv", str(table)]) == 0
