@@ -110,7 +110,9 @@ class GanReference:
         stage = self.stage(step)
         if self.tree["ada"]["mode"] != "off":
             self.ada.p = torch.tensor(self.p)
-            images = self.ada.apply(images, self.ada.draw(step, key, images.shape[2:], len(images)), slice(0, len(images)))
+            images = self.ada.apply(
+                images, self.ada.draw(step, key, images.shape[2:], len(images)), slice(0, len(images))
+            )
         return self.d.hidden(images, alpha=stage.alpha) if self.g.can_grow else self.d.hidden(images)
 
     def logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
