@@ -18,6 +18,7 @@ from tests.faults.conftest import ended, start_python
 WAIT = 120  # seconds: these tests wait for what must come, on machines that may be busy
 LONG = ["--steps", "100000", "--evaluation.every", "0", "--log.samples-every", "0", "--checkpoint.every", "4"]
 
+
 @pytest.fixture
 def run(tmp_path):
     return tmp_path / "run"
@@ -166,11 +167,18 @@ def test_fault_32_a_killed_launcher(start, command, run, gan_recipe, launcher):
     assert last(run) == step + 1
 
 
+def catches(pid, signum):
+    """Whether a process has a handler for it."""
+    status = Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1]
+    return int(status.split()[0], 16) >> (signum - 1) & 1
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_signal_before_the_first_step(start, run, processes):
     """Nothing is there to be saved; a scheduler that queues the job again at exit code 3 does so."""
     process = start("--procs", str(processes), how=start_python)
-    time.sleep(0.7)  # while torch is imported
+    until(lambda: catches(process.pid, signal.SIGTERM), process)
+    time.sleep(0.3)  # while torch is imported
     process.send_signal(signal.SIGTERM)
     done = ended(process)
     assert (done.code, saved(run)) == (3, False)
