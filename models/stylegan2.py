@@ -152,16 +152,8 @@ class Generator(StyledGenerator):
             stop = index + len(block.layers)
             fade = alpha if number == len(blocks) - 1 else 1.0
             styles = ws[:, index : stop + 1].unbind(1)
-            arguments = (
-                self.spec.side >> len(self.blocks) - 1 - number,
-                block,
-                x,
-                image,
-                styles,
-                maps[index:stop],
-                clamp,
-                fade,
-            )
+            size = self.spec.side >> len(self.blocks) - 1 - number
+            arguments = (size, block, x, image, styles, maps[index:stop], clamp, fade)
             x, image = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
             index = stop
         assert image is not None

@@ -66,11 +66,8 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[s
     """
     rows: list[dict[str, Any]] = []
     for each in comparisons:
-        arms, (group, figure), sign = (
-            (each.first, each.second),
-            (each.group, each.figure),
-            2 * each.larger_is_better - 1,
-        )
+        arms, group, figure = (each.first, each.second), each.group, each.figure
+        sign = 1 if each.larger_is_better else -1
         if (found := difference(results, *arms, group, figure)) is None:
             continue
         values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]

@@ -142,11 +142,11 @@ def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
     gains = torch.exp2(torch.where(happens, BAND_GAIN * draws.normal, 0))
     powers = [1 - share + share * gain.square() for share, gain in zip(BAND_POWER, gains.unbind(1), strict=True)]
     gains = gains * torch.stack(powers).prod(0).rsqrt()[:, None]
-    banks = (_band_matrices(side, images.dtype, images.device) for side in images.shape[2:])
-    filters = [torch.tensordot(gains, bank, dims=1)[:, None] for bank in banks]  # [n, 1, H, H], [n, 1, W, W]
-    return where_chosen(
-        happens.any(dim=1), lambda some, down, across: down @ some @ across.mT, images, images, *filters
-    )
+    height, width = images.shape[2:]
+    banks = {side: _band_matrices(side, images.dtype, images.device) for side in {height, width}}
+    filters = {side: torch.tensordot(gains, bank, dims=1)[:, None] for side, bank in banks.items()}
+    both = filters[height], filters[width]
+    return where_chosen(happens.any(dim=1), lambda some, down, across: down @ some @ across.mT, images, images, *both)
 
 
 def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
