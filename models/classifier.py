@@ -180,10 +180,11 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
     """[N, C, H, W], bilinear and antialiased, in float32 at least: torch does not do it in bf16 on CPUs. `size`:
     height and width, or the shorter side: the aspect is kept.
     """
+    height, width = map(int, images.shape[-2:])  # tensors while a graph is traced
     if not isinstance(size, tuple):
-        shorter = min(images.shape[-2:])
-        size = (round(images.shape[-2] * size / shorter), round(images.shape[-1] * size / shorter))
-    if images.shape[-2:] == size:
+        shorter = min(height, width)
+        size = (round(height * size / shorter), round(width * size / shorter))
+    if (height, width) == size:
         return images
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
     found = F.interpolate(wide, size=size, mode="bilinear", align_corners=False, antialias=True)

@@ -29,6 +29,15 @@ def test_new_first_convolutions_and_what_no_network_can_be_built_from():
         build(classes=1)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own: that tracing is deprecated and shapes become constants
+@pytest.mark.parametrize("resolution", [32, "32x24"])
+def test_a_network_that_scales_its_images_can_be_traced(resolution):
+    """As TensorBoard's graph does before the first step; sizes are tensors there."""
+    model = build(resolution=resolution, input_size=48).eval()
+    images = torch.randn(2, *model.spec.shape)
+    assert torch.equal(torch.jit.trace(model, images)(images), model(images))
+
+
 BOTTLENECKS = [name for name in RESNET.names if name not in ("resnet18", "resnet34")]
 
 
