@@ -110,7 +110,7 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
 MOST_SAMPLES = 12  # grids shown of the samples over time
 MOST_OUTPUTS = 12  # images shown of what other commands have written
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for bad images
-EMBED_WHOLE = 300_000  # bytes; larger images are shrunk before they are embedded
+EMBED_WHOLE = 100_000  # bytes; larger images are shrunk before they are embedded
 LARGEST_SIDE = 1400  # pixels of a shrunk image
 CAPTIONS = {  # name of an image in eval/: what it shows
     "samples": "Samples, a row for each class",
