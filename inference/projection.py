@@ -179,7 +179,8 @@ class Projector:
         kinds: Sequence[int | None] = labels or [None]
         for label in kinds:
             with torch.no_grad(), full_float32(self.device):
-                kind = None if label is None else torch.full([MEAN_SAMPLES], label, device=self.device)
+                kind = None if label is None else self.generator.conditions(torch.full([MEAN_SAMPLES], label))
+                kind = None if kind is None else kind.to(self.device)
                 w = self.generator.mapping(z.to(self.device), kind)  # [MEAN_SAMPLES, w_dim]
                 mean = self.generator.w_avg if label is None else w.mean(dim=0)
                 spread = (w - mean).square().sum(dim=1).mean().sqrt()

@@ -26,7 +26,8 @@ class Sampler:
     """A generator and how it is sampled. Samples have numbers, from 0, which go round the chosen classes.
 
     Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`. That sample depends on the seed,
-    its class and i // K alone: not on what else is chosen, nor on how many are drawn. Raises UserError for a
+    its class and i // K alone: not on what else is chosen, nor on how many are drawn. Where images may have several
+    labels, a class is a set of them (`ImageGenerator.sets`). Raises UserError for a
     truncation that the generator cannot do.
     """
 
@@ -59,18 +60,20 @@ class Sampler:
         size = self.batch_size
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
+    def classes(self, numbers: Sequence[int]) -> list[int]:
+        """The samples' classes; none if the generator is unconditional."""
+        return [self.chosen[number % len(self.chosen)] for number in numbers if self.chosen]
+
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
-        """The samples' classes int64 [n] on the CPU; None if the generator is unconditional."""
-        if not self.chosen:
-            return None
-        return torch.tensor([self.chosen[number % len(self.chosen)] for number in numbers], dtype=torch.int64)
+        """What the generator takes for these, on the CPU; None if it is unconditional."""
+        return self.generator.conditions(torch.tensor(self.classes(numbers))) if self.chosen else None
 
     def indices(self, numbers: Sequence[int]) -> list[int]:
         """The samples' indices in their keys (seed, "eval", index)."""
         if not self.chosen:
             return list(numbers)
         count = len(self.chosen)
-        return [number // count * self.generator.classes + self.chosen[number % count] for number in numbers]
+        return [number // count * self.generator.kinds + self.chosen[number % count] for number in numbers]
 
     def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
         """NVIDIA's seeds of the samples, where z is drawn by its rule."""
@@ -111,13 +114,14 @@ def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
     return cast(StyledGenerator, generator)
 
 
-def chosen_classes(names: str, classes: Sequence[str]) -> list[int]:
-    """Labels of `all` classes, or of those named with commas between; an unconditional generator has no `classes`.
+def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
+    """Labels of `all` classes (the first `most`), or of those named with commas between; an unconditional generator has
+    no `classes`.
 
     Raises UserError for an unknown or a repeated class, and for any name where there are no classes.
     """
     if names == "all":
-        return list(range(len(classes)))
+        return list(range(len(classes)))[:most]
     if not classes:
         raise UserError(f"--classes {names}: this generator is unconditional and has none; leave it out")
     chosen = [label_of(part.strip(), classes, "--classes") for part in names.split(",")]
@@ -208,11 +212,11 @@ def draw_mix(
 
 def draw_style_tables(checkpoint: Checkpoint, out: Path, *, seed: int, device: torch.device) -> list[str]:
     """Write truncation.png and mixing.png into the folder `out`; returns the names, none for a generator without w."""
-    generator = generator_from(checkpoint, device)
+    generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
         return []
-    names = checkpoint["classes"] if generator.classes else []
-    sampler = Sampler(generator=generator, chosen=range(len(names)), seed=seed)
+    names = generator.label_names(checkpoint["classes"])
+    sampler = Sampler(generator=generator, chosen=range(generator.kinds), seed=seed)
     draw_truncation(sampler, names, out / "truncation.png", psis=(0, 0.3, 0.5, 0.7, 1), count=10)
     coarse = range(cast(StyledGenerator, generator).num_ws // 2)
     draw_mix(sampler, names, out / "mixing.png", layers=coarse, count=6)
@@ -283,10 +287,7 @@ def default_count(sampler: Sampler, most: int = 16) -> int:
 
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """The names of the samples' classes; the samples' numbers where there are none."""
-    labels = sampler.labels(numbers)
-    if labels is None:
-        return [str(number) for number in numbers]
-    return [names[label] for label in labels.tolist()]
+    return [names[label] for label in sampler.classes(numbers)] or [str(number) for number in numbers]
 
 
 def parse_layers(text: str, count: int) -> list[int]:

@@ -33,7 +33,7 @@ from duetgan.metrics.intervals import Measured
 from duetgan.metrics.lineage import leaks, load_judge, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.metrics.samples import memorisation
-from duetgan.metrics.samples.judged import class_score
+from duetgan.metrics.samples.judged import class_score, recognised
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator, generate
@@ -125,7 +125,9 @@ def gather(
         n = min(n, len(reader), len(train) if train is not None and floor else len(reader))
         if n < 2:
             raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
-        side = select(_fitting_labels(generator, reader, "test"), n=n, seed=seed, role="test", per_class=per_class)
+        several = bool(generator.classes) and reader.meta.sets is not None
+        how: Any = {"n": n, "seed": seed, "role": "test", "hot": reader.meta.multi_hot if several else None}
+        side = select(_fitting_labels(generator, reader, "test"), **how, per_class=per_class)
         known = None if train is None else _fitting_labels(generator, train, "train")
         drawn = None if known is None else memorisation.training_selection(known, n=n, searched=searched, seed=seed)
     place = memorisation.search_place(extractors, generator.channels) if train is not None and searched else None
@@ -136,13 +138,19 @@ def gather(
         few = replace(drawn, indices=drawn.indices[:n], labels=drawn.labels[:n], key=f"{drawn.key}, the first {n}")
         for space in spaces if floor else filter(None, [place]):
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
-    samples = Sampler(generator, side, seed=seed, judge=classifier, observe=observe)
+    labels, asked = torch.from_numpy(side.labels), None
+    if several:
+        asked = torch.from_numpy(reader.meta.conditions(side.labels))
+        labels = asked > 0
+    samples = Sampler(generator, side, seed=seed, asked=asked, judge=classifier, observe=observe)
     with evaluating(generator):
-        how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
+        how = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **how, what="samples" if show else "", take=samples.take)
     answers = torch.cat(samples.answers)[:n] if samples.answers else None
-    about: Any = {"labels": torch.from_numpy(side.labels), "n": n, "seed": seed, "per_class": per_class}
+    about: Any = {"labels": labels, "n": n, "seed": seed, "per_class": per_class}
     about |= {"names": reader.classes if generator.classes else [], "probabilities": answers}
+    thresholds = getattr(classifier, "thresholds", None)
+    about["thresholds"] = None if thresholds is None else thresholds.cpu()
     records = [
         Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, extractor=space.name, **about)
         for space, fake, test in zip(extractors, fakes, tests, strict=False)  # without the added space
@@ -165,6 +173,9 @@ class Sampler:
     generator: ImageGenerator
     selection: Selection
     seed: int
+    asked: Tensor | None = (
+        None  # [m, K], of several labels a sample: what the generator takes in place of their numbers
+    )
     judge: Classifier | None = None
     observe: Observer | None = None
     answers: list[Tensor] = field(default_factory=list)  # probabilities [b, K] of the judge
@@ -173,11 +184,12 @@ class Sampler:
         """Draw and judge samples `rows`; sample i depends on the seed, i and its label alone. Returns them, and what
         `take` wants.
         """
-        labels = torch.from_numpy(self.selection.labels[rows.start : rows.stop])
+        part = slice(rows.start, rows.stop)
+        labels = torch.from_numpy(self.selection.labels[part])
         with full_float32(next(self.generator.parameters()).device):
             images = generate(
                 self.generator,
-                labels=labels if self.generator.classes else None,
+                labels=None if not self.generator.classes else labels if self.asked is None else self.asked[part],
                 indices=rows,
                 seed=self.seed,
                 batch_size=len(rows),
@@ -229,7 +241,7 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
             f"the {role} images have {len(reader.classes)} classes, the generator {generator.classes}; "
             "give the data it was trained on with --data"
         )
-    return reader.labels() if generator.classes else np.zeros(len(reader), dtype=np.int64)
+    return reader.label_numbers() if generator.classes else np.zeros(len(reader), dtype=np.int64)
 
 
 # --- evaluate.py
@@ -238,16 +250,21 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
-        generator = generator_from(checkpoint, device)
+        generator = generator_from(checkpoint, device, several=True)
         names = checkpoint["classes"] if generator.classes else []
         if names:
             require_same_classes("the generator", names, "the images", reader.classes)
+            if (generator.sets is None) != (reader.meta.sets is None):
+                raise UserError(
+                    f"{reader.path}: images and generator differ in whether an image may have several labels"
+                )
         judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
         train, why = training_images(checkpoint)
     extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    board, learnt_from = SampleBoard(names), recorded(checkpoint)
+    sets = reader.meta if generator.sets is not None else None
+    board, learnt_from = SampleBoard(names, sets=sets, judge=judge), recorded(checkpoint)
     with train or nullcontext():
         gathered = gather(
             generator,
@@ -270,19 +287,25 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             document = gathered.document(details=True)
             images = [*board.save(out), "real.png"]
             if train is not None and document["memorisation"] is not None:
-                pairs = memorisation.neighbour_images(generator, train, document["memorisation"], seed=options.seed)
+                how: Any = {"seed": options.seed, "labelled": reader}
+                pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
-            save_real(reader, names, board.columns, out / "real.png")
+            save_real(reader, board, out / "real.png")
             notes = document["notes"] | leaks(reader, train)
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
             notes |= flattered(extractors, learnt_from)
-            notes |= weak_judge(seen["accuracy"], reader.labels()) if seen else {}
+            notes |= weak_judge(seen["accuracy"], reader.label_numbers()) if seen else {}
             if judge is not None and judge.lineage.related(learnt_from):
                 notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
             columns = {"label": samples.labels[: samples.n].numpy()}
-            if samples.probabilities is not None:
+            if sets is not None:  # no one label was asked for
+                columns = {"label": np.zeros(samples.n, np.int64)}
+                if samples.probabilities is not None and samples.thresholds is not None:
+                    named = samples.probabilities >= samples.thresholds
+                    columns["recognised"] = (named == samples.labels[: samples.n]).all(1).double().numpy()
+            elif samples.probabilities is not None:
                 confidence, predicted = samples.probabilities.max(1)
                 columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
             source = None if judge is None else fingerprint(judge)
@@ -321,26 +344,26 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth; and
     the class score that they have.
     """
-    chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
+    chosen = select(reader.label_numbers(), n=n, seed=options.seed, role="judge")
     work = lambda rows: judge_images(judge, chosen.images(reader, rows))  # noqa: E731
     parts = list(shared_pass(n, work, side=reader.spec.side, batch_size=options.batch_size))
 
     def figures() -> dict[str, Any]:
         answers = torch.cat(parts)
-        hits = Measured.share(answers.argmax(1) == torch.from_numpy(chosen.labels))
-        score = class_score(answers)
+        labels = torch.from_numpy(reader.meta.conditions(chosen.labels))
+        hits = recognised(answers, labels if judge.thresholds is None else labels > 0, judge.thresholds)
+        score = class_score(answers) if judge.thresholds is None else Measured(None)
         shares = {"accuracy": hits.value, "accuracy_interval": hits.interval, "n": n}
         return shares | {"class_score": score.value, "class_score_interval": score.interval}
 
     return collectives.from_main_process(figures)
 
 
-def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:
+def save_real(reader: Dataset, board: SampleBoard, path: Path) -> None:
     """Write a grid of real test images, laid out like the grid of samples."""
-    labels = reader.labels() if names else np.zeros(len(reader), dtype=np.int64)
-    most = columns if names else columns * columns
+    labels = reader.label_numbers() if board.names else np.zeros(len(reader), dtype=np.int64)
     rows = []
-    for label in range(max(1, len(names))):
-        images, _ = reader.read(np.flatnonzero(labels == label)[:most])
+    for label in board.shown:
+        images, _ = reader.read(np.flatnonzero(labels == label)[: board.capacity])
         rows.append(list(torch.from_numpy(images)))
-    save_rows(rows, path, columns=columns, captions=names)
+    save_rows(rows, path, columns=board.columns, captions=board.captions)

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
+from duetgan.utils.text import set_names
 
 SHOWN = 24  # images of a picture of single ones
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
@@ -22,11 +24,22 @@ MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could 
 class SampleBoard:
     """Picks images out of a generator's evaluation; `observe` is an `Observer` of `evaluate_generator`."""
 
-    def __init__(self, classes: Sequence[str], *, columns: int = 10) -> None:
-        """Args: `classes` names by label, empty for an unconditional generator; `columns` samples of each class."""
-        self.classes = list(classes)
-        self.columns = columns
-        self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(classes)))]
+    def __init__(
+        self,
+        classes: Sequence[str],  # names by label, empty for an unconditional generator
+        *,
+        columns: int = 10,  # samples of each class
+        sets: Meta
+        | None = None,  # of the test images, where labels are of sets of classes: the most frequent are shown
+        judge: Any = None,  # the classifier, which has thresholds then
+    ) -> None:
+        self.classes, self.columns, self.sets, self.judge = list(classes), columns, sets, judge
+        self.names = self.classes if sets is None else sets.label_names
+        self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(self.names)))]
+        self.shown = list(range(len(self.rows)))  # rows, in order
+        if sets is not None:
+            self.shown = np.argsort(np.negative(sets.histogram), kind="stable")[:SHOWN].tolist()
+        self.captions = [self.names[row] for row in self.shown if self.names]
         self.capacity = columns if classes else columns * columns
         # file -> score, uint8 [C, H, W] and caption of the samples that the judge is surest, and least sure of
         self.kept: dict[str, list[tuple[float, Tensor, str]]] = {"recognised_best.png": [], "recognised_worst.png": []}
@@ -38,11 +51,16 @@ class SampleBoard:
                 self.rows[label].append(image.clone())
         if probabilities is None or not self.classes:
             return
-        asked = probabilities.gather(1, labels[:, None])[:, 0]
-        each = zip(*(column.tolist() for column in (labels, probabilities.argmax(1), asked)), strict=True)
+        if self.sets is None:
+            asked, sets = probabilities.gather(1, labels[:, None])[:, 0], probabilities.argmax(1)[:, None].tolist()
+        else:  # the least sure decision of each sample
+            hot = torch.from_numpy(self.sets.multi_hot)[labels]
+            asked = torch.where(hot, probabilities, 1 - probabilities).amin(1)
+            sets = [np.flatnonzero(row).tolist() for row in probabilities >= self.judge.thresholds.cpu()]
+        wanted, named = [self.names[label] for label in labels.tolist()], set_names(self.classes, sets)
         texts = [
-            f"{self.classes[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.classes[other]}")
-            for label, other, share in each
+            f"{name} {share:.2f}" + ("" if name == other else f"\nnamed {other}")
+            for name, other, share in zip(wanted, named, asked.tolist(), strict=True)
         ]
         for (name, kept), scores in zip(self.kept.items(), (asked, 1 - asked), strict=True):
             offered = [*kept, *zip(scores.tolist(), images, texts, strict=True)]
@@ -51,7 +69,8 @@ class SampleBoard:
 
     def save(self, folder: Path) -> list[str]:
         """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
-        save_rows(self.rows, folder / "samples.png", columns=self.columns, captions=self.classes)
+        rows = [self.rows[row] for row in self.shown]
+        save_rows(rows, folder / "samples.png", columns=self.columns, captions=self.captions)
         judged = {name: kept for name, kept in self.kept.items() if kept}
         for name, kept in judged.items():
             save_captioned([image for _, image, _ in kept], [text for _, _, text in kept], folder / name)

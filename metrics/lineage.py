@@ -127,7 +127,10 @@ def load_judge(
     """
     file = resolve(run)
     judge = read(file)
-    classifier = classifier_from(judge, device)
+    several = reader is not None and reader.meta.sets is not None
+    classifier = classifier_from(judge, device, several=several)
+    if several and classifier.thresholds is None:
+        raise UserError(f"{option} {run} tells one label an image; give one that tells several")
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
     weights = fingerprint(classifier)

@@ -14,6 +14,7 @@ from duetgan.data.errors import MOST_SIDE
 from duetgan.utils.config.model import Count, PositiveInt, Probability, Stored, Whole
 from duetgan.utils.image_spec import ImageSpec, Rectangle
 from duetgan.utils.provenance import Generated
+from duetgan.utils.text import set_names
 
 FORMAT = "duet-lmdb"
 VERSION = 1
@@ -161,6 +162,10 @@ class Meta(Stored):
             hot[row, labels] = True
         return hot
 
+    def conditions(self, labels: np.ndarray) -> np.ndarray:
+        """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot, float32 [n, K]."""
+        return labels if self.sets is None else self.multi_hot[labels].astype(np.float32)
+
     @property
     def by_class(self) -> list[int]:
         """Images of each class; an image of several counts for each of them."""
@@ -169,9 +174,7 @@ class Meta(Stored):
     @property
     def label_names(self) -> list[str]:
         """What each label is called: the class, or the set's classes, joined."""
-        if self.sets is None:
-            return self.classes
-        return ["; ".join(self.classes[label] for label in labels) or "(no label)" for labels in self.sets]
+        return self.classes if self.sets is None else set_names(self.classes, self.sets)
 
     def check_room(self, size: int, entries: int) -> None:
         """Raise ValueError for a count of images that a file of `size` bytes and `entries` records cannot hold.

@@ -216,7 +216,8 @@ def build(
             run = argument or classifier
             if not run:
                 raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
-            loaded = judge if judge is not None and run == classifier else classifier_from(read(resolve(run)), device)
+            loaded = judge if judge is not None and run == classifier else None
+            loaded = loaded or classifier_from(read(resolve(run)), device, several=True)  # of which features are taken
             extractor = classifier_features(loaded, name=f"classifier:{run}")
         elif kind == "pixels":
             extractor = pixel_features(channels)
@@ -275,15 +276,20 @@ class Selection:
         return torch.from_numpy(reader.read(self.indices[rows.start : rows.stop])[0])
 
 
-def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0) -> Selection:
+def select(
+    labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0, hot: np.ndarray | None = None
+) -> Selection:
     """Draw n images without replacement by the key (seed, "eval", role), then add until a class has `per_class`.
 
-    `labels` int64 [count] are those of the whole file. A class with fewer than `per_class` in it comes with all it has.
+    `labels` int64 [count] are those of the whole file; `hot` bool [labels, classes]: of which classes an image of each
+    is, if not of one. A class with fewer than `per_class` in it comes with all it has.
     """
     order = numpy_generator(seed, "eval", role).permutation(len(labels))
     wanted = np.zeros(len(order), dtype=bool)
-    for label in np.unique(labels):
-        wanted[np.flatnonzero(labels[order] == label)[:per_class]] = True
+    for members in (
+        hot.T[:, labels[order]] if hot is not None else (labels[order] == each for each in np.unique(labels))
+    ):
+        wanted[np.flatnonzero(members)[:per_class]] = True
     order = np.concatenate([order[:n], order[n:][wanted[n:]]])
     return Selection(order, labels[order], f"{role} {seed} {n} {per_class}")
 

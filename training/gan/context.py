@@ -29,7 +29,7 @@ class Latents:
     z: Tensor  # [B, z_dim]
     z_mixed: Tensor | None  # [B, z_dim], the second style
     crossover: Tensor | None  # [B] int64: the first layer that takes the second style; num_ws where nothing is mixed
-    labels: Tensor  # [B] int64
+    labels: Tensor  # [B] int64, as the data's: of classes or of sets of them
 
 
 class GanDraws:
@@ -58,7 +58,7 @@ class GanDraws:
         return Latents(z, z_mixed, torch.where(mixed, crossover, num_ws), labels)
 
     def label_offsets(self, step: int, batch_size: int) -> Tensor:
-        """[B] int64 in 1..classes-1: added to the true labels (modulo the classes) they give wrong ones."""
+        """[B] int64 in 1..labels-1: added to the true labels (modulo the labels) they give wrong ones."""
         keyed = self._keyed("latent", step, "mismatch")
         return torch.randint(1, len(self.class_weights), [batch_size], generator=keyed, device=self.device)
 
@@ -78,15 +78,18 @@ class GanDraws:
         return torch.randn((batch_size, *shape), generator=self._keyed("path", step), device=self.device)
 
 
-def mix_styles(model: StyledGenerator, latents: Latents, rows: slice, num_ws: int) -> tuple[Tensor, Tensor]:
-    """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim]."""
-    labels = latents.labels[rows] if model.classes else None
+def mix_styles(
+    model: StyledGenerator, latents: Latents, rows: slice, num_ws: int, labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim];
+    `labels`: theirs, as the mapping takes them.
+    """
     z = latents.z[rows]
     if latents.z_mixed is None or latents.crossover is None:
         w = model.mapping(z, labels)
         return w[:, None].expand(-1, num_ws, -1), w
     # both styles in one pass: its layers are small and cost by the call
-    both = None if labels is None else labels.repeat(2)
+    both = None if labels is None else torch.cat([labels, labels])
     w, other = model.mapping(torch.cat([z, latents.z_mixed[rows]]), both).chunk(2)
     first = torch.arange(num_ws, device=w.device)[None, :, None] < latents.crossover[rows][:, None, None]
     return torch.where(first, w[:, None], other[:, None]), w
@@ -152,12 +155,23 @@ class Context:
     draws: GanDraws
     ada: Ada
     schedule_images: int  # over which scheduled settings reach their ends
+    sets: Tensor | None = None  # float [labels, classes]: what each label stands for, of several an image
 
     def __post_init__(self) -> None:
         how: Any = {"setting": self.config.compile, "device": self.device}
         self.synthesis = self.generator.synthesis if self.generator.has_styles else self.generator
         self._compiled_synthesis = Compiled(self.synthesis, "the generator", **how)
         self._compiled_hidden = Compiled(self.discriminator.hidden, "the discriminator", **how)
+
+    def asked(self, labels: Tensor) -> Tensor:
+        """What the networks are conditioned on: labels int64 [n] as they are, of several an image [n, classes]."""
+        return labels if self.sets is None else self.sets[labels]
+
+    def label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Sum over the samples of the cross entropy; of several labels an image the binary one, its classes' mean."""
+        if self.sets is None:
+            return F.cross_entropy(logits, labels, reduction="sum")
+        return F.binary_cross_entropy_with_logits(logits, self.asked(labels).to(logits)) * len(labels)
 
     def reals(self, batch: Batch, share: StepShare, name: str | None = None) -> list[Images]:
         """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
@@ -201,10 +215,10 @@ class Context:
         generator, maps = self.generator, [layer[rows] for layer in noise]
         run = self._compiled_synthesis if compiled else self.synthesis
         grown = {"resolution": stage.resolution, "alpha": self._alpha(stage, run)} if generator.can_grow else {}
+        labels = self.asked(latents.labels[rows]) if generator.classes else None
         if not generator.has_styles:
-            labels = latents.labels[rows] if generator.classes else None
             return run(latents.z[rows], labels, noise=maps, **grown), None, None
-        ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
+        ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution), labels)
         return run(ws, maps, **grown), ws, w
 
     def discriminate(
@@ -221,18 +235,21 @@ class Context:
         with self.precision.autocast():
             hidden = run(images, alpha=self._alpha(share.stage, run)) if self.generator.can_grow else run(images)
         features = self.discriminator.output(hidden)
-        logits = self.discriminator.project(features, batch.labels)
+        logits = self.discriminator.project(features, self.asked(batch.labels))
         return DiscriminatorOutput(name, *batch, hidden, features, logits)
 
     def auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor | float:
-        """The auxiliary head's cross entropy on a micro-batch, weighted, as its share of the mean; 0 without a head."""
+        """The auxiliary head's loss on a micro-batch, weighted, as its share of the mean; 0 without a head."""
         if not self.config.loss.auxiliary_weight:
             return 0.0
         class_logits = self.discriminator.auxiliary(output.hidden)
-        loss = F.cross_entropy(class_logits, output.labels, reduction="sum") / share.batch_size
+        loss = self.label_loss(class_logits, output.labels) / share.batch_size
         if output.name == "real":
             share.add("loss/auxiliary_real", loss)
-            share.add("accuracy/auxiliary", (class_logits.argmax(1) == output.labels).sum() / share.batch_size)
+            right = class_logits.argmax(1) == output.labels
+            if self.sets is not None:  # of an image the share of its classes that are told rightly
+                right = ((class_logits > 0) == (self.asked(output.labels) > 0)).float().mean(1)
+            share.add("accuracy/auxiliary", right.sum() / share.batch_size)
         elif output.name == "generator":
             share.add("loss/auxiliary", loss)
         return loss * self.config.loss.auxiliary_weight

@@ -58,9 +58,7 @@ class GanTask(Task):
         config.check_batches(self.stages, collectives.world_size())
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
         self.shape = config.shape(reader)
-        if self.shape["classes"] and reader.meta.sets is not None:
-            told = "its images may have several labels, and a GAN is conditioned on one; set conditional false"
-            raise UserError(f"{config.data.path}: {told}")
+        self.sets = reader.meta.sets if self.shape["classes"] else None
         if val_reader is not None and val_reader.classes and self.shape["classes"]:  # samples are drawn by its labels
             check_same_classes(config.data, reader, val_reader)
         self._stage = self.stages.at(0)
@@ -73,7 +71,8 @@ class GanTask(Task):
         transfer = config.init_from is not None
         ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=transfer)
         networks = (self.generator, self.discriminator)
-        self.context = Context(config, device, *networks, self.precision, draws, ada, schedule_images)
+        hot = None if self.sets is None else torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
+        self.context = Context(config, device, *networks, self.precision, draws, ada, schedule_images, hot)
         more: Any = {"growing": self.stages.growing, "compress": config.distributed.compress}
         optimizers = (config.generator_optimizer, config.discriminator_optimizer)
         for_generator, for_discriminator = (
@@ -111,6 +110,10 @@ class GanTask(Task):
             with forked(config.seed, "init", "auxiliary"):
                 discriminator.add_auxiliary()
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        if self.sets is not None:
+            generator.sets = [
+                self.sets[label] for label in np.argsort(np.negative(self.reader.meta.histogram), kind="stable")
+            ]
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)
         self.ema = EMA(self.generator, buffers="copy")
@@ -122,11 +125,12 @@ class GanTask(Task):
         if run is None:
             return None
         checkpoint = load(resolve(run))
-        classifier = classifier_from(checkpoint, self.device)
-        if list(checkpoint["classes"]) != list(self.reader.classes):
+        classifier = classifier_from(checkpoint, self.device, several=self.sets is not None)
+        names = list(checkpoint["classes"])
+        if names != list(self.reader.classes) or (classifier.thresholds is None) != (self.sets is None):
             raise UserError(
-                f"loss.classifier {run}: its classes differ from those of {self.config.data.path}; train it on the "
-                "same classes"
+                f"loss.classifier {run}: its classes differ from those of {self.config.data.path}, or whether an image "
+                "may have several; train it on the same classes"
             )
         teachers, pretrained = [fingerprint(classifier)], classifier.lineage.pretrained
         self.learnt_from = Lineage.of(teachers=teachers, pretrained=pretrained)
@@ -143,7 +147,8 @@ class GanTask(Task):
         return self.learnt_from
 
     def provenance(self) -> dict[str, Any]:
-        return {"teachers": self.learnt_from.teachers, "stage": [self._stage.resolution, self._stage.alpha]}
+        several = {} if self.sets is None else {"sets": self.generator.sets}
+        return {"teachers": self.learnt_from.teachers, "stage": [self._stage.resolution, self._stage.alpha]} | several
 
     def registry(self) -> dict[str, Any]:
         return {
@@ -213,8 +218,9 @@ class GanTask(Task):
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class (the first 20)."""
-        rows, columns = (min(20, self.shape["classes"]), 10) if self.shape["classes"] else (8, 8)
-        labels = torch.arange(rows).repeat_interleave(columns) if self.shape["classes"] else None
+        rows, columns = (min(20, self.generator.kinds), 10) if self.generator.kinds else (8, 8)
+        labels = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
+        labels = labels if self.generator.kinds else None
         samples = generate(self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed)
         return grid(samples, columns=columns)
 
@@ -260,7 +266,9 @@ class GanTask(Task):
             return self.discriminator(to_float(images), labels).flatten().cpu()  # labels may count for nothing
 
         def work(rows: range) -> Tensor:
-            held_out, real = (read_batch(part, np.arange(rows.start, rows.stop)) for part in readers)
+            pair = [(part.meta, read_batch(part, np.arange(rows.start, rows.stop))) for part in readers]
+            asked = [torch.from_numpy(meta.conditions(batch.labels.numpy())) for meta, batch in pair]
+            held_out, real = (Batch(batch.images, labels) for (_, batch), labels in zip(pair, asked, strict=True))
             labels = real.labels if self.generator.classes else None
             samples = generate(self.ema.model, labels=labels, indices=rows, seed=self.config.seed)
             return torch.stack([logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))])

@@ -66,6 +66,7 @@ class Head(Stored):
     step: Count
     config: dict[str, Any]
     classes: list[str] | tuple[str, ...]
+    sets: list[list[Count]] | None = None  # of classes that a GAN's images have together; None: one class each
     shape: Shape
     state: dict[str, dict[Any, Any]]
     data: Data | None = None
@@ -269,6 +270,8 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
         classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
         if classes != named:
             raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
+        if any(label >= named for labels in checkpoint.get("sets") or () for label in labels):
+            raise ValueError(f"sets has a label beyond the {named} classes")
         ConfigHead.read(checkpoint["config"], "config")
     return checkpoint | {"file": file}  # file: for messages
 

@@ -113,10 +113,10 @@ def test_a_slower_one_by_hand_is_taken_with_a_warning(chosen, faster, given, by,
 
 def test_the_environment_may_say_what_auto_means(chosen, faster, monkeypatch):
     compared = faster("bf16")
-    assert chosen("gan", "--precision", "fp32") [:2] == ("fp32", "fp32")  # nothing to compare with
+    assert chosen("gan", "--precision", "fp32")[:2] == ("fp32", "fp32")  # nothing to compare with
     monkeypatch.setenv(speed.FORCED, "bf16")
     assert chosen("gan")[:2] == ("bf16", "bf16 (auto: DUET_PRECISION says so)")
-    assert chosen("gan", "--precision", "fp16") [:2] == ("fp16", "fp16")
+    assert chosen("gan", "--precision", "fp16")[:2] == ("fp16", "fp16")
     assert compared == []
     monkeypatch.setenv(speed.FORCED, "int8")
     with pytest.raises(UserError, match="DUET_PRECISION=int8: must be fp32, bf16 or fp16"):
