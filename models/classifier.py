@@ -81,12 +81,21 @@ class Classifier(ImageNetwork):
     input_shift: Tensor | None
     thresholds: Tensor | None  # [classes]: the probability from which on an image has a label; None: it has one label
 
-    def __init__(self, config: ModelConfig, *, channels: int, classes: int, resolution: int | str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        channels: int,
+        classes: int,
+        resolution: int | str,
+        pixel_format: Any = None,  # ImageNetwork has it
+    ) -> None:
         super().__init__()
         if classes < 2:
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
         self.config = config
         self.channels, self.classes, self.resolution = channels, classes, resolution
+        self.pixel_format = pixel_format
         self.lineage = Lineage.of()  # what its weights have seen before this training
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(

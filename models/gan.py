@@ -6,7 +6,7 @@ unconditional. A discriminator that can grow also takes `progressive=`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -33,11 +33,12 @@ class ImageNetwork(nn.Module):
 
     channels: int
     resolution: int | str
+    pixel_format: Mapping[str, Any] | None = None  # of the images that it was built for, see utils/image_spec.py
 
     @property
     def spec(self) -> ImageSpec:
         """What its images are."""
-        return ImageSpec.of(self.channels, self.resolution)
+        return ImageSpec.of(self.channels, self.resolution, self.pixel_format)
 
 
 class ImageGenerator(ImageNetwork):
@@ -150,7 +151,7 @@ class StageGenerator(ImageGenerator):
         super().__init__()
         self.generator = generator
         self.z_dim, self.classes, self.channels = generator.z_dim, generator.classes, generator.channels
-        self.sets = generator.sets
+        self.sets, self.pixel_format = generator.sets, generator.pixel_format
         self.stage, self.alpha = resolution, alpha
         self.factor = (shown or resolution) // resolution
         self.resolution = generator.spec.at(shown or resolution).resolution

@@ -46,7 +46,7 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
     if section not in checkpoint["config"]:
         raise UserError(f"{file}: config.{section} is missing; use another checkpoint")
     given: Any = checkpoint["config"][section]
-    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields}
+    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields if key in checkpoint["shape"]}
 
     def built() -> Any:
         held = {name.partition(".")[0] for name in checkpoint["state"][part]}

@@ -12,7 +12,7 @@ from annotated_types import Interval, MinLen
 
 from duetgan.data.errors import MOST_SIDE
 from duetgan.utils.config.model import Count, PositiveInt, Probability, Stored, Whole
-from duetgan.utils.image_spec import ImageSpec, Rectangle
+from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec, PixelFormat, Rectangle
 from duetgan.utils.provenance import Generated
 from duetgan.utils.text import set_names
 
@@ -93,9 +93,10 @@ class Meta(Stored):
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
     count: Annotated[int, Interval(ge=1, lt=10**10)]  # images; as many digits as a key has
     classes: list[str]  # names by label; empty: unlabelled
-    channels: Literal[1, 3]
+    channels: Annotated[int, Interval(ge=1, le=MOST_CHANNELS)]
     resolutions: list[Side]
     size: Rectangle | None = None
+    pixel_format: PixelFormat | None = None  # None: 8-bit values without transparency
     encoding: Encoding
     histogram: list[Count]  # images per label; empty: unlabelled
     mean: list[Probability]
@@ -146,7 +147,8 @@ class Meta(Stored):
     @property
     def spec(self) -> ImageSpec:
         """The images at the largest resolution."""
-        return ImageSpec.of(self.channels, self.size or self.resolutions[-1])
+        pixels = None if self.pixel_format is None else self.pixel_format.document
+        return ImageSpec.of(self.channels, self.size or self.resolutions[-1], pixels)
 
     @property
     def labels(self) -> int:

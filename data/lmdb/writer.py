@@ -223,7 +223,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             count=self.count,
             classes=self.classes,
             sets=self.sets,
-            channels=self.layout.channels,  # type: ignore[arg-type]  # checked there
+            channels=self.layout.channels,
             resolutions=list(self.layout.resolutions),
             size=self.layout.size,
             encoding=self.layout.encoding,  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ class GeneratedSamples:
         self.meta = Meta(
             count=count,
             classes=classes,
-            channels=channels,  # type: ignore[arg-type]
+            channels=channels,
             resolutions=list(layout.resolutions),
             size=layout.size,
             encoding="raw",

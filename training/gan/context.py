@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duetgan.data.augment.transforms import draw_and_apply, to_float
+from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.reading.loader import Batch
 from duetgan.models.gan import Alpha, StyledGenerator
 from duetgan.models.layers import upsample_fir
@@ -175,12 +175,14 @@ class Context:
 
     def reals(self, batch: Batch, share: StepShare, name: str | None = None) -> list[Images]:
         """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
-        config, micro_batches = self.config, []
+        config, spec, micro_batches = self.config, self.generator.spec, []
         for rows in share.micro_batches():
             here = slice(rows.start - share.first, rows.stop - share.first)
             draw: Any = {"seed": config.seed, "step": share.step, "start": rows.start, "phase": name}
-            images = draw_and_apply(batch.images[here], config.augment, global_batch=share.batch_size, **draw)
-            images = to_float(images, channels_last=config.channels_last)  # from uint8, a quarter of the memory
+            images = batch.images[here]
+            images = spec.to_float(images, config.channels_last) if spec.deep else images
+            images = draw_and_apply(images, config.augment, global_batch=share.batch_size, **draw)
+            images = images if spec.deep else spec.to_float(images, config.channels_last)  # a quarter of the memory
             assert min(images.shape[2:]) == share.stage.resolution  # the loader is where the stages are
             if (alpha := share.stage.alpha) < 1:  # fading in, as samples do (1710.10196, appendix A.1)
                 images = upsample_fir(F.avg_pool2d(images, 2)).lerp(images, alpha)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.metrics.evaluate_gan import evaluate_generator
@@ -92,18 +91,18 @@ class GanTask(Task):
     def outline(config: GanConfig, shape: Mapping[str, Any]) -> Outline:
         """Each weight has its gradient and the optimizer's moments besides; the generator's its average too."""
         networks = architecture_of(config.architecture)
-        generator = networks.generator(config.generator, **shape)
-        discriminator = networks.discriminator(config.discriminator, **shape)
+        generator = networks.network("generator", config.generator, **shape)
+        discriminator = networks.network("discriminator", config.discriminator, **shape)
         return {"generator": (generator, 4), "discriminator": (discriminator, 3)}
 
     def _build_networks(self) -> None:
         """Generator, its moving average and discriminator, initialised by their keys."""
         config, networks = self.config, architecture_of(self.config.architecture)
         with forked(config.seed, "init", "generator"):
-            generator = networks.generator(config.generator, **self.shape)
+            generator = networks.network("generator", config.generator, **self.shape)
         with forked(config.seed, "init", "discriminator"):
             growing = {"progressive": True} if self.stages.growing else {}
-            discriminator = networks.discriminator(config.discriminator, **self.shape, **growing)
+            discriminator = networks.network("discriminator", config.discriminator, **self.shape, **growing)
         if config.loss.auxiliary_weight:
             if self.shape["classes"] < 2:
                 raise UserError("loss.auxiliary_weight needs images of two classes or more: leave it out")
@@ -263,7 +262,9 @@ class GanTask(Task):
 
         def logits_of(batch: Batch) -> Tensor:
             images, labels = (upload(part, self.device) for part in (batch.images, batch.labels))
-            return self.discriminator(to_float(images), labels).flatten().cpu()  # labels may count for nothing
+            return (
+                self.discriminator(self.discriminator.spec.to_float(images), labels).flatten().cpu()
+            )  # labels may count for nothing
 
         def work(rows: range) -> Tensor:
             pair = [(part.meta, read_batch(part, np.arange(rows.start, rows.stop))) for part in readers]
