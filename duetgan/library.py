@@ -82,7 +82,7 @@ class Classifier(nn.Module):
 class Samples(NamedTuple):
     """What a generator drew. Sample i depends on `seed`, its class and `indices[i]` alone."""
 
-    images: Tensor  # uint8 [n, channels, H, H] on the CPU
+    images: Tensor  # [n, channels, H, W] on the CPU, as files have them: uint8, uint16 or float32; alpha not multiplied
     labels: list[str]  # each one's class; empty for an unconditional generator
     seed: int
     indices: list[int]
@@ -140,7 +140,11 @@ class Generator(nn.Module):
         """`n` samples as one picture; unless said 64, or 8 of each class, a column a class. `options` as `sample`."""
         chosen = options.get("classes")
         kinds = len([chosen] if isinstance(chosen, str) else chosen or self.label_names)
-        pixels = grid(self.sample(n or 8 * kinds or 64, **options).images, columns=columns or kinds or None)
+        pixels = grid(
+            self.sample(n or 8 * kinds or 64, **options).images,
+            columns=columns or kinds or None,
+            spec=self.network.spec,
+        )
         return PIL.Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
     def project(

@@ -24,7 +24,7 @@ from duetgan.inference.settings import EditConfig, label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.classifier import Classifier, fit_images
-from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.models.gan import StyledGenerator
 from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator as keyed_generator
@@ -110,7 +110,7 @@ class Editor:
         drawn, size = [], self.sampler.batch_size
         with torch.no_grad(), full_float32(self.device):
             for part, offset in zip(start.batches(size), offsets.split(size), strict=True):
-                drawn.append(to_uint8(self.moved(part, offset)).cpu())
+                drawn.append(self.generator.spec.from_float(self.moved(part, offset)).cpu())
         return torch.cat(drawn)
 
     def probabilities(self, images: Tensor, classifier: Classifier | None = None) -> Tensor:

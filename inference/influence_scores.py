@@ -298,7 +298,7 @@ def _explain(
         images += [first, *images_of(reader, rows), *[blank] * (top - len(rows))]
         captions += [f"{head}\n{kind} {classes[label]}:", *told, *[""] * (top - len(rows))]
         first, head = blank, ""
-    save_captioned(images, captions, options.out, columns=top + 1)
+    save_captioned(images, captions, options.out, columns=top + 1, spec=reader.spec)
     about = {"image": options.image, "named": classes[named], "probability": float(probabilities[named])}
     return {**about, "label": classes[label], **kinds}
 
@@ -320,5 +320,5 @@ def _mislabelled(options: Namespace, parts: Iterable[Part], reader: Dataset) -> 
         for row in rows
     ]
     captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in suspects]
-    save_captioned(images_of(reader, rows), captions, options.out, columns=min(10, len(rows)))
+    save_captioned(images_of(reader, rows), captions, options.out, columns=min(10, len(rows)), spec=reader.spec)
     return {"measure": measure, "issues": int((result.issues() >= 0).sum()), "mislabelled": suspects}

@@ -33,7 +33,7 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.hooks import find_layer, output_gradient
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import building, check_writable, write_atomic
-from duetgan.utils.images import save_captioned, save_png
+from duetgan.utils.images import save_captioned, save_png, visible
 from duetgan.utils.memory import cores
 from duetgan.utils.text import printable
 
@@ -128,7 +128,7 @@ def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probab
         best = int(row.argmax())
         what = f"evidence for {classes[label]} {row[label]:.3f}" if heat.any() else f"no evidence for {classes[label]}"
         captions = [f"predicted {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"]
-        save_captioned(overlay(image, heat), captions, place, columns=2)
+        save_captioned(overlay(visible(image[None], classifier.spec)[0], heat), captions, place, columns=2)
 
 
 # --- Grad-CAM

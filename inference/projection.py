@@ -22,7 +22,7 @@ from duetgan.inference.settings import SPACES, ProjectionConfig, Space
 from duetgan.metrics.features.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.backbones.base import normalize
-from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.models.gan import StyledGenerator
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import save_table
@@ -226,7 +226,7 @@ class Projector:
     def _result(self, ws: Tensor, noise: Maps) -> Projection:
         """The image of styles [1, num_ws, w_dim], and its distances as it will be saved, in uint8."""
         with torch.no_grad(), full_float32(self.device):
-            image = to_uint8(self.generator.synthesis(ws, noise))
+            image = self.generator.spec.from_float(self.generator.synthesis(ws, noise))
             seen = image.to(ws.dtype) / 127.5 - 1
             features = self.distance.perceptual(seen)
             perceptual = None if features is None else float(features)

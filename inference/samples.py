@@ -12,11 +12,11 @@ from torch import Tensor
 
 from duetgan.inference.settings import GRID, label_of
 from duetgan.metrics.features.precision import device_of, full_float32
-from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
+from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
-from duetgan.utils.images import PADDING, save_png, save_rows, save_table
+from duetgan.utils.images import PADDING, save_image, save_rows, save_table
 from duetgan.utils.memory import available_bytes, upload
 from duetgan.utils.runlog.progress import Bar
 
@@ -82,7 +82,7 @@ class Sampler:
         return [(self.seed + number // max(1, len(self.chosen))) % 2**32 for number in numbers]
 
     def images(self, numbers: Sequence[int]) -> Tensor:
-        """The samples, uint8 [n, C, H, W] on the CPU."""
+        """The samples, [n, C, H, W] on the CPU, as files have them (`ImageSpec.from_float`)."""
         with full_float32(self.device):
             return generate(
                 self.generator,
@@ -137,14 +137,14 @@ CELL, COPIES = 64, 3  # px that small images are enlarged to; the picture, Pillo
 
 
 def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()) -> int:
-    """Write `count` images to a PNG file, or one by one into a folder, as many of each class or one less; returns how
-    many they are. A single image has seed, index (of its key) and class in its name and in its text chunks.
+    """Write `count` images to a PNG file, or one by one into a folder (`save_image`), as many of each class or one
+    less; returns how many they are. A single image has seed, index (of its key) and class in its name and text chunks.
 
     Args: `names` of all classes by label, for these. Raises UserError for a picture that memory does not hold.
     """
-    kinds = len(sampler.chosen)
+    kinds, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * kinds or GRID[1]
-    height, width = (max(side, CELL) for side in sampler.generator.spec.size)  # of a picture's cell, about
+    height, width = (max(side, CELL) for side in spec.size)  # of a picture's cell, about
     fits = available_bytes() // (COPIES * 3 * height * width)
     picture = out.suffix.lower() == ".png"
     if picture and count > fits:
@@ -158,12 +158,12 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
             for index, word, image in zip(sampler.indices(numbers), words, sampler.images(numbers), strict=True):
                 about = {"seed": str(sampler.seed), "index": str(index)} | ({"class": word} if word else {})
                 name = "-".join(f"{key}{value}" if key != "class" else value for key, value in about.items())
-                save_png(image.permute(1, 2, 0).numpy(), out / f"{name.replace('/', '_')}.png", about)
+                save_image(image.permute(1, 2, 0).numpy(), spec, out / name.replace("/", "_"), about)
         return count
     images = [image for numbers in bar for image in sampler.images(numbers)]
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
-    save_rows(rows, out, columns=columns, most_rows=len(rows))
+    save_rows(rows, out, columns=columns, most_rows=len(rows), spec=spec)
     return count
 
 
@@ -179,7 +179,8 @@ def draw_truncation(
     numbers = range(count or default_count(sampler))
     rows = [synthesize(sampler, truncated_styles(sampler, numbers, psi)) for psi in psis]
     heads = [f"psi {psi:g}" for psi in psis]
-    save_table(rows, out, row_heads=heads, column_heads=captions(sampler, names, numbers))
+    column_heads = captions(sampler, names, numbers)
+    save_table(rows, out, row_heads=heads, column_heads=column_heads, spec=sampler.generator.spec)
     return len(numbers)
 
 
@@ -206,6 +207,7 @@ def draw_mix(
         row_heads=["", *(f"A {name}" for name in heads[0])],
         column_heads=["", *(f"B {name}" for name in heads[1])],
         margin=3 * PADDING,
+        spec=sampler.generator.spec,
     )
     return count
 
@@ -272,11 +274,12 @@ def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
 
 
 def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
-    """Images uint8 [C, H, W] on the CPU of styles; batch by batch."""
+    """Images [C, H, W] on the CPU, as files have them, of styles; batch by batch."""
     images: list[Tensor] = []
     for part in start.batches(sampler.batch_size):
         with torch.no_grad(), full_float32(sampler.device):
-            images += to_uint8(cast(StyledGenerator, sampler.generator).synthesis(part.code, part.noise)).cpu()
+            floats = cast(StyledGenerator, sampler.generator).synthesis(part.code, part.noise)
+            images += sampler.generator.spec.from_float(floats).cpu()
     return images
 
 

@@ -130,7 +130,7 @@ def gather(
         side = select(_fitting_labels(generator, reader, "test"), **how, per_class=per_class)
         known = None if train is None else _fitting_labels(generator, train, "train")
         drawn = None if known is None else memorisation.training_selection(known, n=n, searched=searched, seed=seed)
-    place = memorisation.search_place(extractors, generator.channels) if train is not None and searched else None
+    place = memorisation.search_place(extractors, generator.spec) if train is not None and searched else None
     spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
     tests = real.get(reader, side, spaces)
     trains: dict[str, Tensor] = {}
@@ -232,8 +232,8 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
     given, drawn = reader.spec, generator.spec
     if given != drawn:
         raise UserError(
-            f"the {role} images are {given.width}x{given.height} with {given.channels} channels, the generator draws "
-            f"{drawn.width}x{drawn.height} with {drawn.channels}; pack them with --size {drawn.resolution} "
+            f"the {role} images are {given.width}x{given.height}, {given.words}, the generator draws "
+            f"{drawn.width}x{drawn.height}, {drawn.words}; pack them with --size {drawn.resolution} "
             f"--channels {drawn.channels}"
         )
     if generator.classes and len(reader.classes) != generator.classes:
@@ -260,7 +260,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
                 )
         judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
         train, why = training_images(checkpoint)
-    extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
+    extractors = collectives.main_first(lambda: build_extractors(options, reader.spec, device, judge))
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
     sets = reader.meta if generator.sets is not None else None
@@ -285,7 +285,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
 
         def finish() -> dict[str, Any]:
             document = gathered.document(details=True)
-            images = [*board.save(out), "real.png"]
+            images = [*board.save(out, reader.spec), "real.png"]
             if train is not None and document["memorisation"] is not None:
                 how: Any = {"seed": options.seed, "labelled": reader}
                 pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
@@ -366,4 +366,4 @@ def save_real(reader: Dataset, board: SampleBoard, path: Path) -> None:
     for label in board.shown:
         images, _ = reader.read(np.flatnonzero(labels == label)[: board.capacity])
         rows.append(list(torch.from_numpy(images)))
-    save_rows(rows, path, columns=board.columns, captions=board.captions)
+    save_rows(rows, path, columns=board.columns, captions=board.captions, spec=reader.spec)

@@ -14,6 +14,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.utils.files import write_atomic
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
 from duetgan.utils.text import set_names
 
@@ -67,13 +68,13 @@ class SampleBoard:
             best = sorted(offered, key=lambda each: -each[0])[:SHOWN]
             self.kept[name] = [(score, image.clone(), text) for score, image, text in best]  # no view of the batch
 
-    def save(self, folder: Path) -> list[str]:
+    def save(self, folder: Path, spec: ImageSpec | None = None) -> list[str]:
         """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
         rows = [self.rows[row] for row in self.shown]
-        save_rows(rows, folder / "samples.png", columns=self.columns, captions=self.captions)
+        save_rows(rows, folder / "samples.png", columns=self.columns, captions=self.captions, spec=spec)
         judged = {name: kept for name, kept in self.kept.items() if kept}
         for name, kept in judged.items():
-            save_captioned([image for _, image, _ in kept], [text for _, _, text in kept], folder / name)
+            save_captioned([image for _, image, _ in kept], [text for *_, text in kept], folder / name, spec=spec)
         return ["samples.png", *judged]
 
 
@@ -84,7 +85,7 @@ def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 
         true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, true, predicted, strict=True)
         captions = [f"{i}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, a, b in rows]
-        save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path)
+        save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path, spec=reader.spec)
     return bool(wrong)
 
 
@@ -97,7 +98,8 @@ def save_confused(
         true, predicted = names.index(pair["true"]), names.index(pair["predicted"])
         chosen = surest((answers.labels == true) & (answers.predicted == predicted), answers)[:columns]
         rows.append(list(torch.from_numpy(reader.read(chosen)[0])))
-    save_table(rows, path, row_heads=[f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs])
+    heads = [f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs]
+    save_table(rows, path, row_heads=heads, spec=reader.spec)
 
 
 def surest(wanted: Tensor, answers: Answers) -> np.ndarray:

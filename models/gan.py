@@ -272,11 +272,6 @@ def floor_to_two(number: int) -> int:
 # --- images: sample i depends on (seed, i), its label and nothing else
 
 
-def to_uint8(images: Tensor) -> Tensor:
-    """[-1, 1] floats to uint8, rounded; values outside are clipped."""
-    return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
 def draw(
     model: ImageGenerator,
     indices: Sequence[int],
@@ -311,7 +306,8 @@ def generate(
     stream: tuple[str | int, ...] = ("eval",),  # of the draws' keys
     numpy_seeds: Sequence[int] | None = None,  # see `draw`
 ) -> Tensor:
-    """uint8 [N, channels, H, W] on the CPU for labels [N] (None when unconditional) and sample indices (N of them).
+    """Images [N, channels, H, W] on the CPU, as files have them (`spec.from_float`), for labels [N] (None when
+    unconditional) and sample indices (N of them).
 
     `truncation_psi` draws the styles of the first `truncation_cutoff` layers (None: of all) towards their mean.
     """
@@ -323,5 +319,5 @@ def generate(
         batch_labels = None if labels is None else upload(labels[part], device)
         noise = [upload(m, device) for m in maps] if noise_mode == "random" else noise_mode
         options = {"truncation_psi": truncation_psi, "truncation_cutoff": truncation_cutoff}
-        drawn.append(to_uint8(model(upload(z, device), batch_labels, noise=noise, **options)).cpu())
+        drawn.append(model.spec.from_float(model(upload(z, device), batch_labels, noise=noise, **options)).cpu())
     return torch.cat(drawn)

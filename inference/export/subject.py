@@ -52,11 +52,10 @@ def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
     """
     shape, classes = checkpoint["shape"], list(checkpoint["classes"])
     size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
-    sizes, colours = (
-        f"[N, {', '.join(map(str, ImageSpec.of(shape['channels'], size).shape))}]",
-        "RGB" if shape["channels"] == 3 else "grey",
-    )
-    images = f"images: float32 {sizes} in [-1, 1], {colours}: pixels / 127.5 - 1"
+    spec = ImageSpec.read({**shape, "resolution": size})
+    rule = "pixels / 127.5 - 1" if spec.plain else f"(values - {spec.low:g}) / {(spec.high - spec.low) / 2:g} - 1"
+    rule += "; then x becomes a (x + 1) - 1 in the colours, a alpha in [0, 1]" if spec.alpha else ""
+    images = f"images: float32 [N, {', '.join(map(str, spec.shape))}] in [-1, 1], {spec.words}: {rule}"
     if checkpoint["task"] == "classifier":
         thresholds = checkpoint["state"][NETWORKS["classifier"]].get("thresholds")
         output = "logits: float32 [N, classes], in the order of `classes`; "

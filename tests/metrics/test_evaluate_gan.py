@@ -25,10 +25,11 @@ from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
 
-PIXELS = pixel_features(1)
+PIXELS = pixel_features(ImageSpec(1, 16, 16))
 
 
 @pytest.fixture(scope="module")

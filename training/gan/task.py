@@ -66,7 +66,8 @@ class GanTask(Task):
         kimg = config.schedule_kimg  # in which scheduled settings reach their ends
         schedule_images = self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
         draws = GanDraws(config.seed, device, label_shares(config.data, reader))
-        given: Any = {"seed": config.seed, "channels": self.shape["channels"], "device": device}
+        spec = self.generator.spec
+        given: Any = {"seed": config.seed, "channels": spec.channels, "alpha": spec.alpha, "device": device}
         transfer = config.init_from is not None
         ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=transfer)
         networks = (self.generator, self.discriminator)
@@ -84,7 +85,7 @@ class GanTask(Task):
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         # now, not at the first evaluation: it may be refused
-        given = {"device": device, "channels": self.shape["channels"], "weights": config.evaluation.weights}
+        given = {"device": device, "spec": spec, "weights": config.evaluation.weights}
         self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], **given))
 
     @staticmethod
@@ -221,7 +222,7 @@ class GanTask(Task):
         labels = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
         labels = labels if self.generator.kinds else None
         samples = generate(self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed)
-        return grid(samples, columns=columns)
+        return grid(samples, columns=columns, spec=self.generator.spec)
 
     def evaluate(self) -> dict[str, float]:
         """Distance of the average generator's samples to held-out images (training images where there are none); the
