@@ -109,7 +109,7 @@ def _check_depth(image: Image.Image, content: bytes | memoryview) -> None:
 def _convert(image: Image.Image, channels: int) -> Image.Image:
     """To mode L or RGB by the rules above."""
     if image.mode == "F":
-        raise ImageError("has floating-point pixels; save it with 8 or 16 bits")
+        raise ImageError("has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth float")
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:

@@ -294,6 +294,7 @@ def make_parser() -> Parser:
         choices=CLASSES_FROM,
         help="classes: folders at the top, folders that hold the images, or files' names",
     )
+    add("--stack", metavar="PATTERN", help="files that hold a channel each, by name: {name}_{channel}.tif")
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
     most = "what skip leaves out at most; default: 100 or 1 %%, if more"
@@ -320,7 +321,7 @@ def main(argv: list[str]) -> None:
     tune_malloc(KEPT_BYTES)
     cv2.setNumThreads(1)  # images go to threads whole
     del options["debug"]
-    of_source = {name: options.pop(name) for name in ("split", "root", "label_column", "classes_from")}
+    of_source = {name: options.pop(name) for name in ("split", "root", "label_column", "classes_from", "stack")}
     with open_source(options.pop("source"), size=options["size"], **of_source) as source:
         if source.splits and val_share is not None:
             splits = f"{source.name} has splits of its own ({' and '.join(source.splits)})"

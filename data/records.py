@@ -207,7 +207,7 @@ def make_plan(
             known = dict(zip(("low", "high"), value_range, strict=True))
             form = ImageSpec.of(form.channels, 0, {**(form.pixel_format or {}), **known})
     elif form.deep and not form.alpha:
-        ranged = source.pixel_format is not None and form.pixel_format == source.pixel_format
+        ranged = "high" in (source.pixel_format or {}) and form == _own(source)
     with explained(ValueError, lambda why: f"{source.name}: {why}"):
         check_encoding(form, encoding)
     if size is None:
@@ -229,6 +229,10 @@ def make_plan(
         return Plan(layout=Layout.of(image, encoding, smallest, ranged), mode=mode)
 
 
+def _own(source: Source) -> ImageSpec | None:
+    return None if source.channels is None else ImageSpec.of(source.channels, 0, source.pixel_format)
+
+
 def _form(source: Source, channels: int | str | None, depth: str | None) -> ImageSpec:
     """The channels, alpha and depth that a source's images are packed with; without a size.
 
@@ -236,7 +240,7 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     four RGB and alpha, unless the first image has so many without alpha. Raises UserError where "auto" finds floats
     beside whole numbers, or numbers of channels that do not go together.
     """
-    own = None if source.channels is None else ImageSpec.of(source.channels, 0, source.pixel_format)
+    own = _own(source)
     if own is not None and channels in (None, own.channels) and depth in (None, "auto", SHORT[own.depth]):
         return own
     given = "auto" if source.as_is else None
@@ -257,7 +261,7 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     if not found:
         raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
     first, depths = next(iter(found)), {form.depth for form in found}
-    kinds = ", ".join(f"{count:,} {form.title}" for form, count in found.items())
+    kinds = ", ".join(f"{count:,} of {form.title}" for form, count in found.items())
     if depth == "auto":
         if "float32" in depths and len(depths) > 1:
             raise UserError(f"{source.name}: {kinds}: floats and whole numbers have no range in common: pass --depth")

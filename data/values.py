@@ -5,11 +5,12 @@ rules are in docs/lmdb.md.
 """
 
 import io
+import logging
 import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import cv2
 import numpy as np
@@ -137,9 +138,16 @@ def _png_16(content: bytes, mode: str, clear: Any) -> Values:
 # --- arrays
 
 
-def npy_array(content: bytes | memoryview) -> np.ndarray:
-    """The array of a .npy file, a view into its bytes. Raises ImageError for one that is none, or has other bytes."""
-    stream = io.BytesIO(content)
+def npy_array(content: bytes) -> np.ndarray:
+    """The array of a .npy file, a view into its bytes. Raises ImageError."""
+    shape, fortran, dtype, start = npy_header(io.BytesIO(content), len(content))
+    return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+
+
+def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, whether it is in Fortran's order, type and first byte of the array of a .npy file of `size` bytes. Raises
+    ImageError for one that is none, or has other bytes.
+    """
     try:
         version = np.lib.format.read_magic(stream)
         read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -148,10 +156,10 @@ def npy_array(content: bytes | memoryview) -> np.ndarray:
         raise ImageError(f"is no array of NumPy's ({' '.join(str(error).split())[:80]})") from None
     if dtype.hasobject or dtype.kind not in "iuf":
         raise ImageError(f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32")
-    start, size = stream.tell(), math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 1 or len(content) - start != size:
-        raise ImageError(f"has {len(content) - start:,} bytes of values, of shape {list(shape)[:8]} it has {size:,}")
-    return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+    start, told = stream.tell(), math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 1 or size - start != told:
+        raise ImageError(f"has {size - start:,} bytes of values, by its header {list(shape)[:8]} of {dtype}")
+    return shape, fortran, dtype, start
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
@@ -195,6 +203,7 @@ def tifffile() -> Any:
     """Raises UserError if it is not installed."""
     try:
         import tifffile as module
+        logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
     except ImportError:
         told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed"
         raise UserError(f"{told}: pip install tifffile") from None
@@ -235,7 +244,7 @@ def open_tiff(content: Any) -> Any:
     """A tifffile.TiffFile of bytes or of an open file. Raises ImageError."""
     module, stream = tifffile(), io.BytesIO(content) if isinstance(content, bytes) else content
     try:
-        return module.TiffFile(stream)
+        return module.TiffFile(stream, name="it")  # a name, since that of an open file is its number
     except Exception as error:  # tifffile raises whatever comes up
         raise ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})") from None
 

@@ -56,7 +56,8 @@ class PackedSource(Source):
         reader.resolution = next(levels, reader.resolution)
         shape = reader.spec.size if reader.resolution else None
         super().__init__(path.name, list(reader.classes), shape, reader.meta.channels)
-        self.pixel_format = reader.meta.spec.pixel_format
+        spec = reader.meta.spec
+        self.pixel_format = {**(spec.pixel_format or {}), "low": spec.low, "high": spec.high}
         self.passport, self.sets, self._labels = reader.meta.passport, reader.meta.sets, reader.labels()
 
     def content(self, index: int) -> np.ndarray | Values:
