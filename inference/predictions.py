@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duetgan.data.errors import ImageError
+from duetgan.data.values import native
 from duetgan.inference.inputs import Input, Inputs, Transform
 from duetgan.inference.settings import label_of
 from duetgan.inference.strips import Counterfactuals
@@ -304,10 +305,10 @@ def sorter(folder: Path) -> Sink:
                 unused(place, os.path.lexists).symlink_to(path.resolve())
             return
         content = given.content()
-        if isinstance(content, np.ndarray):
-            save_png(content, unused(place.with_suffix(".png"), os.path.lexists))
-        else:
+        if isinstance(content, bytes):
             write_atomic(unused(place, os.path.lexists), content)
+        else:
+            save_png(np.asarray(native(content).pixels), unused(place.with_suffix(".png"), os.path.lexists))
 
     return write
 

@@ -24,6 +24,7 @@ Rectangle = Annotated[str, Field(pattern=f"^{SIZE}$", examples=["96x64"])]
 Resolution = Annotated[int, Ge(4)] | Rectangle
 Depth = Literal["uint8", "uint16", "float32"]
 RANGES = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0), "float32": (0.0, 1.0)}  # of values, unless another is known
+BYTES = {"uint8": 1, "uint16": 2, "float32": 4}  # a value
 MOST_CHANNELS = 32
 
 
@@ -140,6 +141,11 @@ class ImageSpec:
     def values(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Of an image's values."""
+        return self.values * BYTES[self.depth]
+
     def at(self, side: int) -> "ImageSpec":
         """The same images scaled to another shorter side; ValueError where the longer one would be no whole number."""
         height, width = (length * side for length in self.size)
@@ -155,11 +161,15 @@ class ImageSpec:
         return f"{self.resolution} px"
 
     @property
-    def words(self) -> str:
-        """Their channels and depth, for people: `RGB`, `grey + alpha, 16 bits (0 to 4095)`."""
+    def title(self) -> str:
+        """Their channels and depth, for people: `RGB`, `grey + alpha, 16 bits`."""
         channels = {1: "grey", 3: "RGB"}.get(self.colours, f"{self.colours} channels") + " + alpha" * self.alpha
-        bits = {"uint8": "", "uint16": ", 16 bits", "float32": ", floats"}[self.depth]
-        return channels + (f"{bits} ({self.low:g} to {self.high:g})" if bits else "")
+        return channels + {"uint8": "", "uint16": ", 16 bits", "float32": ", floats"}[self.depth]
+
+    @property
+    def words(self) -> str:
+        """`title`, with the range of deep values: `grey, 16 bits (0 to 4095)`."""
+        return self.title + f" ({self.low:g} to {self.high:g})" * self.deep
 
     # --- values: as files have them (straight alpha), as networks have them (premultiplied), as people see them
 

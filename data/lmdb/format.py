@@ -82,7 +82,8 @@ class Completion(Stored):
 class Meta(Stored):
     """What a packed data set says about itself.
 
-    `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
+    `mean` and `std` are per channel in units of [0, 1], from the pixel format's low to its high, over all pixels of all
+    images at the largest resolution.
     `resolutions` holds the images' shorter sides in ascending order (several: a pyramid), or 0 where the images have
     sizes of their own (encoding "source"); `size` is that of the largest where they are no squares. A record's label is
     the number of a class, or of one of `sets` where an image may have several classes or none: each lists its classes,
@@ -99,8 +100,8 @@ class Meta(Stored):
     pixel_format: PixelFormat | None = None  # None: 8-bit values without transparency
     encoding: Encoding
     histogram: list[Count]  # images per label; empty: unlabelled
-    mean: list[Probability]
-    std: list[Probability]
+    mean: list[float]
+    std: list[float]
     resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
     source: str  # what was packed, for people
     fingerprint: str  # empty if the source was not asked
@@ -142,7 +143,12 @@ class Meta(Stored):
         for labels in self.sets or ():
             if not all(a < b for a, b in itertools.pairwise([-1, *labels, len(self.classes)])):
                 raise ValueError(f"sets has {labels[:20]}, no ascending labels of {len(self.classes)} classes")
+        for name in ("mean", "std"):
+            for value in () if self.spec.deep else getattr(self, name):
+                if not 0 <= value <= 1:
+                    raise ValueError(f"{name} has {value}, but must lie in [0, 1]")
         check_sides(self.resolutions, self.encoding, self.size)
+        check_encoding(self.spec, self.encoding)
 
     @property
     def spec(self) -> ImageSpec:
@@ -188,7 +194,7 @@ class Meta(Stored):
         for side, block in zip(self.resolutions, self.blocks, strict=True):
             blocks = -(-self.count // block)
             records += 2 * blocks if raw else blocks + self.count
-            least += self.count * (ENTRY.itemsize + (self.spec.at(side).values if raw else ENTRY.itemsize))
+            least += self.count * (ENTRY.itemsize + (self.spec.at(side).nbytes if raw else ENTRY.itemsize))
         if records > 2 * entries or least > 2 * size:
             raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
 
@@ -217,19 +223,28 @@ def check_sides(sides: Sequence[int], encoding: str, size: str | None = None) ->
     image.at(sides[0])
 
 
+def check_encoding(image: ImageSpec, encoding: str) -> None:
+    """Raise ValueError for an encoding that does not keep such values."""
+    png = encoding == "png" and image.channels in (1, 3, 4) and image.depth != "float32"
+    if encoding not in ENCODINGS or not (image.plain or encoding == "raw" or png):
+        raise ValueError(f"encoding {encoding} does not keep images of {image.words}: take raw")
+
+
 def content_hash(
     classes: list[str],
     channels: int,
     encoding: str,
     digests: Mapping[int, Iterable[bytes]],  # resolution -> its blocks' digests in order
     sets: list[list[int]] | None = None,
+    pixels: Mapping[str, Any] | None = None,  # a PixelFormat's document
 ) -> str:
     """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
 
     A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
     """
     head: dict[str, Any] = {"channels": channels, "classes": classes, "encoding": encoding}
-    head |= {"resolutions": list(digests), **({} if sets is None else {"sets": sets})}
+    more = {"sets": sets, "pixel_format": pixels}
+    head |= {"resolutions": list(digests), **{name: value for name, value in more.items() if value is not None}}
     content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for digest in itertools.chain.from_iterable(digests.values()):
         content.update(digest)
