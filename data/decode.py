@@ -17,8 +17,8 @@ from duetgan.data.errors import MOST_PIXELS, ImageError
 from duetgan.data.images import BOMB, DAMAGED, PNG, check_size, decode_by_rules, resized
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.values import visible
 from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.images import visible
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
@@ -99,7 +99,12 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
 
 def visible_image(reader: LMDBReader, index: int) -> np.ndarray:
     """A record's image for people: uint8 [H, W, 1 or 3]. Raises as `stored_image`."""
-    return visible(stored_image(reader, index)[0], reader.spec)
+    pixels = stored_image(reader, index)[0]
+    if reader.spec.plain:
+        return pixels
+    import torch  # slow to import, rarely needed
+
+    return visible(torch.from_numpy(pixels.transpose(2, 0, 1)[None]), reader.spec)[0].numpy().transpose(1, 2, 0)
 
 
 def decode_crop(

@@ -336,17 +336,3 @@ def _luma(colours: np.ndarray) -> np.ndarray:
 
 def _rounded(floats: np.ndarray, dtype: Any) -> np.ndarray:
     return (floats if np.dtype(dtype) == np.float32 else floats.round()).astype(dtype)
-
-
-def visible(pixels: np.ndarray, spec: ImageSpec) -> np.ndarray:
-    """Values [H, W, C] of `spec` for people: uint8 [H, W, 1 or 3], from its low to its high; on white; of many channels
-    the first three, of two the first.
-    """
-    if spec.deep:
-        scaled = (pixels.astype(np.float32) - spec.low) * (255 / (spec.high - spec.low))
-        pixels = scaled.round().clip(0, 255).astype(np.uint8)
-    shown = 3 if spec.colours >= 3 else 1
-    if spec.alpha:
-        kept = np.dstack([pixels[:, :, :shown], pixels[:, :, -1:]])
-        return bring(Values(kept, True), ImageSpec(shown, *pixels.shape[:2]))
-    return pixels[:, :, :shown]

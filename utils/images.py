@@ -48,15 +48,16 @@ def visible(images: "Tensor", spec: ImageSpec | None, ground: int | None = None)
     see them: by the window from `low` to `high`, of more than three channels the first three as red, green and blue, of
     two the first as grey, transparency on a `ground` of that value or a checkerboard. None: they are that already.
     """
-    import torch
-
     if spec is None or spec.plain:
         return images
+    import torch
+
     seen = spec.shown(images)
     colours = seen[:, : 3 if spec.colours > 2 else 1]
     if not spec.alpha:
         return colours
-    places = [torch.arange(side, device=images.device) * 8 // min(spec.size) for side in spec.size]
+    sides = images.shape[2:]
+    places = [torch.arange(side, device=images.device) * 8 // min(sides) for side in sides]
     board: Any = ((places[0][:, None] + places[1]) % 2) * (LIGHT - DARK) + DARK if ground is None else ground
     return torch.lerp(colours * 0.0 + board, colours.float(), seen[:, -1:] / 255).round().to(torch.uint8)
 

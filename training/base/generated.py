@@ -64,6 +64,7 @@ class GeneratedSamples:
             channels=channels,
             resolutions=list(layout.resolutions),
             size=layout.size,
+            pixel_format=layout.pixel_format,  # type: ignore[arg-type]  # pydantic reads it
             encoding="raw",
             histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],
             mean=[0.5] * channels,
