@@ -58,6 +58,7 @@ class Editor:
         self.sampler, self.classifier, self.names = sampler, classifier, list(names)
         self.config = config or EditConfig()
         self.device, self.generator = sampler.device, sampler.generator
+        self.generator.spec.need_plain("an edit")
         self.space = self.config.space or ("w" if self.generator.has_styles else "z")
         in_w = self.space == "w"
         self.size = with_styles(self.generator, "--space w").w_avg.numel() if in_w else self.generator.z_dim

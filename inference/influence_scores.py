@@ -288,7 +288,7 @@ def _explain(
     named = int(probabilities.argmax())
     label = named if options.label is None else label_of(options.label, classes, "--label")
     scores = influence(parts, len(reader), image, label)
-    labels, blank = reader.labels(), image.new_full(image.shape, 255)
+    labels, blank = reader.labels(), torch.full(image.shape, reader.spec.high).to(image)
     first, head = image, f"named {classes[named]} {probabilities[named]:.2f}"
     kinds: dict[str, list[dict[str, Any]]] = {}
     images, captions = [], []

@@ -283,6 +283,7 @@ def find(
     """
     generator = with_styles(sampler.generator, "project")
     network = build_features(config.features, config.weights, sampler.device)
+    generator.spec.need_plain("a projection")
     if network is None and config.pixel_weight == 0:
         raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1

@@ -112,6 +112,11 @@ class ImageSpec:
         """Whether they are what any image file has: 8-bit grey or RGB."""
         return self.channels in (1, 3) and self.depth == "uint8" and not self.alpha
 
+    def need_plain(self, what: str) -> None:
+        """Raise UserError for images of other kinds: `what` is for 8-bit grey or RGB alone."""
+        if not self.plain:
+            raise UserError(f"{what} is for 8-bit grey or RGB, the images are {self.words} (docs/your-data.md)")
+
     @property
     def deep(self) -> bool:
         """Whether values have more than 8 bits: augmentations then take those of `to_float`."""

@@ -43,6 +43,7 @@ from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig, chann
 from duetgan.utils.config.build import build
 from duetgan.utils.config.model import Config
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.run_log import say
 
 WIDTHS = 512  # of rosinality's networks at 4 to 32 px; further up they are halved with each resolution
@@ -55,6 +56,7 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
         raise UserError(f"this format is for stylegan2, the checkpoint has {name}; choose safetensors")
     if isinstance(size := shape["resolution"], str):
         raise UserError(f"this format is for squares, the checkpoint draws {size} px; choose safetensors")
+    ImageSpec.read(shape).need_plain("this format")
     if tuple(checkpoint.get("stage", (size, 1.0))) != (size, 1.0):
         raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
     sections: dict[str, type[Config]] = {"generator": GeneratorConfig, "discriminator": DiscriminatorConfig}
