@@ -99,12 +99,7 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
 
 def visible_image(reader: LMDBReader, index: int) -> np.ndarray:
     """A record's image for people: uint8 [H, W, 1 or 3]. Raises as `stored_image`."""
-    pixels = stored_image(reader, index)[0]
-    if reader.spec.plain:
-        return pixels
-    import torch  # slow to import, rarely needed
-
-    return visible(torch.from_numpy(pixels.transpose(2, 0, 1)[None]), reader.spec)[0].numpy().transpose(1, 2, 0)
+    return np.asarray(visible(stored_image(reader, index)[0].transpose(2, 0, 1), reader.spec)).transpose(1, 2, 0)
 
 
 def decode_crop(

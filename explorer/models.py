@@ -172,7 +172,7 @@ class Source:
 
 def address(image: Tensor, spec: ImageSpec | None = None) -> str:
     """The `data:` address of an image [C, H, W]; `spec`: see `visible`."""
-    image = visible(image[None], spec)[0]
+    image = visible(image, spec)
     kind = "png" if image.shape[-1] <= LOSSLESS else "jpeg"
     content = encode(image.permute(1, 2, 0).contiguous().numpy(), kind)
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
@@ -273,7 +273,7 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
     order = row.sort(descending=True, stable=True).indices[:CLASSES].tolist()
     layer = default_layer(classifier)
     heat = image_heat(classifier, image[None], torch.tensor(order[:1]), layer)[0]
-    seen, evidence = overlay(visible(image[None], classifier.spec)[0], heat)
+    seen, evidence = overlay(visible(image, classifier.spec), heat)
     return {
         "classes": [{"name": shown.classes[label], "probability": float(row[label])} for label in order],
         "image": address(seen),

@@ -129,7 +129,7 @@ def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probab
         best = int(row.argmax())
         what = f"evidence for {classes[label]} {row[label]:.3f}" if heat.any() else f"no evidence for {classes[label]}"
         captions = [f"predicted {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"]
-        save_captioned(overlay(visible(image[None], classifier.spec)[0], heat), captions, place, columns=2)
+        save_captioned(overlay(visible(image, classifier.spec), heat), captions, place, columns=2)
 
 
 # --- Grad-CAM

@@ -264,7 +264,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
     sets = reader.meta if generator.sets is not None else None
-    board, learnt_from = SampleBoard(names, sets=sets, judge=judge), recorded(checkpoint)
+    board, learnt_from = SampleBoard(names, sets=sets), recorded(checkpoint)
     with train or nullcontext():
         gathered = gather(
             generator,
@@ -300,11 +300,8 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             if judge is not None and judge.lineage.related(learnt_from):
                 notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
             columns = {"label": samples.labels[: samples.n].numpy()}
-            if sets is not None:  # no one label was asked for
+            if sets is not None:  # no one class was asked for
                 columns = {"label": np.zeros(samples.n, np.int64)}
-                if samples.probabilities is not None and samples.thresholds is not None:
-                    named = samples.probabilities >= samples.thresholds
-                    columns["recognised"] = (named == samples.labels[: samples.n]).all(1).double().numpy()
             elif samples.probabilities is not None:
                 confidence, predicted = samples.probabilities.max(1)
                 columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}

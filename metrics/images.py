@@ -16,7 +16,6 @@ from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.utils.files import write_atomic
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
-from duetgan.utils.text import set_names
 
 SHOWN = 24  # images of a picture of single ones
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
@@ -25,17 +24,11 @@ MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could 
 class SampleBoard:
     """Picks images out of a generator's evaluation; `observe` is an `Observer` of `evaluate_generator`."""
 
-    def __init__(
-        self,
-        classes: Sequence[str],  # names by label, empty for an unconditional generator
-        *,
-        columns: int = 10,  # samples of each class
-        sets: Meta
-        | None = None,  # of the test images, where labels are of sets of classes: the most frequent are shown
-        judge: Any = None,  # the classifier, which has thresholds then
-    ) -> None:
-        self.classes, self.columns, self.sets, self.judge = list(classes), columns, sets, judge
-        self.names = self.classes if sets is None else sets.label_names
+    def __init__(self, classes: Sequence[str], *, columns: int = 10, sets: Meta | None = None) -> None:
+        """Args: `classes` names by label, empty for an unconditional generator; `columns` samples of each class; `sets`
+        of the test images, where labels are of sets of classes: then the most frequent ones' rows are all.
+        """
+        self.names, self.columns, self.sets = list(classes) if sets is None else sets.label_names, columns, sets
         self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(self.names)))]
         self.shown = list(range(len(self.rows)))  # rows, in order
         if sets is not None:
@@ -50,18 +43,13 @@ class SampleBoard:
         for image, label in zip(images, labels.tolist(), strict=True):
             if len(self.rows[label]) < self.capacity:
                 self.rows[label].append(image.clone())
-        if probabilities is None or not self.classes:
+        if probabilities is None or not self.names or self.sets is not None:
             return
-        if self.sets is None:
-            asked, sets = probabilities.gather(1, labels[:, None])[:, 0], probabilities.argmax(1)[:, None].tolist()
-        else:  # the least sure decision of each sample
-            hot = torch.from_numpy(self.sets.multi_hot)[labels]
-            asked = torch.where(hot, probabilities, 1 - probabilities).amin(1)
-            sets = [np.flatnonzero(row).tolist() for row in probabilities >= self.judge.thresholds.cpu()]
-        wanted, named = [self.names[label] for label in labels.tolist()], set_names(self.classes, sets)
+        asked = probabilities.gather(1, labels[:, None])[:, 0]
+        each = zip(*(column.tolist() for column in (labels, probabilities.argmax(1), asked)), strict=True)
         texts = [
-            f"{name} {share:.2f}" + ("" if name == other else f"\nnamed {other}")
-            for name, other, share in zip(wanted, named, asked.tolist(), strict=True)
+            f"{self.names[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.names[other]}")
+            for label, other, share in each
         ]
         for (name, kept), scores in zip(self.kept.items(), (asked, 1 - asked), strict=True):
             offered = [*kept, *zip(scores.tolist(), images, texts, strict=True)]

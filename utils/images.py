@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo
 
 from duetgan.utils.files import write_atomic
 from duetgan.utils.image_spec import ImageSpec
@@ -43,23 +42,22 @@ OTHERS = [  # the most common ones with many scripts, in order
 ]
 
 
-def visible(images: "Tensor", spec: ImageSpec | None, ground: int | None = None) -> "Tensor":
-    """Values [n, C, H, W] as files of `spec` have them -> uint8 [n, 1 or 3, H, W] as people and networks of photographs
-    see them: by the window from `low` to `high`, of more than three channels the first three as red, green and blue, of
-    two the first as grey, transparency on a `ground` of that value or a checkerboard. None: they are that already.
+def visible(images: Picture, spec: ImageSpec | None, ground: int | None = None) -> Any:
+    """Values [..., C, H, W] as files of `spec` have them -> uint8 [..., 1 or 3, H, W] as people and networks of
+    photographs see them: by the window from `low` to `high`, of more than three channels the first three as red, green
+    and blue, of two the first as grey, transparency on a `ground` of that value or a checkerboard. None: they are so.
     """
     if spec is None or spec.plain:
         return images
     import torch
 
-    seen = spec.shown(images)
-    colours = seen[:, : 3 if spec.colours > 2 else 1]
+    seen = spec.shown(torch.as_tensor(images))
+    colours = seen[..., : 3 if spec.colours > 2 else 1, :, :]
     if not spec.alpha:
         return colours
-    sides = images.shape[2:]
-    places = [torch.arange(side, device=images.device) * 8 // min(sides) for side in sides]
+    places = [torch.arange(side, device=seen.device) * 8 // min(seen.shape[-2:]) for side in seen.shape[-2:]]
     board: Any = ((places[0][:, None] + places[1]) % 2) * (LIGHT - DARK) + DARK if ground is None else ground
-    return torch.lerp(colours * 0.0 + board, colours.float(), seen[:, -1:] / 255).round().to(torch.uint8)
+    return torch.lerp(colours * 0.0 + board, colours.float(), seen[..., -1:, :, :] / 255).round().to(torch.uint8)
 
 
 def grid(images: "Tensor", *, columns: int | None = None, spec: ImageSpec | None = None) -> np.ndarray:
@@ -74,12 +72,10 @@ def grid(images: "Tensor", *, columns: int | None = None, spec: ImageSpec | None
     return canvas.permute(1, 2, 0).numpy()
 
 
-def save_png(image: np.ndarray, path: str | Path, about: Mapping[str, str] | None = None) -> None:
-    """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders. `about`: text chunks."""
-    buffer, chunks = io.BytesIO(), PngInfo()
-    for key, text in (about or {}).items():
-        chunks.add_text(key, text)
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG", pnginfo=chunks)
+def save_png(image: np.ndarray, path: str | Path) -> None:
+    """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders."""
+    buffer = io.BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
     write_atomic(path, buffer.getvalue())
 
 
@@ -183,19 +179,10 @@ def save_table(
 
 
 def _save(
-    path: str | Path,
-    size: tuple[int, int],  # width, height
-    places: Iterable[Place],
-    words: Iterable[Word],
-    scale: int,
-    spec: ImageSpec | None,
+    path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int, spec: Any
 ) -> None:
-    """Write a white PNG with images, of which each pixel becomes scale x scale, and words."""
-    each = [(x, y, image) for x, y, image in places if image is not None]
-    if spec is not None and not spec.plain:
-        import torch
-
-        each = [(x, y, visible(torch.as_tensor(image)[None], spec)[0]) for x, y, image in each]
+    """Write a white PNG of `size` (width, height) with images, of which each pixel becomes scale x scale, and words."""
+    each = [(x, y, visible(image, spec)) for x, y, image in places if image is not None]
     shown = [(x, y, np.asarray(image).transpose(1, 2, 0)) for x, y, image in each]
     canvas = np.full((size[1], size[0], max(pixels.shape[2] for _, _, pixels in shown)), 255, dtype=np.uint8)
     for x, y, pixels in shown:

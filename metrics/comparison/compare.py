@@ -34,7 +34,6 @@ FILE = "predictions.safetensors"
 SCHEMA = 1
 COLUMNS = {
     "label": np.int64,  # the true class; of a sample the one that was asked for
-    "recognised": np.float64,  # of a sample of several labels: 1.0 where exactly those are named
     "prediction": np.int64,  # the most likely class
     "confidence": np.float64,  # its probability
     "loss": np.float64,  # -log of the true class's probability
@@ -114,8 +113,6 @@ class Predictions:
     @property
     def hits(self) -> np.ndarray | None:
         """Whether each image is predicted as its label says, bool [n]; None where nothing was predicted."""
-        if "recognised" in self.columns:
-            return self.columns["recognised"] > 0.5
         if "prediction" not in self.columns:
             return None
         return self.columns["prediction"] == self.columns["label"]

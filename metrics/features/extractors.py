@@ -74,13 +74,13 @@ def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
     if spec.plain:
         return extractor
     grounds = GROUNDS if spec.alpha else {"": None}
-    words = [extractor.name] + ([f"channels 1 to {min(3, spec.colours - 1)}"] if spec.colours not in (1, 3) else [])
-    words += [f"on {' and '.join(GROUNDS)}"] if spec.alpha else []
+    name = extractor.name + f", channels 1 to {min(3, spec.colours - 1)}" * (spec.colours not in (1, 3))
+    name += f", on {' and '.join(GROUNDS)}" * spec.alpha
 
     def compute(images: Tensor) -> Tensor:
         return torch.cat([extractor.compute(visible(images, spec, ground)) for ground in grounds.values()], dim=1)
 
-    return replace(extractor, name=", ".join(words), dim=extractor.dim * len(grounds), compute=compute)
+    return replace(extractor, name=name, dim=extractor.dim * len(grounds), compute=compute)
 
 
 def classifier_features(classifier: Classifier, *, name: str) -> Extractor:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 import duetgan
 import evaluate
@@ -111,10 +110,7 @@ def test_figures_tell_what_was_recognised(folder, run, tmp_path, capsys):
     assert figures["class_score"] is None
     assert 0 <= figures["recognised"] <= 1
     assert figures["judge"]["n"] == 20
-    assert {"samples.png", "real.png", "recognised_best.png"} <= set(figures["images"])
-    kept = tmp_path / "eval" / "predictions.safetensors"
-    with safe_open(kept, "numpy") as columns:
-        assert columns.get_tensor("recognised").mean() == pytest.approx(figures["recognised"])
+    assert {"samples.png", "real.png"} <= set(figures["images"])
     capsys.readouterr()
     assert run_cli(evaluate.main, ["--compare", str(tmp_path / "eval"), str(tmp_path / "eval"), "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)["comparisons"][0]["figures"]
