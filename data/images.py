@@ -72,14 +72,22 @@ def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int,
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         if image.width * image.height > MOST_PIXELS:  # Pillow itself may only warn: the filters are the process's
             raise ImageError(TOO_LARGE)
-        frames = getattr(image, "n_frames", 1)
-        if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the image
-            raise ImageError(f"is animated or has several pages ({frames}); save one of them as an image")
+        if image.format != "MPO" and has_another(image):  # MPO: a camera's JPEG, the first frame is the image
+            raise ImageError("is animated or has several pages; save one of them as an image")
         _check_depth(image, content)
         if image.size != size:  # it may be stored on its side
             check_size((image.height, image.width), size)
         image.load()
         return from_pillow(image, channels)
+
+
+def has_another(image: Image.Image) -> bool:
+    """Whether there is a second frame or page; to count 65,535 of them takes Pillow minutes."""
+    try:
+        image.seek(1)
+    except EOFError:
+        return False
+    return True
 
 
 def from_pillow(image: Image.Image, channels: int) -> np.ndarray:

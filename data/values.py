@@ -26,6 +26,7 @@ from duetgan.data.images import (
     TOO_LARGE,
     decode_file,
     has_16_bits,
+    has_another,
     to_channels,
 )
 from duetgan.utils.errors import UserError
@@ -62,11 +63,9 @@ def kind(content: Content) -> ImageSpec:
     if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
         with _reading(), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             grey, alpha = image.mode in GREY or image.mode.startswith("I"), image.has_transparency_data
-            return ImageSpec.of(
-                (1 if grey else 3) + alpha,
-                0,
-                {"alpha": alpha, "depth": "uint16" if has_16_bits(content) else "uint8"},
-            )
+            grey = content[25] in (0, 4) if content[:8] == PNG else grey  # Pillow has RGBA for grey of 16 bits
+            depth = "uint16" if has_16_bits(content) else "uint8"
+            return ImageSpec.of((1 if grey else 3) + alpha, 0, {"alpha": alpha, "depth": depth})
     pixels, alpha = native(content)
     return ImageSpec.of(pixels.shape[2], 0, {"alpha": alpha, "depth": pixels.dtype.name})
 
@@ -152,7 +151,7 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
         version = np.lib.format.read_magic(stream)
         read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, fortran, dtype = read[version](stream)
-    except (ValueError, KeyError, TypeError, SyntaxError, EOFError, RecursionError, MemoryError) as error:
+    except Exception as error:  # whatever Python's own parser raises
         raise ImageError(f"is no array of NumPy's ({' '.join(str(error).split())[:80]})") from None
     if dtype.hasobject or dtype.kind not in "iuf":
         raise ImageError(f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32")
@@ -203,17 +202,18 @@ def tifffile() -> Any:
     """Raises UserError if it is not installed."""
     try:
         import tifffile as module
+
         logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
     except ImportError:
         told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed"
-        raise UserError(f"{told}: pip install tifffile") from None
+        raise UserError(f"{told}: pip install 'duetgan[tiff]'") from None
     return module
 
 
 def _tiff(content: bytes) -> Values | None:
     """The pages of a TIFF file as channels, in their order; None: one page as Pillow reads it."""
     with Image.open(io.BytesIO(content), formats=FORMATS) if _pillow_opens(content) else io.BytesIO() as opened:
-        if isinstance(opened, Image.Image) and opened.mode not in ("I", "F") and getattr(opened, "n_frames", 1) == 1:
+        if isinstance(opened, Image.Image) and opened.mode not in ("I", "F") and not has_another(opened):
             tags = opened.tag_v2  # type: ignore[attr-defined]
             if set(tags.get(258, (1,))) <= {1, 8} or opened.mode.startswith("I;16"):  # BitsPerSample
                 return None
@@ -257,8 +257,10 @@ def page_values(page: Any, size: int) -> Values:
         if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
             raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
         samples = math.prod(shape) // max(1, page.imagelength * page.imagewidth)
-        if page.imagelength * page.imagewidth > MOST_PIXELS or not 1 <= samples <= MOST_CHANNELS:
-            raise ImageError(TOO_LARGE if samples <= MOST_CHANNELS else f"has {samples} channels")
+        if page.imagelength * page.imagewidth > MOST_PIXELS:
+            raise ImageError(TOO_LARGE)
+        if not 1 <= samples <= MOST_CHANNELS:
+            raise ImageError(f"has {samples} channels; at most {MOST_CHANNELS} are read")
         if page.tags.get(274) is not None and page.tags[274].value != 1:
             raise ImageError("is stored turned (orientation); save it upright")
         _check_segments(page, size)

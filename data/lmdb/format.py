@@ -227,7 +227,7 @@ def check_encoding(image: ImageSpec, encoding: str) -> None:
     """Raise ValueError for an encoding that does not keep such values."""
     png = encoding == "png" and image.channels in (1, 3, 4) and image.depth != "float32"
     if encoding not in ENCODINGS or not (image.plain or encoding == "raw" or png):
-        raise ValueError(f"encoding {encoding} does not keep images of {image.words}: take raw")
+        raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")
 
 
 def content_hash(

@@ -2,6 +2,7 @@
 each.
 """
 
+import contextlib
 import os
 import re
 import zipfile
@@ -16,7 +17,6 @@ from duetgan.data.sources.base import (
     SourceOptions,
     choose_split,
     classes_of,
-    label_sets,
     refuse_split,
     split_name,
 )
@@ -56,7 +56,7 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     """
     held: dict[str, dict[str, np.ndarray]] = {}
     damaged = bounded.reading(path, "save it with numpy.savez", *UNPACKING_ERRORS, NotImplementedError)
-    with damaged, zipfile.ZipFile(bounded.open_file(path, bounded.ARRAY)) as archive:
+    with damaged, bounded.open_file(path, bounded.ARRAY) as whole, zipfile.ZipFile(whole) as archive:
         if reason := bounded.too_large(sum(member.file_size for member in archive.infolist()), bounded.ARRAY):
             raise ImageError(reason)
         for member in archive.infolist():
@@ -84,8 +84,9 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     if labels.size == len(pixels):
         source.classes, numbers, source.remarks = classes_of(path.name, list(map(str, labels.ravel().tolist())))
     else:
-        rows, places = [list(map(str, np.flatnonzero(row))) for row in labels], list(map(str, range(len(labels))))
-        source.classes, source.sets, numbers, source.remarks = label_sets(path.name, rows, places)
+        rows, places = np.unique(labels.astype(bool), axis=0, return_inverse=True)
+        source.classes, source.sets = list(map(str, range(labels.shape[1]))), [np.flatnonzero(r).tolist() for r in rows]
+        numbers = places.tolist()
     source._labels = np.array(numbers, np.int64)
     return source
 
@@ -99,11 +100,14 @@ class TiffSource(Source):
         super().__init__(path.name, [])
         refuse_split(path, options.split)
         self.path, self.as_is = path, True
-        with bounded.reading(path, "copy or make it again", ImageError):
-            self._stream = bounded.open_file(path, bounded.ARCHIVE)
-            self._size = os.fstat(self._stream.fileno()).st_size
-            self._file = open_tiff(self._stream)
+        with bounded.reading(path, "copy or make it again", ImageError), contextlib.ExitStack() as stack:
+            stream = stack.enter_context(bounded.open_file(path, bounded.ARCHIVE))
+            self._size = os.fstat(stream.fileno()).st_size
+            self._file = stack.enter_context(open_tiff(stream))
             self._labels = np.zeros(len(self._file.pages), np.int64)
+            if not len(self):
+                raise ImageError("holds no page")
+            self._open = stack.pop_all()
         self.remarks.append(f"{path.name}: each of its {len(self):,} pages is an image")
 
     def content(self, index: int) -> Values:
@@ -114,8 +118,7 @@ class TiffSource(Source):
         return f"{self.path}: page {index + 1}"
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
-        self._stream.close()
+        self._open.close()
 
 
 class StackSource(Source):

@@ -190,15 +190,11 @@ def _is_number(label: Any, *, names: bool = True) -> bool:
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The visible files in order of name: images by their suffix, and the others."""
-    images: list[str] = []
-    others: list[str] = []
-    for name in sorted(name for name in files if not _hidden(name)):
-        is_image = PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
-        (images if is_image else others).append(name)
-    if not images:  # beside images they are something else
-        images = [name for name in others if name.lower().endswith(ARRAY) and not _leads_out(name)]
-        others = sorted(set(others) - set(images))
+    """The visible files in order of name: images by their suffix, without any the arrays, and the others."""
+    names = sorted(name for name in files if not _hidden(name))
+    suffixes = {name: PurePosixPath(name).suffix.lower() for name in names if not _leads_out(name)}
+    kinds = SUFFIXES if SUFFIXES.intersection(suffixes.values()) else {ARRAY}
+    images, others = ([name for name in names if (suffixes.get(name) in kinds) == wanted] for wanted in (True, False))
     if images:
         return images, others
     below = next((name for name in others if name.endswith(tuple(SHARDED)) and "/" in name), None)

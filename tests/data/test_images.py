@@ -40,7 +40,7 @@ def test_files_of_one_or_more_frames_exact_or_near() -> None:
         if kind == "MPO":
             assert decode_file(content, 3)[0, 0, 0] > 250
             continue
-        assert_raises(ImageError, r"animated or has several pages \(2\)", decode_file, content, 3)
+        assert_raises(ImageError, r"animated or has several pages", decode_file, content, 3)
 
 
 def test_grey_to_rgb_and_back_and_other_modes() -> None:
@@ -314,7 +314,7 @@ def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
 def test_a_header_that_promises_too_much_is_not_decoded() -> None:
     """H11: 12 GiB were asked for; OpenCV has no limit of its own that fits into memory. Its own error came through."""
     for codec, payload in itertools.product((CODEC_RULES, CODEC_JPEG, CODEC_PNG), (b"nothing of the kind", b"")):
-        assert_raises(ImageError, "cannot be decoded", decode, payload, codec, 3)
+        assert_raises(ImageError, "cannot be decoded", decode, payload, codec, COLOUR)
     png, jpeg_file = (bytearray(encode(np.zeros((8, 8, 3), np.uint8), kind)) for kind in ("png", "jpeg"))
     png[16:24] = (30000).to_bytes(4, "big") * 2
     assert_raises(ImageError, "too many pixels", decode, bytes(png), CODEC_PNG, COLOUR)
