@@ -16,7 +16,6 @@ from duetgan.metrics.evaluate_gan import Sampler
 from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
-    Selection,
     build_extractors,
     chunk_size,
     feature_sets,
@@ -24,6 +23,7 @@ from duetgan.metrics.features.extractors import (
     shared_pass,
 )
 from duetgan.metrics.features.precision import evaluating, full_float32
+from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.images import save_audit
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED

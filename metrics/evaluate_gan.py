@@ -18,15 +18,14 @@ from duetgan.metrics.comparison.compare import keep_predictions
 from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
-    Selection,
     build_extractors,
     classifier_input,
     feature_sets,
     fingerprint,
-    select,
     shared_pass,
 )
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.features.selection import Selection, select
 from duetgan.metrics.figures import GAN, Samples, measured
 from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
@@ -173,9 +172,7 @@ class Sampler:
     generator: ImageGenerator
     selection: Selection
     seed: int
-    asked: Tensor | None = (
-        None  # [m, K], of several labels a sample: what the generator takes in place of their numbers
-    )
+    asked: Tensor | None = None  # [m, K], of several labels a sample: what the generator takes for their numbers
     judge: Classifier | None = None
     observe: Observer | None = None
     answers: list[Tensor] = field(default_factory=list)  # probabilities [b, K] of the judge
@@ -255,9 +252,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
         if names:
             require_same_classes("the generator", names, "the images", reader.classes)
             if (generator.sets is None) != (reader.meta.sets is None):
-                raise UserError(
-                    f"{reader.path}: images and generator differ in whether an image may have several labels"
-                )
+                raise UserError(f"{reader.path}: images and generator differ in whether one may have several labels")
         judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
         train, why = training_images(checkpoint)
     extractors = collectives.main_first(lambda: build_extractors(options, reader.spec, device, judge))

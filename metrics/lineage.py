@@ -131,6 +131,8 @@ def load_judge(
     classifier = classifier_from(judge, device, several=several)
     if several and classifier.thresholds is None:
         raise UserError(f"{option} {run} tells one label an image; give one that tells several")
+    if reader is not None and reader.spec.pixel_format != classifier.spec.pixel_format:
+        raise UserError(f"{option} {run} is for images of {classifier.spec.words}, not {reader.spec.words}")
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
     weights = fingerprint(classifier)

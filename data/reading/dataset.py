@@ -256,11 +256,15 @@ class Dataset(AbstractContextManager["Dataset"]):
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
     """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one, else as they are
     stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's resolution
-    unasked; others are to be refused where they do not fit.
+    unasked; others are to be refused where they do not fit. Raises UserError for values of another kind or range.
     """
     trained, resolution = (checkpoint["config"].get("data") or {}).get("resolution"), checkpoint["shape"]["resolution"]
     dataset = Dataset(path)
-    stored = [dataset.meta.spec.at(side).resolution for side in dataset.meta.resolutions]
+    wanted, found = ImageSpec.read(checkpoint["shape"]), dataset.meta.spec
+    if wanted.pixel_format != found.pixel_format:
+        told = f"its images are {found.words}, those of the model's training {wanted.words}"
+        raise UserError(f"{path}: {told}; pack them alike, with --range where that differs")
+    stored = [found.at(side).resolution for side in dataset.meta.resolutions]
     if trained is None and (stored == [0] or resolution in stored):
         trained = resolution
     if trained is None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.features.selection import Selection
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
@@ -32,7 +32,6 @@ from duetgan.utils.images import visible
 from duetgan.utils.memory import upload
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.progress import Bar
-from duetgan.utils.seeding import numpy_generator
 
 
 @dataclass
@@ -108,13 +107,9 @@ def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
     `fit_images`. Raises UserError for images of another kind, except grey for RGB and RGB for grey.
     """
     spec, channels = classifier.spec, images.shape[1]
-    if str(images.dtype) != f"torch.{spec.depth}" or (
-        channels != spec.channels and not (spec.plain and channels in (1, 3))
-    ):
-        kind = f"{channels} channels of {str(images.dtype).removeprefix('torch.')}"
-        raise UserError(
-            f"images of {kind}: the classifier takes {spec.words}; give one that was trained on such images"
-        )
+    fits = channels == spec.channels or (spec.plain and channels in (1, 3))
+    if not fits or images.dtype != getattr(torch, spec.depth):
+        raise UserError(f"{images.dtype} of {channels} channels: the classifier takes {spec.words}; give another one")
     spec = spec if channels == spec.channels else replace(spec, channels=channels)
     return fit_images(spec.to_float(upload(images, device_of(classifier))), classifier.resolution, classifier.channels)
 
@@ -297,37 +292,6 @@ MOST, LEAST = 64, 4  # images of a chunk
 PIXELS = 2**20  # of a chunk, between these bounds: what a network needs of memory does not grow with the image size
 Source = Callable[[range], tuple[Tensor, Any]]
 """Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which images of a file are looked at."""
-
-    indices: np.ndarray  # int64 [m]
-    labels: np.ndarray  # int64 [m]
-    key: str  # tells this draw from every other one of the same file
-
-    def images(self, reader: Dataset, rows: range) -> Tensor:
-        """Those at some places of the draw, uint8 [b, C, H, W]."""
-        return torch.from_numpy(reader.read(self.indices[rows.start : rows.stop])[0])
-
-
-def select(
-    labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0, hot: np.ndarray | None = None
-) -> Selection:
-    """Draw n images without replacement by the key (seed, "eval", role), then add until a class has `per_class`.
-
-    `labels` int64 [count] are those of the whole file; `hot` bool [labels, classes]: of which classes an image of each
-    is, if not of one. A class with fewer than `per_class` in it comes with all it has.
-    """
-    order = numpy_generator(seed, "eval", role).permutation(len(labels))
-    wanted = np.zeros(len(order), dtype=bool)
-    for members in (
-        hot.T[:, labels[order]] if hot is not None else (labels[order] == each for each in np.unique(labels))
-    ):
-        wanted[np.flatnonzero(members)[:per_class]] = True
-    order = np.concatenate([order[:n], order[n:][wanted[n:]]])
-    return Selection(order, labels[order], f"{role} {seed} {n} {per_class}")
 
 
 def chunk_size(side: int) -> int:

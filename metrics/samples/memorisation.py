@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.features.extractors import Extractor, Selection, pixel_features, select
+from duetgan.metrics.features.extractors import Extractor, pixel_features
 from duetgan.metrics.features.precision import full_float32
+from duetgan.metrics.features.selection import Selection, select
 from duetgan.metrics.samples.neighbours import QUERY_BLOCK, distance_blocks
 from duetgan.models.gan import ImageGenerator, generate
 from duetgan.utils.image_spec import ImageSpec

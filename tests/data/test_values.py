@@ -18,9 +18,10 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader, read_batch
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.sources import open_source
-from duetgan.data.values import Values, bring, decode_image, kind, native, visible
+from duetgan.data.values import Values, bring, decode_image, kind, native
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.images import visible
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file
 from tests.data.values_files import FLOATS, NUMBERS, ODD, npy, pages, png, tiff
@@ -286,9 +287,10 @@ def test_people_see_the_range() -> None:
     spec = ImageSpec.of(5, 0, {"depth": "uint16", "low": 100.0, "high": 200.0})
     pixels = np.full((4, 4, 5), 150, np.uint16)
     pixels[0, 0] = 0, 100, 200, 9, 9
-    assert visible(pixels, spec)[0, 0].tolist() == [0, 0, 255]
-    assert visible(pixels, spec)[1, 1].tolist() == [128, 128, 128]
-    clear = visible(np.zeros((4, 4, 2), np.uint8), ImageSpec(2, 0, 0, alpha=True))
+    seen = np.asarray(visible(pixels.transpose(2, 0, 1), spec, 255)).transpose(1, 2, 0)
+    assert seen[0, 0].tolist() == [0, 0, 255]
+    assert seen[1, 1].tolist() == [128, 128, 128]
+    clear = np.asarray(visible(np.zeros((2, 4, 4), np.uint8), ImageSpec(2, 0, 0, alpha=True), 255)).transpose(1, 2, 0)
     assert clear.shape == (4, 4, 1)
     assert (clear == 255).all()
 

@@ -15,7 +15,7 @@ import generate
 import train
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
-from duetgan.metrics.features.extractors import select
+from duetgan.metrics.features.selection import select
 from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, recognised
 from duetgan.models.registry import ARCHITECTURES

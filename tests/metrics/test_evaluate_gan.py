@@ -7,14 +7,8 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import evaluate_generator, weak_judge
-from duetgan.metrics.features.extractors import (
-    Extractor,
-    RealFeatures,
-    classifier_features,
-    extract,
-    pixel_features,
-    select,
-)
+from duetgan.metrics.features.extractors import Extractor, RealFeatures, classifier_features, extract, pixel_features
+from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, Samples, history, measured
 from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.metrics.samples.judged import diversity_ratio

@@ -111,9 +111,8 @@ class GanTask(Task):
                 discriminator.add_auxiliary()
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         if self.sets is not None:
-            generator.sets = [
-                self.sets[label] for label in np.argsort(np.negative(self.reader.meta.histogram), kind="stable")
-            ]
+            order = np.argsort(np.negative(self.reader.meta.histogram), kind="stable")
+            generator.sets = [self.sets[label] for label in order]
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)
         self.ema = EMA(self.generator, buffers="copy")
@@ -126,11 +125,11 @@ class GanTask(Task):
             return None
         checkpoint = load(resolve(run))
         classifier = classifier_from(checkpoint, self.device, several=self.sets is not None)
-        names = list(checkpoint["classes"])
-        if names != list(self.reader.classes) or (classifier.thresholds is None) != (self.sets is None):
+        several = classifier.thresholds is not None
+        if (list(checkpoint["classes"]), several) != (list(self.reader.classes), self.sets is not None):
             raise UserError(
-                f"loss.classifier {run}: its classes differ from those of {self.config.data.path}, or whether an image "
-                "may have several; train it on the same classes"
+                f"loss.classifier {run}: its classes differ from those of {self.config.data.path}; train it on the "
+                "same classes"
             )
         teachers, pretrained = [fingerprint(classifier)], classifier.lineage.pretrained
         self.learnt_from = Lineage.of(teachers=teachers, pretrained=pretrained)
@@ -219,8 +218,8 @@ class GanTask(Task):
     def sample_grid(self, step: int) -> np.ndarray | None:
         """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class (the first 20)."""
         rows, columns = (min(20, self.generator.kinds), 10) if self.generator.kinds else (8, 8)
-        labels = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
-        labels = labels if self.generator.kinds else None
+        asked = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
+        labels = asked if self.generator.kinds else None
         samples = generate(self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed)
         return grid(samples, columns=columns, spec=self.generator.spec)
 
@@ -263,14 +262,13 @@ class GanTask(Task):
 
         def logits_of(batch: Batch) -> Tensor:
             images, labels = (upload(part, self.device) for part in (batch.images, batch.labels))
-            return (
-                self.discriminator(self.discriminator.spec.to_float(images), labels).flatten().cpu()
-            )  # labels may count for nothing
+            floats = self.discriminator.spec.to_float(images)
+            return self.discriminator(floats, labels).flatten().cpu()  # labels may count for nothing
 
         def work(rows: range) -> Tensor:
-            pair = [(part.meta, read_batch(part, np.arange(rows.start, rows.stop))) for part in readers]
-            asked = [torch.from_numpy(meta.conditions(batch.labels.numpy())) for meta, batch in pair]
-            held_out, real = (Batch(batch.images, labels) for (_, batch), labels in zip(pair, asked, strict=True))
+            held_out, real = (read_batch(part, np.arange(rows.start, rows.stop)) for part in readers)
+            for part, batch in zip(readers, (held_out, real), strict=True):
+                batch.labels = torch.from_numpy(part.meta.conditions(batch.labels.numpy()))
             labels = real.labels if self.generator.classes else None
             samples = generate(self.ema.model, labels=labels, indices=rows, seed=self.config.seed)
             return torch.stack([logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))])
