@@ -125,8 +125,8 @@ def gather(
         if n < 2:
             raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
         several = bool(generator.classes) and reader.meta.sets is not None
-        how: Any = {"n": n, "seed": seed, "role": "test", "hot": reader.meta.multi_hot if several else None}
-        side = select(_fitting_labels(generator, reader, "test"), **how, per_class=per_class)
+        how: Any = {"n": n, "seed": seed, "per_class": per_class, "hot": reader.meta.multi_hot if several else None}
+        side = select(_fitting_labels(generator, reader, "test"), role="test", **how)
         known = None if train is None else _fitting_labels(generator, train, "train")
         drawn = None if known is None else memorisation.training_selection(known, n=n, searched=searched, seed=seed)
     place = memorisation.search_place(extractors, generator.spec) if train is not None and searched else None
@@ -137,31 +137,26 @@ def gather(
         few = replace(drawn, indices=drawn.indices[:n], labels=drawn.labels[:n], key=f"{drawn.key}, the first {n}")
         for space in spaces if floor else filter(None, [place]):
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
-    labels, asked = torch.from_numpy(side.labels), None
-    if several:
-        asked = torch.from_numpy(reader.meta.conditions(side.labels))
-        labels = asked > 0
+    asked = torch.from_numpy(reader.meta.conditions(side.labels)) if several else None
     samples = Sampler(generator, side, seed=seed, asked=asked, judge=classifier, observe=observe)
     with evaluating(generator):
         how = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **how, what="samples" if show else "", take=samples.take)
     answers = torch.cat(samples.answers)[:n] if samples.answers else None
-    about: Any = {"labels": labels, "n": n, "seed": seed, "per_class": per_class}
+    about: Any = {"n": n, "seed": seed, "per_class": per_class, "thresholds": getattr(classifier, "thresholds", None)}
+    about["labels"] = torch.from_numpy(side.labels) if asked is None else asked > 0
     about |= {"names": reader.classes if generator.classes else [], "probabilities": answers}
-    thresholds = getattr(classifier, "thresholds", None)
-    about["thresholds"] = None if thresholds is None else thresholds.cpu()
     records = [
         Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, extractor=space.name, **about)
         for space, fake, test in zip(extractors, fakes, tests, strict=False)  # without the added space
     ]
-    search = None
     if place is None or train is None or drawn is None:
         notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
-    else:
-        index = spaces.index(place)
-        held_out = memorisation.Drawn(reader, side, tests[index])
-        searched_in = memorisation.Drawn(train, drawn, trains[place.name])
-        search = partial(memorisation.search_copies, place, fakes[index][:n], held_out, searched_in)
+        return Gathered(records, list(extractors), None, notes)
+    index = spaces.index(place)
+    held_out = memorisation.Drawn(reader, side, tests[index])
+    searched_in = memorisation.Drawn(train, drawn, trains[place.name])
+    search = partial(memorisation.search_copies, place, fakes[index][:n], held_out, searched_in)
     return Gathered(records, list(extractors), search, notes)
 
 
@@ -258,7 +253,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
     extractors = collectives.main_first(lambda: build_extractors(options, reader.spec, device, judge))
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    sets = reader.meta if generator.sets is not None else None
+    sets = None if generator.sets is None else reader.meta
     board, learnt_from = SampleBoard(names, sets=sets), recorded(checkpoint)
     with train or nullcontext():
         gathered = gather(
@@ -294,10 +289,8 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             notes |= weak_judge(seen["accuracy"], reader.label_numbers()) if seen else {}
             if judge is not None and judge.lineage.related(learnt_from):
                 notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
-            columns = {"label": samples.labels[: samples.n].numpy()}
-            if sets is not None:  # no one class was asked for
-                columns = {"label": np.zeros(samples.n, np.int64)}
-            elif samples.probabilities is not None:
+            columns = {"label": samples.labels[: samples.n].numpy() if sets is None else np.zeros(samples.n, np.int64)}
+            if sets is None and samples.probabilities is not None:
                 confidence, predicted = samples.probabilities.max(1)
                 columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
             source = None if judge is None else fingerprint(judge)

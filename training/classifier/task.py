@@ -368,7 +368,7 @@ class ClassifierTask(Task):
         count -= count % 2 if self.config.augment.mixes else 0
         batch = read_batch(self.reader, np.arange(count)).to(self.device)
         images, _ = self._part(self._prepared(batch, 0, 0), slice(0, count))
-        return grid(self.model.spec.from_float(images).cpu(), spec=self.model.spec)
+        return grid((spec := self.model.spec).from_float(images).cpu(), spec=spec)
 
     def images_at(self, step: int) -> int:
         return step * self.config.batch_size
