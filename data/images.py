@@ -5,7 +5,8 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import cv2
@@ -37,13 +38,20 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 def decode_file(content: bytes, channels: int) -> np.ndarray:
     """Decode a file of unknown origin: uint8 [H, W, channels]. Raises ImageError with the reason."""
+    with reading(content):
+        return decode_by_rules(content, channels)
+
+
+@contextmanager
+def reading(content: bytes) -> Iterator[None]:
+    """Around decoding a file of unknown origin: what Pillow raises becomes an ImageError with the reason."""
     if not content:
         raise ImageError("is an empty file")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.format == "PNG":
                 image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
-        return decode_by_rules(content, channels)
+        yield
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
@@ -69,6 +77,13 @@ def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int,
 
     `size`: height and width that it must have, of its record; they are compared before anything is decoded.
     """
+    with opened(content, size) as image:
+        return from_pillow(image, channels)
+
+
+@contextmanager
+def opened(content: bytes | memoryview, size: tuple[int, int] | None = None) -> Iterator[Image.Image]:
+    """A file's image as Pillow decodes it. Arguments and errors as of `decode_by_rules`."""
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         if image.width * image.height > MOST_PIXELS:  # Pillow itself may only warn: the filters are the process's
             raise ImageError(TOO_LARGE)
@@ -78,7 +93,7 @@ def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int,
         if image.size != size:  # it may be stored on its side
             check_size((image.height, image.width), size)
         image.load()
-        return from_pillow(image, channels)
+        yield image
 
 
 def has_another(image: Image.Image) -> bool:

@@ -90,16 +90,9 @@ def pack(
     source: Source,
     dest: str | Path,
     *,
-    size: int | str | None = None,  # side of the images in px, or width x height: 96x64
-    encoding: str = "raw",
-    channels: int | str | None = None,  # these three as make_plan has them
-    depth: str | None = None,
-    value_range: tuple[float, float] | None = None,
-    resize: str = "auto",
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
     workers: int | None = None,  # threads besides this one; None: one a core
-    smallest: int | None = None,  # px: also store the images at half their side, a quarter ... down to this
     max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
     against: Path | None = None,  # a packed file whose classes must be the same and whose images are searched here
     duplicates: bool = True,  # report equal images
@@ -108,6 +101,7 @@ def pack(
     val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
     val_dest: str | Path | None = None,  # that file; None: data.packing.val_path
     seed: int = 0,  # of the draw of held-out images
+    **how: Any,  # the images are brought into the file: data.records.make_plan
 ) -> packing.Summary:
     """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.
 
@@ -119,8 +113,7 @@ def pack(
     targets = _targets(source, Path(dest), share, val_dest)
     skipped = _Skipped(source, on_error, max_skipped)
     _check_classes(source, against, targets)
-    values: Any = {"channels": channels, "depth": depth, "value_range": value_range}
-    plan = make_plan(source, size=size, encoding=encoding, **values, resize=resize, smallest=smallest)
+    plan = make_plan(source, **how)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         *writers, whole = _open_writers(stack, source, plan, targets, overwrite)

@@ -8,8 +8,7 @@ import io
 import logging
 import math
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import cv2
@@ -27,6 +26,8 @@ from duetgan.data.images import (
     decode_file,
     has_16_bits,
     has_another,
+    opened,
+    reading,
     to_channels,
 )
 from duetgan.utils.errors import UserError
@@ -61,7 +62,7 @@ def decode_image(content: Content, spec: ImageSpec) -> np.ndarray:
 def kind(content: Content) -> ImageSpec:
     """Channels, alpha and depth of an image, by a file's header where that tells them. Raises ImageError."""
     if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
-        with _reading(), Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with reading(content), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             grey, alpha = image.mode in GREY or image.mode.startswith("I"), image.has_transparency_data
             grey = content[25] in (0, 4) if content[:8] == PNG else grey  # Pillow has RGBA for grey of 16 bits
             depth = "uint16" if has_16_bits(content) else "uint8"
@@ -78,60 +79,40 @@ def native(content: Content) -> Values:
         return Values(known(content))
     if content[:6] == NPY:
         return Values(known(_channels_last(npy_array(content))))
-    with _reading():
-        if content[:4] in TIFF and (pages := _tiff(content)) is not None:
-            return pages
-        decode_file(content, 3)  # all that is refused there
-        return _by_pillow(content)
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """What Pillow raises inside becomes an ImageError."""
-    try:
-        yield
-    except (ImageError, UserError):
-        raise
-    except BOMB:
-        raise ImageError(TOO_LARGE) from None
-    except DAMAGED as error:
-        raise ImageError(f"is truncated or damaged ({' '.join(str(error).split())[:200]})") from None
-
-
-def _by_pillow(content: bytes) -> Values:
-    with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
-        if content[:8] == PNG and has_16_bits(content):
-            if opened.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-                raise ImageError("has 16 bits and is stored turned; save it upright")
-            return _png_16(content, opened.mode, opened.info.get("transparency"))
-        return of_pillow(opened)
+    if content[:4] in TIFF and (pages := _tiff(content)) is not None:
+        return pages
+    with reading(content), opened(content) as image:
+        if content[:8] != PNG or not has_16_bits(content):
+            return of_pillow(image)
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            raise ImageError("has 16 bits and is stored turned; save it upright")
+        return _png_16(content, image.info.get("transparency"))
 
 
 def of_pillow(image: Image.Image) -> Values:
-    """The values of an image that Pillow has opened."""
+    """The values of an image that Pillow has opened. Raises ImageError."""
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):
-        return Values(np.asarray(image).astype(np.uint16)[:, :, None])
+    if image.mode == "F" or image.mode.startswith("I"):
+        array = np.asarray(image)[:, :, None]
+        whole = array.dtype.kind != "f" and 0 <= array.min() <= array.max() < 65536
+        return Values(known(array.astype(np.uint16) if whole else array))
     grey = image.mode in GREY
     if image.has_transparency_data:
         pixels = np.asarray(image.convert("RGBA"))
-        return Values(pixels[:, :, [0, 3]] if grey else pixels, True)
-    return Values(np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB"))))
+        return Values(known(pixels[:, :, [0, 3]] if grey else pixels), True)
+    return Values(known(np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))))
 
 
-def _png_16(content: bytes, mode: str, clear: Any) -> Values:
+def _png_16(content: bytes, clear: int | None) -> Values:
     """A PNG of 16 bits; `clear`: the grey value that stands for transparency."""
     pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
     if pixels is None:
         raise ImageError("cannot be decoded")
-    pixels = np.atleast_3d(pixels)
-    if content[25] in (0, 4):  # grey, by the header
-        pixels = pixels[:, :, [0, -1]] if content[25] == 4 else pixels[:, :, :1]
-        if content[25] == 0 and clear is not None:
-            opaque = (pixels != clear).astype(np.uint16) * np.uint16(65535)
-            return Values(np.dstack([pixels, opaque]), True)
-        return Values(pixels, content[25] == 4)
-    return Values(pixels[:, :, [2, 1, 0, 3][: pixels.shape[2]]], pixels.shape[2] == 4)
+    pixels, colours = known(np.atleast_3d(pixels)), content[25]  # of its header: 0 grey, 4 grey and alpha
+    if colours == 0 and clear is not None:
+        return Values(np.dstack([pixels[:, :, :1], (pixels[:, :, :1] != clear) * np.uint16(65535)]), True)
+    order = {0: [0], 4: [0, -1]}.get(colours, [2, 1, 0, 3][: pixels.shape[2]])
+    return Values(np.ascontiguousarray(pixels[:, :, order]), len(order) % 2 == 0)
 
 
 # --- arrays
@@ -212,11 +193,10 @@ def tifffile() -> Any:
 
 def _tiff(content: bytes) -> Values | None:
     """The pages of a TIFF file as channels, in their order; None: one page as Pillow reads it."""
-    with Image.open(io.BytesIO(content), formats=FORMATS) if _pillow_opens(content) else io.BytesIO() as opened:
-        if isinstance(opened, Image.Image) and opened.mode not in ("I", "F") and not has_another(opened):
-            tags = opened.tag_v2  # type: ignore[attr-defined]
-            if set(tags.get(258, (1,))) <= {1, 8} or opened.mode.startswith("I;16"):  # BitsPerSample
-                return None
+    with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:  # others: tifffile knows
+        few = set(image.tag_v2.get(258, (1,))) <= {1, 8}  # type: ignore[attr-defined]  # BitsPerSample
+        if (few or image.mode.startswith("I;16")) and not has_another(image):
+            return None
     pages: list[Values] = []
     with open_tiff(content) as file:
         for page in file.pages:
@@ -230,14 +210,6 @@ def _tiff(content: bytes) -> Values | None:
     if len(pages) == 1:
         return pages[0]
     return Values(known(np.dstack([page.pixels for page in pages])))
-
-
-def _pillow_opens(content: bytes) -> bool:
-    try:
-        Image.open(io.BytesIO(content), formats=FORMATS).close()
-    except (*DAMAGED, Image.UnidentifiedImageError):
-        return False
-    return True
 
 
 def open_tiff(content: Any) -> Any:

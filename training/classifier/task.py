@@ -348,16 +348,12 @@ class ClassifierTask(Task):
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
         (share, targets, mixed), spec = prepared, self.model.spec
-
-        def floats(images: Tensor) -> Tensor:
-            return images if spec.deep else spec.to_float(images, self.config.channels_last)
-
         if share.shape[2] == 1:  # frozen stages' outputs, and the mirror image's
             return share[rows][..., 0].reshape(-1, *self.frozen.shape), targets.rows(rows)
-        images = floats(share[rows])
+        parts = [share[rows]] if mixed is None else [share[rows], mixed[0][rows]]
+        images, *others = [part if spec.deep else spec.to_float(part, self.config.channels_last) for part in parts]
         if mixed is not None:
-            others, mixing = mixed
-            images = mix_images(images, floats(others[rows]), mixing.rows(rows))
+            images = mix_images(images, others[0], mixed[1].rows(rows))
         return images, targets.rows(rows)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
