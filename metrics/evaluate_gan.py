@@ -124,9 +124,9 @@ def gather(
         n = min(n, len(reader), len(train) if train is not None and floor else len(reader))
         if n < 2:
             raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
-        several = bool(generator.classes) and reader.meta.sets is not None
-        how: Any = {"n": n, "seed": seed, "per_class": per_class, "hot": reader.meta.multi_hot if several else None}
-        side = select(_fitting_labels(generator, reader, "test"), role="test", **how)
+        hot = reader.meta.multi_hot if generator.classes and reader.meta.sets is not None else None
+        labels = _fitting_labels(generator, reader, "test")
+        side = select(labels, n=n, seed=seed, role="test", per_class=per_class, hot=hot)
         known = None if train is None else _fitting_labels(generator, train, "train")
         drawn = None if known is None else memorisation.training_selection(known, n=n, searched=searched, seed=seed)
     place = memorisation.search_place(extractors, generator.spec) if train is not None and searched else None
@@ -137,15 +137,13 @@ def gather(
         few = replace(drawn, indices=drawn.indices[:n], labels=drawn.labels[:n], key=f"{drawn.key}, the first {n}")
         for space in spaces if floor else filter(None, [place]):
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
-    asked = torch.from_numpy(reader.meta.conditions(side.labels)) if several else None
-    samples = Sampler(generator, side, seed=seed, asked=asked, judge=classifier, observe=observe)
+    samples = Sampler(generator, side, seed=seed, hot=hot, judge=classifier, observe=observe)
     with evaluating(generator):
-        how = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
+        how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **how, what="samples" if show else "", take=samples.take)
-    answers = torch.cat(samples.answers)[:n] if samples.answers else None
     about: Any = {"n": n, "seed": seed, "per_class": per_class, "thresholds": getattr(classifier, "thresholds", None)}
-    about["labels"] = torch.from_numpy(side.labels) if asked is None else asked > 0
-    about |= {"names": reader.classes if generator.classes else [], "probabilities": answers}
+    about |= {"names": reader.classes if generator.classes else [], "probabilities": samples.probabilities(n)}
+    about["labels"] = torch.from_numpy(side.labels if hot is None else hot[side.labels])
     records = [
         Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, extractor=space.name, **about)
         for space, fake, test in zip(extractors, fakes, tests, strict=False)  # without the added space
@@ -153,10 +151,9 @@ def gather(
     if place is None or train is None or drawn is None:
         notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
         return Gathered(records, list(extractors), None, notes)
-    index = spaces.index(place)
-    held_out = memorisation.Drawn(reader, side, tests[index])
+    held_out = memorisation.Drawn(reader, side, tests[spaces.index(place)])
     searched_in = memorisation.Drawn(train, drawn, trains[place.name])
-    search = partial(memorisation.search_copies, place, fakes[index][:n], held_out, searched_in)
+    search = partial(memorisation.search_copies, place, fakes[spaces.index(place)][:n], held_out, searched_in)
     return Gathered(records, list(extractors), search, notes)
 
 
@@ -167,7 +164,7 @@ class Sampler:
     generator: ImageGenerator
     selection: Selection
     seed: int
-    asked: Tensor | None = None  # [m, K], of several labels a sample: what the generator takes for their numbers
+    hot: np.ndarray | None = None  # bool [labels, K]: of several labels a sample what each of their numbers stands for
     judge: Classifier | None = None
     observe: Observer | None = None
     answers: list[Tensor] = field(default_factory=list)  # probabilities [b, K] of the judge
@@ -176,18 +173,22 @@ class Sampler:
         """Draw and judge samples `rows`; sample i depends on the seed, i and its label alone. Returns them, and what
         `take` wants.
         """
-        part = slice(rows.start, rows.stop)
-        labels = torch.from_numpy(self.selection.labels[part])
+        labels = torch.from_numpy(self.selection.labels[rows.start : rows.stop])
+        asked = labels if self.hot is None else torch.from_numpy(self.hot[labels]).float()
         with full_float32(next(self.generator.parameters()).device):
             images = generate(
                 self.generator,
-                labels=None if not self.generator.classes else labels if self.asked is None else self.asked[part],
+                labels=asked if self.generator.classes else None,
                 indices=rows,
                 seed=self.seed,
                 batch_size=len(rows),
             )
         probabilities = None if self.judge is None else judge_images(self.judge, images)
         return images, (None if self.observe is None else images, labels, probabilities)
+
+    def probabilities(self, n: int) -> Tensor | None:
+        """The judge's, of the first n samples that it has seen; None: there is none."""
+        return torch.cat(self.answers)[:n] if self.answers else None
 
     def take(self, drawn: tuple[Tensor | None, Tensor, Tensor | None]) -> None:
         """Keep the answers and show the samples to the observer."""
@@ -277,7 +278,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             document = gathered.document(details=True)
             images = [*board.save(out, reader.spec), "real.png"]
             if train is not None and document["memorisation"] is not None:
-                how: Any = {"seed": options.seed, "labelled": reader}
+                how: Any = {"seed": options.seed, "asked": reader.meta.conditions}
                 pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")

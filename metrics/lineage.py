@@ -129,10 +129,10 @@ def load_judge(
     judge = read(file)
     several = reader is not None and reader.meta.sets is not None
     classifier = classifier_from(judge, device, several=several)
-    if several and classifier.thresholds is None:
-        raise UserError(f"{option} {run} tells one label an image; give one that tells several")
-    if reader is not None and reader.spec.pixel_format != classifier.spec.pixel_format:
-        raise UserError(f"{option} {run} is for images of {classifier.spec.words}, not {reader.spec.words}")
+    own, many = classifier.spec, classifier.thresholds is not None
+    if reader is not None and (own.pixel_format, many) != (reader.spec.pixel_format, several):
+        words = f"{own.words}, {'several labels' if many else 'one label'} each"
+        raise UserError(f"{option} {run} was trained on images of {words}; give one of such as the generator's")
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
     weights = fingerprint(classifier)

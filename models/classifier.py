@@ -119,10 +119,11 @@ class Classifier(ImageNetwork):
         self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
         self.check_side(self.side or self.spec.side)
         wanted = config.imagenet_normalised
-        means, stds, alpha = self.backbone.mean, self.backbone.std, self.spec.alpha
-        pair = normalisation(channels, means, stds, alpha=alpha) if wanted else (None, None)
+        pair = normalisation(self.spec.colours, self.backbone.mean, self.backbone.std) if wanted else (None, None)
         self.register_buffer("thresholds", None)
         for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
+            if value is not None and self.spec.alpha:  # its values stay as they are
+                value = torch.cat([value, value.new_full((1, 1, 1, 1), name == "input_scale")], dim=1)
             self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
 
     def add_thresholds(self) -> None:
@@ -173,20 +174,16 @@ class Classifier(ImageNetwork):
         return checkpoint(partial(in_turn, modules), x, **more)
 
 
-def normalisation(
-    channels: int, means: Sequence[float], stds: Sequence[float], *, alpha: bool = False
-) -> tuple[Tensor, Tensor]:
+def normalisation(channels: int, means: Sequence[float], stds: Sequence[float]) -> tuple[Tensor, Tensor]:
     """(scale, shift), each [1, channels, 1, 1]: scale x + shift of x in [-1, 1] is ((x + 1) / 2 - mean) / std.
 
-    Grey takes the mean over the channels of mean and deviation; more than three channels repeat them. `alpha`: the last
-    channel, in [0, 1], keeps its values.
+    Grey takes the mean over the channels of mean and deviation; more than three channels repeat them.
     """
     mean, std = torch.tensor(means, dtype=torch.float64), torch.tensor(stds, dtype=torch.float64)
-    if channels - alpha == 1:
+    if channels == 1:
         mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
-    index, dtype = torch.arange(channels - alpha) % len(mean), torch.get_default_dtype()
-    mean, std = F.pad(mean[index], (0, int(alpha))), F.pad(std[index], (0, int(alpha)), value=1.0)
-    scale, shift = 0.5 / std, (0.5 - mean) / std
+    index, dtype = torch.arange(channels) % len(mean), torch.get_default_dtype()
+    scale, shift = 0.5 / std[index], (0.5 - mean[index]) / std[index]
     return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
 
 

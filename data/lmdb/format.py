@@ -170,9 +170,9 @@ class Meta(Stored):
             hot[row, labels] = True
         return hot
 
-    def conditions(self, labels: np.ndarray) -> np.ndarray:
+    def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
         """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot, float32 [n, K]."""
-        return labels if self.sets is None else self.multi_hot[labels].astype(np.float32)
+        return np.asarray(labels) if self.sets is None else self.multi_hot[labels].astype(np.float32)
 
     @property
     def by_class(self) -> list[int]:

@@ -243,17 +243,15 @@ def pairs(
 
 
 def neighbour_images(
-    generator: ImageGenerator, train: Dataset, copies: dict[str, Any], *, seed: int, labelled: Dataset | None = None
+    generator: ImageGenerator, train: Dataset, copies: dict[str, Any], *, seed: int, asked: Any = np.array
 ) -> tuple[list[Tensor], list[str]]:
     """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
 
-    The samples are drawn again: sample i depends on the seed, i and its label, a number of `labelled`'s, alone; where
-    they are no sets it need not be given.
+    The samples are drawn again: sample i depends on the seed, i and its label alone; `asked` makes an array of labels
+    what the generator takes.
     """
     rows = [*copies["closest"], *copies["first"]]
-    numbers = np.array([row["label"] for row in rows])
-    asked = torch.from_numpy(numbers if labelled is None else labelled.meta.conditions(numbers))
-    labels = asked if generator.classes else None
+    labels = torch.from_numpy(asked([row["label"] for row in rows])) if generator.classes else None
     device = next(generator.parameters()).device
     with full_float32(device):
         samples = generate(generator, labels=labels, indices=[row["sample"] for row in rows], seed=seed)

@@ -1,7 +1,7 @@
 """What both halves of a GAN's step share: networks, draws, augmentation, and this process's part of the batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Latents:
     z: Tensor  # [B, z_dim]
     z_mixed: Tensor | None  # [B, z_dim], the second style
     crossover: Tensor | None  # [B] int64: the first layer that takes the second style; num_ws where nothing is mixed
-    labels: Tensor  # [B] int64, as the data's: of classes or of sets of them
+    labels: Tensor  # [B] int64: of classes or of sets of them; then for the networks [B, classes]
 
 
 class GanDraws:
@@ -78,12 +78,9 @@ class GanDraws:
         return torch.randn((batch_size, *shape), generator=self._keyed("path", step), device=self.device)
 
 
-def mix_styles(
-    model: StyledGenerator, latents: Latents, rows: slice, num_ws: int, labels: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim];
-    `labels`: theirs, as the mapping takes them.
-    """
+def mix_styles(model: StyledGenerator, latents: Latents, rows: slice, num_ws: int) -> tuple[Tensor, Tensor]:
+    """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim]."""
+    labels = latents.labels[rows] if model.classes else None
     z = latents.z[rows]
     if latents.z_mixed is None or latents.crossover is None:
         w = model.mapping(z, labels)
@@ -217,10 +214,11 @@ class Context:
         generator, maps = self.generator, [layer[rows] for layer in noise]
         run = self._compiled_synthesis if compiled else self.synthesis
         grown = {"resolution": stage.resolution, "alpha": self._alpha(stage, run)} if generator.can_grow else {}
-        labels = self.asked(latents.labels[rows]) if generator.classes else None
+        latents = replace(latents, labels=self.asked(latents.labels))
         if not generator.has_styles:
+            labels = latents.labels[rows] if generator.classes else None
             return run(latents.z[rows], labels, noise=maps, **grown), None, None
-        ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution), labels)
+        ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
         return run(ws, maps, **grown), ws, w
 
     def discriminate(
