@@ -249,8 +249,10 @@ def resized(pixels: np.ndarray, size: tuple[int, int], method: int, alpha: bool 
     """An image [H, W, C] of any depth by OpenCV's `method` at a height and width: [height, width, C]."""
 
     def scaled(pixels: np.ndarray) -> np.ndarray:
-        parts = [np.ascontiguousarray(pixels[:, :, first : first + 4]) for first in range(0, pixels.shape[2], 4)]
-        return np.dstack([cv2.resize(part, size[::-1], interpolation=method) for part in parts])  # 4 at most at once
+        if pixels.shape[2] <= 4:  # OpenCV takes no more at once
+            return cv2.resize(pixels, size[::-1], interpolation=method).reshape(*size, pixels.shape[2])
+        parts = (np.ascontiguousarray(pixels[:, :, first : first + 4]) for first in range(0, pixels.shape[2], 4))
+        return np.dstack([scaled(part) for part in parts])
 
     return through_floats(scaled, pixels, alpha) if alpha else scaled(pixels)
 

@@ -187,7 +187,7 @@ def tifffile() -> Any:
         logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
     except ImportError:
         told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed"
-        raise UserError(f"{told}: pip install 'duetgan[tiff]'") from None
+        raise UserError(f"{told}: pip install tifffile") from None
     return module
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class Layout:
         pixels: Any = {"pixel_format": image.pixel_format, "ranged": ranged}
         return cls(channels=image.channels, resolutions=sides, size=named, encoding=encoding, **pixels)
 
-    @property
+    @cached_property
     def spec(self) -> ImageSpec:
         """The images at the largest resolution."""
         return ImageSpec.of(self.channels, self.size or self.resolutions[-1], self.pixel_format)

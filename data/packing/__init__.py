@@ -249,16 +249,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
     if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
         rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
-    rows += (
-        [
-            (
-                "16 bits",
-                f"{written.cut:,} images have 16 bits a value, of which the high 8 are kept; --depth 16 keeps all",
-            )
-        ]
-        if written.cut
-        else []
-    )
+    told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
+    rows += [("16 bits", told)] if written.cut else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     if written.dropped:
         other = f", {written.dropped_otherwise:,} of them with another label" if written.dropped_otherwise else ""

@@ -78,7 +78,7 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["enlarged", "1"] in [words[:2] for words in told]
     assert not any(words[:1] == ["colour"] for words in told)
-    assert "16 bits 1 images have 16 bits a value, of which the high 8 are kept; --depth 16 keeps all".split() in told  # noqa: SIM905
+    assert "16 bits 1 images have 16 bits a value: the high 8 are kept; --depth 16 keeps all".split() in told  # noqa: SIM905
     Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
     reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
     assert reader.read([1])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]

@@ -127,7 +127,7 @@ def test_pages_are_images(tmp_path: Path) -> None:
 def test_without_tifffile_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stack.tif").write_bytes(pages(IMAGES[..., 0].copy()))
     monkeypatch.setitem(sys.modules, "tifffile", None)
-    refused(tmp_path / "stack.tif", r"need tifffile, which is not installed: pip install 'duetgan\[tiff\]'")
+    refused(tmp_path / "stack.tif", r"need tifffile, which is not installed: pip install tifffile")
 
 
 def test_a_file_a_channel(tmp_path: Path) -> None:
