@@ -35,7 +35,7 @@ def parser() -> Parser:
         add("--out", required=True, type=Path, metavar="FILE", help="the file to write; of grid also a folder")
         add("--seed", type=number(int), default=0, help="of every draw")
         if "classes" not in without:
-            add("--classes", default="all", metavar="A,B", help="names of classes, or all")
+            add("--classes", default="all", metavar="A,B", help='names of classes, or of sets of them: "cat;dog"')
         text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours"
         add("--latents", choices=("torch", "numpy"), default="torch", help=text)
         if "psi" not in without:
@@ -131,7 +131,7 @@ def draw_table(options: Namespace) -> str:
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
 
-    out, names, count = options.out, checkpoint["classes"], options.n
+    out, names, count = options.out, sampler.generator.label_names(checkpoint["classes"]), options.n
     if options.command == "grid":
         return f"wrote {draw_grid(sampler, out, count=count, names=names)} images to {out}"
     if options.command == "truncation":
@@ -162,7 +162,8 @@ def find_image(options: Namespace) -> str:
     from duetgan.inference.projection import project
 
     target = read_target(options.image, checkpoint, options.resize)[None]
-    lines = project(sampler, checkpoint["classes"], target, options.out, config, save_to=options.save)
+    names = sampler.generator.label_names(checkpoint["classes"])
+    lines = project(sampler, names, target, options.out, config, save_to=options.save)
     return "\n".join([*lines, f"wrote {options.out}" + (f" and {options.save}" if options.save else "")])
 
 
@@ -225,11 +226,11 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     from duetgan.utils.distributed.collectives import choose_device
 
     checkpoint = read(path)
-    generator = generator_from(checkpoint, choose_device(options.device))
-    classes = checkpoint["classes"] if generator.classes else []
+    generator = generator_from(checkpoint, choose_device(options.device), several=options.command != "edit")
+    classes = generator.label_names(checkpoint["classes"])
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(options.classes, classes),
+        chosen=chosen_classes(options.classes, classes, None if generator.sets is None else settings.SETS),
         seed=options.seed,
         truncation_psi=options.truncation_psi,
         truncation_cutoff=options.truncation_cutoff,

@@ -75,7 +75,7 @@ def _generator(name: str) -> _Any:
         found = content["config"].get("architecture", _registry.DEFAULT)
         if content["task"] == "gan" and found != name:
             raise _UserError(f"{checkpoint}: its generator is of architecture {found}; load {found!r}")
-        model = _restore.generator_from(content, device)
+        model = _restore.generator_from(content, device, several=True)
         return _described(model, content["classes"] if model.classes else ())
 
     entry.__name__, entry.__doc__ = name, _GENERATOR.format(name)

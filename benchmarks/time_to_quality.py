@@ -117,7 +117,7 @@ def course_of(run: Path, options: Namespace, real: RealFeatures) -> Course:
         if train is None:
             raise UserError(f"{run}: the floor cannot be measured: {why}")
         stack.enter_context(train)
-        (extractor,) = build_extractors(asked, reader.meta.channels, device, None)
+        (extractor,) = build_extractors(asked, reader.spec, device, None)
         for note in flattered([extractor], recorded(last)).values():
             print(f"{run}: {extractor.name}: {note}", file=sys.stderr)
         n = min(options.n, len(reader), len(train))

@@ -14,9 +14,11 @@ import numpy as np
 import simplejpeg
 
 from duetgan.data.errors import MOST_PIXELS, ImageError
-from duetgan.data.images import BOMB, DAMAGED, PNG, check_size, decode_by_rules
+from duetgan.data.images import BOMB, DAMAGED, PNG, check_size, decode_by_rules, resized
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.images import visible
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
@@ -55,22 +57,25 @@ class RandomCrop:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-def decode(payload: bytes | memoryview, codec: int, channels: int, size: Size | None = None) -> np.ndarray:
-    """The whole image: uint8 [H, W, channels]. Raises ImageError if it cannot be decoded, or if its header has another
-    size than `size`, that of its record: then nothing is decoded.
+def decode(payload: bytes | memoryview, codec: int, spec: ImageSpec, size: Size | None = None) -> np.ndarray:
+    """The whole image: [H, W, C] of the channels and depth of `spec`. Raises ImageError if it cannot be decoded, or if
+    its header has another size than `size`, that of its record: then nothing is decoded.
     """
+    channels = spec.channels
     if codec == CODEC_JPEG:
         return _decode_jpeg(payload, channels, size)
     if codec == CODEC_PNG:
         flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
+        flag = flag if spec.plain else cv2.IMREAD_UNCHANGED
         width, height = int.from_bytes(payload[16:20], "big"), int.from_bytes(payload[20:24], "big")  # of its header
         if payload[:8] != PNG or not 0 < width * height <= MOST_PIXELS:
             raise ImageError("cannot be decoded: it has no header of a PNG, or one of too many pixels")
         check_size((height, width), size)
         pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
-        if pixels is None:
+        if pixels is None or pixels.dtype != spec.depth or pixels.size != pixels.shape[0] * pixels.shape[1] * channels:
             raise ImageError("cannot be decoded")
-        return pixels.reshape(*pixels.shape[:2], channels)
+        pixels = pixels.reshape(*pixels.shape[:2], channels)
+        return pixels if spec.plain or channels == 1 else pixels[:, :, [2, 1, 0, 3][:channels]]
     try:
         return decode_by_rules(payload, channels, size)
     except ImageError:
@@ -80,7 +85,7 @@ def decode(payload: bytes | memoryview, codec: int, channels: int, size: Size | 
 
 
 def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
-    """A record's image uint8 [H, W, C] and its label, 0 if unlabelled. Raises IndexError, DamageError."""
+    """A record's image [H, W, C] and its label, 0 if unlabelled. Raises IndexError, DamageError."""
     if not 0 <= index < len(reader):
         raise IndexError(f"record {index} of {len(reader)}")
     if reader.meta.encoding == "raw":
@@ -89,7 +94,12 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
         label = int(entry["label"])
         if not 0 <= label < max(1, reader.meta.labels):
             raise ImageError(f"label {label} has no class, the file has {len(reader.classes)} classes")
-        return decode(payload, entry["codec"], reader.meta.channels, size), label
+        return decode(payload, entry["codec"], reader.meta.spec, size), label
+
+
+def visible_image(reader: LMDBReader, index: int) -> np.ndarray:
+    """A record's image for people: uint8 [H, W, 1 or 3]. Raises as `stored_image`."""
+    return np.asarray(visible(stored_image(reader, index)[0].transpose(2, 0, 1), reader.spec)).transpose(1, 2, 0)
 
 
 def decode_crop(
@@ -97,7 +107,8 @@ def decode_crop(
     codec: int,
     box: Box,  # in the whole image
     size: Size,  # of the whole image, which its header must have
-    out: np.ndarray,  # uint8 [C, H, W], filled
+    out: np.ndarray,  # [C, H, W], filled
+    spec: ImageSpec,  # its channels and depth
 ) -> None:
     """Decode the part of an image inside `box` and bring it to the size of `out`. Raises ImageError as `decode` does.
 
@@ -108,7 +119,7 @@ def decode_crop(
     channels, height, width = out.shape
     shrink = min(8, 1 << int(math.log2(max(1.0, min(h / (MARGIN * height), w / (MARGIN * width))))))
     if codec != CODEC_JPEG:
-        pixels = decode(payload, codec, channels, size)
+        pixels = decode(payload, codec, spec, size)
     elif shrink > 1:
         pixels = _decode_jpeg(payload, channels, size, shrink)
         exact = pixels.shape[0] / size[0]  # a scaled image's sides are rounded up
@@ -118,13 +129,14 @@ def decode_crop(
         part = first_rows(payload, top + h, size[0])
         rows = size[0] if part is payload else top + h + MORE_ROWS
         pixels = _decode_jpeg(part, channels, (rows, size[1]))
-    crop_into(pixels, (top, left, h, w), out)
+    crop_into(pixels, (top, left, h, w), out, alpha=spec.alpha)
 
 
 def crop_into(
-    pixels: np.ndarray,  # uint8 [H, W, C]
+    pixels: np.ndarray,  # [H, W, C]
     box: Box,
-    out: np.ndarray,  # uint8 [C, H, W], filled; fastest where it lies in memory as [H, W, C]
+    out: np.ndarray,  # [C, H, W], filled; fastest where it lies in memory as [H, W, C]
+    alpha: bool = False,
 ) -> None:
     """Bring a part of a decoded image to size, channels first."""
     top, left, height, width = box
@@ -135,6 +147,9 @@ def crop_into(
         np.copyto(out.transpose(1, 2, 0), pixels)
         return
     method = cv2.INTER_AREA if height > 2 * down or width > 2 * across else cv2.INTER_LINEAR
+    if alpha or channels > 4:
+        np.copyto(out, resized(pixels, (down, across), method, alpha).transpose(2, 0, 1))
+        return
     target = out.transpose(1, 2, 0) if channels > 1 else out[0]  # OpenCV knows no third axis of length one
     if target.flags.c_contiguous:
         cv2.resize(pixels, (across, down), dst=target, interpolation=method)

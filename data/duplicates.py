@@ -8,11 +8,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.decode import stored_image
+from duetgan.data.decode import visible_image
 from duetgan.data.images import thumbnail
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.near_duplicates import confirm, near
@@ -133,9 +134,7 @@ def find(
     if similar:
         candidates = near(signatures, others)
         size = min(spec.side or 64 for spec in specs)
-        pairs, correlations = confirm(
-            candidates, lambda i: stored_image(reader, i)[0], lambda j: stored_image(second, j)[0], size
-        )
+        pairs, correlations = confirm(candidates, partial(visible_image, reader), partial(visible_image, second), size)
         order = np.argsort(-correlations, kind="stable")
         alike = zip(pairs[order].tolist(), correlations[order].tolist(), strict=True)
         report.near = [Pair(i, j, correlation, differ([i], [j])) for (i, j), correlation in alike]
@@ -215,7 +214,7 @@ def save_sheet(report: Report, reader: LMDBReader, other: LMDBReader, path: Path
     images, captions = [], []
     gap = np.full((3, CELL, 8), 255, np.uint8)
     for record, other_record, kind in chosen:
-        left, right = stored_image(reader, record)[0], stored_image(other, other_record)[0]
+        left, right = visible_image(reader, record), visible_image(other, other_record)
         images.append(np.concatenate([thumbnail(left, CELL), gap, thumbnail(right, CELL)], axis=2))
         captions.append(f"{kind}: {report.names[0](record)}\n{report.names[1](other_record)}")
     save_captioned(images, captions, path, columns=4)

@@ -5,7 +5,8 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import cv2
@@ -37,13 +38,20 @@ warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 def decode_file(content: bytes, channels: int) -> np.ndarray:
     """Decode a file of unknown origin: uint8 [H, W, channels]. Raises ImageError with the reason."""
+    with reading(content):
+        return decode_by_rules(content, channels)
+
+
+@contextmanager
+def reading(content: bytes) -> Iterator[None]:
+    """Around decoding a file of unknown origin: what Pillow raises becomes an ImageError with the reason."""
     if not content:
         raise ImageError("is an empty file")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.format == "PNG":
                 image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
-        return decode_by_rules(content, channels)
+        yield
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
@@ -69,17 +77,32 @@ def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int,
 
     `size`: height and width that it must have, of its record; they are compared before anything is decoded.
     """
+    with opened(content, size) as image:
+        return from_pillow(image, channels)
+
+
+@contextmanager
+def opened(content: bytes | memoryview, size: tuple[int, int] | None = None) -> Iterator[Image.Image]:
+    """A file's image as Pillow decodes it. Arguments and errors as of `decode_by_rules`."""
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         if image.width * image.height > MOST_PIXELS:  # Pillow itself may only warn: the filters are the process's
             raise ImageError(TOO_LARGE)
-        frames = getattr(image, "n_frames", 1)
-        if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the image
-            raise ImageError(f"is animated or has several pages ({frames}); save one of them as an image")
+        if image.format != "MPO" and has_another(image):  # MPO: a camera's JPEG, the first frame is the image
+            raise ImageError("is animated or has several pages; save one of them as an image")
         _check_depth(image, content)
         if image.size != size:  # it may be stored on its side
             check_size((image.height, image.width), size)
         image.load()
-        return from_pillow(image, channels)
+        yield image
+
+
+def has_another(image: Image.Image) -> bool:
+    """Whether there is a second frame or page; to count 65,535 of them takes Pillow minutes."""
+    try:
+        image.seek(1)
+    except EOFError:
+        return False
+    return True
 
 
 def from_pillow(image: Image.Image, channels: int) -> np.ndarray:
@@ -109,7 +132,7 @@ def _check_depth(image: Image.Image, content: bytes | memoryview) -> None:
 def _convert(image: Image.Image, channels: int) -> Image.Image:
     """To mode L or RGB by the rules above."""
     if image.mode == "F":
-        raise ImageError("has floating-point pixels; save it with 8 or 16 bits")
+        raise ImageError("has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth float")
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
@@ -143,8 +166,8 @@ def centre_box(height: int, width: int, wanted: tuple[int, int] = (1, 1)) -> tup
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def fit(pixels: np.ndarray, size: int | tuple[int, int], mode: str) -> np.ndarray:
-    """Bring an image uint8 [H, W, C] to the side or the (height, width) `size`.
+def fit(pixels: np.ndarray, size: int | tuple[int, int], mode: str, alpha: bool = False) -> np.ndarray:
+    """Bring an image [H, W, C] of any depth to the side or the (height, width) `size`.
 
     Modes: "exact" leaves it and refuses other sizes; "crop" takes the largest part of that shape in the middle and
     scales it with Pillow's Lanczos filter; "pad" puts it in the middle of zeros, scaled down before (Lanczos) if it is
@@ -158,18 +181,18 @@ def fit(pixels: np.ndarray, size: int | tuple[int, int], mode: str) -> np.ndarra
         short, filtering = int(published[1]), Image.Resampling[published[2].upper()]
         height, width = (int(short * side / min(height, width)) for side in (height, width))
         top, left = round((height - down) / 2), round((width - across) / 2)
-        return _scale(pixels, height, width, filtering)[top : top + down, left : left + across]
+        return _scale(pixels, height, width, filtering, alpha)[top : top + down, left : left + across]
     if (height, width) == (down, across):
         return pixels
     if mode == "exact":
         raise ImageError(f"is {width}x{height} px where {across}x{down} was expected; pass --size N, or WxH")
     if mode == "crop":
         top, left, high, wide = centre_box(height, width, (down, across))
-        return _scale(pixels[top : top + high, left : left + wide], down, across)
+        return _scale(pixels[top : top + high, left : left + wide], down, across, alpha=alpha)
     room, needed = (down, height) if height * across > width * down else (across, width)  # of the side that is tighter
     if needed > room:
         height, width = (max(1, round(side * room / needed)) for side in (height, width))
-        pixels = _scale(pixels, height, width)
+        pixels = _scale(pixels, height, width, alpha=alpha)
     top, left = (down - height) // 2, (across - width) // 2
     return np.pad(pixels, ((top, down - height - top), (left, across - width - left), (0, 0)))
 
@@ -192,14 +215,53 @@ def trained_mode(checkpoint: Mapping[str, Any]) -> str:
     return "pad" if name.startswith(RESIZE_FILTERS["pad"]) else "crop"
 
 
-def _scale(pixels: np.ndarray, height: int, width: int, filtering: Any = Image.Resampling.LANCZOS) -> np.ndarray:
-    scaled = np.asarray(_pillow(pixels).resize((width, height), filtering))
-    return scaled.reshape(height, width, pixels.shape[2])
+def _scale(
+    pixels: np.ndarray, height: int, width: int, filtering: Any = Image.Resampling.LANCZOS, alpha: bool = False
+) -> np.ndarray:
+    if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
+        scaled = np.asarray(_pillow(pixels).resize((width, height), filtering))
+        return scaled.reshape(height, width, pixels.shape[2])
+
+    def planes(floats: np.ndarray) -> np.ndarray:
+        parts = [Image.fromarray(floats[:, :, place]) for place in range(floats.shape[2])]
+        return np.dstack([np.asarray(part.resize((width, height), filtering)) for part in parts])
+
+    return through_floats(planes, pixels, alpha)
+
+
+def through_floats(scaled: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray, alpha: bool) -> np.ndarray:
+    """`scaled` of an image's values as float32 [H, W, C], its colours multiplied by alpha meanwhile; in its depth."""
+    floats, integers = pixels.astype(np.float32), pixels.dtype != np.float32
+    most = np.float32(np.iinfo(pixels.dtype).max if integers else 1)
+    if alpha:
+        floats[:, :, :-1] *= floats[:, :, -1:] / most
+    floats = scaled(floats)
+    if alpha:
+        opacity = (floats[:, :, -1:] / most).clip(0, 1)
+        seen = (opacity * most).round() > 0 if integers else opacity > 0
+        floats[:, :, :-1] = np.where(seen, floats[:, :, :-1] / np.where(seen, opacity, 1), 0)
+    if integers or alpha:
+        floats = floats.clip(0, most)
+    return (floats + np.float32(0.5) if integers else floats).astype(pixels.dtype)
+
+
+def resized(pixels: np.ndarray, size: tuple[int, int], method: int, alpha: bool = False) -> np.ndarray:
+    """An image [H, W, C] of any depth by OpenCV's `method` at a height and width: [height, width, C]."""
+
+    def scaled(pixels: np.ndarray) -> np.ndarray:
+        if pixels.shape[2] <= 4:  # OpenCV takes no more at once
+            return cv2.resize(pixels, size[::-1], interpolation=method).reshape(*size, pixels.shape[2])
+        parts = (np.ascontiguousarray(pixels[:, :, first : first + 4]) for first in range(0, pixels.shape[2], 4))
+        return np.dstack([scaled(part) for part in parts])
+
+    return through_floats(scaled, pixels, alpha) if alpha else scaled(pixels)
 
 
 def encode(pixels: np.ndarray, encoding: str) -> bytes:
-    """A "png" (lossless) or "jpeg" (quality JPEG_QUALITY, 4:4:4) file of an image uint8 [H, W, 1 or 3]."""
-    ordered = np.ascontiguousarray(pixels[:, :, ::-1]) if pixels.shape[2] == 3 else pixels
+    """A "png" (lossless, 8 or 16 bits; 4 channels: the last is alpha) or "jpeg" (quality JPEG_QUALITY, 4:4:4) file of
+    an image [H, W, 1, 3 or 4].
+    """
+    ordered = np.ascontiguousarray(pixels[:, :, [2, 1, 0, 3][: pixels.shape[2]]]) if pixels.shape[2] > 1 else pixels
     options = [cv2.IMWRITE_PNG_COMPRESSION, 6]
     if encoding == "jpeg":
         sampling = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444]

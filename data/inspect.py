@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.decode import decode, stored_image
+from duetgan.data.decode import decode, visible_image
 from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.images import thumbnail
 from duetgan.data.lmdb.format import Meta, content_hash
@@ -78,7 +78,7 @@ def save_grid(reader: LMDBReader, path: Path) -> None:
     if heads := reader.classes[:MAX_ROWS]:
         classes = [np.flatnonzero(shows[reader.labels()]) for shows in reader.meta.multi_hot.T[: len(heads)]]
         rows = [members[np.unique(np.linspace(0, len(members) - 1, COLUMNS).astype(int))] for members in classes]
-    images = [[thumbnail(stored_image(reader, index)[0], cell) for index in row.tolist()] for row in rows]
+    images = [[thumbnail(visible_image(reader, index), cell) for index in row.tolist()] for row in rows]
     save_table(images, path, row_heads=heads, cell=cell, gap=2)
 
 
@@ -125,7 +125,8 @@ def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list
     known = labels[0][(labels[0] >= 0) & (labels[0] < meta.labels)]
     if np.bincount(known, minlength=meta.labels).tolist() != meta.histogram:
         return "the labels do not give the histogram in the metadata"
-    if content_hash(meta.classes, meta.channels, meta.encoding, digests, meta.sets) != meta.content_hash:
+    pixels = meta.spec.pixel_format
+    if content_hash(meta.classes, meta.channels, meta.encoding, digests, meta.sets, pixels) != meta.content_hash:
         return "the content hash does not match"
     return ""
 
@@ -152,7 +153,7 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
                         with reader.encoded(record) as (entry, payload, size):
                             if entry != expected:
                                 raise ImageError("it differs from its index")
-                            height, width = decode(payload, entry["codec"], reader.meta.channels, size).shape[:2]
+                            height, width = decode(payload, entry["codec"], reader.meta.spec, size).shape[:2]
                             if (height, width) != size:
                                 raise ImageError(f"it is {width}x{height} px when decoded")
                             digest.update(payload)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Generator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -25,11 +26,11 @@ from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.format import ENCODINGS
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter, check_target
-from duetgan.data.records import Converted, Plan, converted, make_plan, thread_count
+from duetgan.data.records import DEPTHS, Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from duetgan.utils.config.cli import Parser, add_import_option, number
 from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.image_spec import SIZE, ImageSpec
+from duetgan.utils.image_spec import MOST_CHANNELS, SIZE, ImageSpec
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.script import run_cli
@@ -89,14 +90,9 @@ def pack(
     source: Source,
     dest: str | Path,
     *,
-    size: int | str | None = None,  # side of the images in px, or width x height: 96x64
-    encoding: str = "raw",
-    channels: int | None = None,
-    resize: str = "auto",
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
     workers: int | None = None,  # threads besides this one; None: one a core
-    smallest: int | None = None,  # px: also store the images at half their side, a quarter ... down to this
     max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
     against: Path | None = None,  # a packed file whose classes must be the same and whose images are searched here
     duplicates: bool = True,  # report equal images
@@ -105,6 +101,7 @@ def pack(
     val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
     val_dest: str | Path | None = None,  # that file; None: data.packing.val_path
     seed: int = 0,  # of the draw of held-out images
+    **how: Any,  # the images are brought into the file: data.records.make_plan
 ) -> packing.Summary:
     """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.
 
@@ -116,7 +113,7 @@ def pack(
     targets = _targets(source, Path(dest), share, val_dest)
     skipped = _Skipped(source, on_error, max_skipped)
     _check_classes(source, against, targets)
-    plan = make_plan(source, size=size, encoding=encoding, channels=channels, resize=resize, smallest=smallest)
+    plan = make_plan(source, **how)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         *writers, whole = _open_writers(stack, source, plan, targets, overwrite)
@@ -250,6 +247,20 @@ def _size(text: str) -> int | str:
     return ImageSpec.of(1, int(text) if text.isdecimal() else text).resolution
 
 
+def _channels(text: str) -> int | str:
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MOST_CHANNELS):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not auto nor a number from 1 to {MOST_CHANNELS}")
+    return text if text == "auto" else int(text)
+
+
+def _range(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not two numbers such as 0,4095") from None
+    return low, high
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
@@ -259,7 +270,12 @@ def make_parser() -> Parser:
     add("--size", type=_size, metavar="N|WxH", help="the images' side in px, or width x height; default: their own")
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
     add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
-    add("--channels", type=int, choices=(1, 3), help="grey or RGB; default: the data set's own, 3 for image files")
+    told = "1: grey, 3: RGB, 4: RGB and alpha, others; auto: the images' own; default: the data set's own, 3 for files"
+    add("--channels", type=_channels, metavar="auto|1|3|4|N", help=told)
+    told = "bits of a value, or floats; auto: the images' own; default: 8 for image files, else their own"
+    add("--depth", choices=("auto", *DEPTHS), help=told)
+    told = "of 16 bits and floats, seen as -1 and 1; default: found in the images"
+    add("--range", type=_range, metavar="LOW,HIGH", dest="value_range", help=told)
     add("--split", choices=tuple(SPLITS), help="of a source that has splits (default: train)")
     add("--val-share", metavar="X", help="hold this share out (0.1: a tenth), into DEST-val.lmdb")
     add("--val-dest", type=Path, metavar="FILE", help="for the held-out images, instead of DEST-val.lmdb")
@@ -271,6 +287,7 @@ def make_parser() -> Parser:
         choices=CLASSES_FROM,
         help="classes: folders at the top, folders that hold the images, or files' names",
     )
+    add("--stack", metavar="PATTERN", help="files that hold a channel each, by name: {name}_{channel}.tif")
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
     most = "what skip leaves out at most; default: 100 or 1 %%, if more"
@@ -297,7 +314,7 @@ def main(argv: list[str]) -> None:
     tune_malloc(KEPT_BYTES)
     cv2.setNumThreads(1)  # images go to threads whole
     del options["debug"]
-    of_source = {name: options.pop(name) for name in ("split", "root", "label_column", "classes_from")}
+    of_source = {name: options.pop(name) for name in ("split", "root", "label_column", "classes_from", "stack")}
     with open_source(options.pop("source"), size=options["size"], **of_source) as source:
         if source.splits and val_share is not None:
             splits = f"{source.name} has splits of its own ({' and '.join(source.splits)})"

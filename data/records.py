@@ -5,7 +5,8 @@ threads and in order: what packing and the index of tar files do first.
 import hashlib
 import io
 import itertools
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -17,17 +18,20 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from duetgan.data.errors import MOST_SIDE, ImageError
-from duetgan.data.images import FORMATS, RESIZE_FILTERS, decode_file, encode, fit, has_16_bits, to_channels
-from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, make_entry
-from duetgan.data.lmdb.record import Layout, Record
+from duetgan.data.images import FORMATS, RESIZE_FILTERS, encode, fit, has_16_bits, resized
+from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, check_encoding, make_entry
+from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Item, Problem, Source
+from duetgan.data.values import Values, decode_image, kind
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.provenance import Provenance
 
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}  # of images that are encoded here
+DEPTHS = {"8": "uint8", "16": "uint16", "float": "float32"}  # as --depth names them
+SHORT = {depth: name for name, depth in DEPTHS.items()}
 PAD_SHARE = 8  # resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE
 
 MOST_WORKERS = 16  # that are started unasked: more than the one writer can keep up with
@@ -44,7 +48,7 @@ Converted = Record | ImageError  # an image of a source, or why it cannot be use
 
 
 def make_record(
-    image: np.ndarray,  # uint8 [H, W, C], of the largest resolution
+    image: np.ndarray,  # [H, W, C] of the layout's depth and largest resolution
     label: int,
     layout: Layout,
     payload: bytes | None = None,  # the file to keep, for encoding "source" only
@@ -52,8 +56,8 @@ def make_record(
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     wanted = layout.spec
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != layout.channels:
-        raise ValueError(f"image {image.dtype} {image.shape}, expected uint8 [H, W, {layout.channels}]")
+    if image.dtype != wanted.depth or image.ndim != 3 or image.shape[2] != layout.channels:
+        raise ValueError(f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {layout.channels}]")
     if wanted.side and image.shape[:2] != wanted.size:
         raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {wanted.width}x{wanted.height}")
     assert (payload is None) == (layout.encoding != "source")
@@ -68,11 +72,12 @@ def make_record(
     sizes = [level.shape[:2] for level in levels]
     entries = [make_entry(content, label, h, w, codec) for content, (h, w) in zip(payloads, sizes, strict=True)]
     pixels = image.shape[0] * image.shape[1]
-    return Record(label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image))
+    record = Record(label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image))
+    return replace(record, ends=value_ends(image)) if wanted.deep else record
 
 
 def add_image(writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None) -> None:
-    """Append an image uint8 [H, W, C] of the largest resolution to a file; see `make_record`."""
+    """Append an image [H, W, C] of the largest resolution to a file; see `make_record`."""
     writer.add_record(make_record(image, label, writer.layout, payload))
 
 
@@ -83,16 +88,18 @@ def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
     levels = [image]
     for side in reversed(layout.resolutions[:-1]):
         height, width = layout.spec.at(side).size
-        smaller = cv2.resize(levels[-1], (width, height), interpolation=cv2.INTER_AREA)
-        levels.append(smaller.reshape(height, width, image.shape[2]))
+        levels.append(resized(levels[-1], (height, width), cv2.INTER_AREA, layout.spec.alpha))
     return levels[::-1]
 
 
 def signature(pixels: np.ndarray) -> np.ndarray:
-    """The signature of an image uint8 [H, W, C], as an array of shape [1] and type SIGNATURE."""
+    """The signature of an image [H, W, C], as an array of shape [1] and type SIGNATURE."""
     pixels = np.ascontiguousarray(pixels)
     digest = hashlib.blake2b(pixels.data, digest_size=8, person=b"%dx%d" % pixels.shape[:2])
-    grey = pixels if pixels.shape[2] == 1 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+    if pixels.shape[2] in (1, 3):
+        grey = pixels if pixels.shape[2] == 1 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+    else:
+        grey = pixels.mean(axis=2, dtype=np.float32)
     small = cv2.resize(grey, (9, 8), interpolation=cv2.INTER_AREA)
     bits = np.packbits(small[:, :-1] < small[:, 1:])
     numbers = (int.from_bytes(digest.digest(), "little"), int.from_bytes(bits.tobytes(), "big"))
@@ -100,8 +107,12 @@ def signature(pixels: np.ndarray) -> np.ndarray:
 
 
 def pixel_sums(image: np.ndarray) -> np.ndarray:
-    """Sums of the values and of their squares of an image uint8 [H, W, C]: int64 [2, C]."""
+    """Sums of the values and of their squares of an image [H, W, C]: [2, C], int64 of 8 bits, else float64."""
     channels = image.shape[2]
+    if image.dtype != np.uint8 or channels > 4:
+        flat = image.reshape(-1, channels)
+        sums = [flat.sum(0, np.float64), np.einsum("nc,nc->c", flat, flat, dtype=np.float64, casting="unsafe")]
+        return np.array(sums).astype(np.int64 if image.dtype == np.uint8 else np.float64)
     squares = cv2.multiply(image, image, dtype=cv2.CV_32F)  # at most 255**2: exact, as are the float64 sums
     sums = [cv2.sumElems(values)[:channels] for values in (image, squares)]
     return np.array(sums).astype(np.int64)
@@ -122,7 +133,7 @@ def plain_codec(content: bytes, channels: int) -> int:
 
 def pack_arrays(
     path: str | Path,
-    images: np.ndarray,  # uint8 [n, C, H, W]
+    images: np.ndarray,  # [n, C, H, W] uint8; uint16 and float32, of a range that is found
     labels: Sequence[int] | np.ndarray | None = None,  # [n]
     classes: Sequence[str] = (),
     *,
@@ -134,7 +145,9 @@ def pack_arrays(
     overwrite: bool = False,
 ) -> Meta:
     """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
-    layout = Layout.of(ImageSpec(*images.shape[1:]), encoding, smallest)
+    channels, height, width = images.shape[1:]
+    image = replace(ImageSpec.of(channels, 0, {"depth": images.dtype.name}), height=height, width=width)
+    layout = Layout.of(image, encoding, smallest, ranged=not image.deep)
     about: Any = {"classes": classes, "sets": sets, "source": source, "passport": passport}
     with LMDBWriter(path, layout, **about, overwrite=overwrite) as writer:
         for index, image in enumerate(images):
@@ -165,15 +178,17 @@ def make_plan(
     *,
     size: int | str | None = None,  # side in px, or width x height: 96x64
     encoding: str = "raw",
-    channels: int | None = None,
+    channels: int | str | None = None,  # "auto": those of all images
+    depth: str | None = None,  # "8", "16", "float"; "auto": that of all images
+    value_range: tuple[float, float] | None = None,  # of 16 bits and floats; None: found while packing
     resize: str = "auto",  # "crop" or "pad"
     smallest: int | None = None,  # px: side of a pyramid's smallest images; None: no pyramid
 ) -> Plan:
     """Decide what the user has left open.
 
-    Channels: the source's own, else 3. Size: the source's own, else the first readable image's, and then all must
-    have it. Resize "auto": "pad" where all images have one known size that lies within both sides, at most 1/8 below
-    the shorter one, else "crop".
+    Channels and depth: the source's own; of files 3 and 8 bits, of arrays as they are. Size: the source's own, else the
+    first readable image's, and then all must have it. Resize "auto": "pad" where all images have one known size that
+    lies within both sides, at most 1/8 below the shorter one, else "crop".
     Raises UserError for options that do not fit together.
     """
     if encoding == "source":
@@ -183,15 +198,25 @@ def make_plan(
                 raise UserError(f"--encoding source keeps the files as they are: {remedy}")
         if source.shape is not None:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
-        return Plan(layout=Layout(channels=channels or 3, resolutions=(0,), encoding=encoding), mode="exact")
-    channels = channels or source.channels or 3
+        with explained(ValueError, lambda why: f"{source.name}: {why}"):
+            check_encoding(form := _form(source, channels or 3, depth or "8"), encoding)
+        return Plan(layout=Layout(channels=form.channels, resolutions=(0,), encoding=encoding), mode="exact")
+    form, ranged = _form(source, channels, depth), True
+    if value_range is not None:
+        with explained(ValueError, lambda why: f"--range {value_range[0]:g},{value_range[1]:g}: {why}"):
+            known = dict(zip(("low", "high"), value_range, strict=True))
+            form = ImageSpec.of(form.channels, 0, {**(form.pixel_format or {}), **known})
+    elif form.deep and not form.alpha:
+        ranged = "high" in (source.pixel_format or {}) and form == _own(source)
+    with explained(ValueError, lambda why: f"{source.name}: {why}"):
+        check_encoding(form, encoding)
     if size is None:
-        height, width = source.shape or _first_shape(source, channels)
-        image, mode = ImageSpec(channels, height, width), "exact"
+        height, width = source.shape or _first_shape(source, form)
+        image, mode = replace(form, height=height, width=width), "exact"
         if height != width:
             example = "x".join(str(max(1, round(side / image.side * 4)) * 16) for side in (width, height))
             raise UserError(f"{source.name}: images are {width}x{height} px, not square: pass --size N, or {example}")
-    elif source.shape == (image := ImageSpec.of(channels, size)).size:
+    elif source.shape == (image := ImageSpec.of(form.channels, size, form.pixel_format)).size:
         mode = "exact"
     elif resize == "auto":
         room = min(there - here for there, here in zip(image.size, source.shape or (0, 0), strict=True))
@@ -201,25 +226,69 @@ def make_plan(
     if max(image.size) > MOST_SIDE:
         raise UserError(f"{source.name}: {image}; a packed image has at most {MOST_SIDE} px: lower --size")
     with explained(ValueError, f"--pyramid {smallest}: {image} must be {smallest} px times 2, 4, 8, ..."):
-        return Plan(layout=Layout.of(image, encoding, smallest), mode=mode)
+        return Plan(layout=Layout.of(image, encoding, smallest, ranged), mode=mode)
 
 
-def _first_shape(source: Source, channels: int) -> tuple[int, int]:
+def _own(source: Source) -> ImageSpec | None:
+    return None if source.channels is None else ImageSpec.of(source.channels, 0, source.pixel_format)
+
+
+def _form(source: Source, channels: int | str | None, depth: str | None) -> ImageSpec:
+    """The channels, alpha and depth that a source's images are packed with; without a size.
+
+    "auto": colours where an image has some, alpha where one has it, the largest depth. Two channels are grey and alpha,
+    four RGB and alpha, unless the first image has so many without alpha. Raises UserError where "auto" finds floats
+    beside whole numbers, or numbers of channels that do not go together.
+    """
+    own = _own(source)
+    if own is not None and channels in (None, own.channels) and depth in (None, "auto", SHORT[own.depth]):
+        return own
+    given = "auto" if source.as_is else None
+    channels, depth = channels or (own.channels if own else given or 3), depth or (SHORT[own.depth] if own else given)
+    deepest = DEPTHS.get(depth or "8", "uint8")
+    if channels in (1, 3) and depth != "auto":
+        return ImageSpec.of(int(channels), 0, {"depth": deepest})
+    found: Counter[ImageSpec] = Counter()
     problem = None
     for index in range(len(source)):
         try:
-            height, width, _ = _pixels(source.item(index), channels).shape
+            found[kind(source.item(index).content)] += 1
+        except ImageError as error:
+            problem = problem or Problem(source.item_name(index), str(error))
+            continue
+        if "auto" not in (channels, depth):
+            break
+    if not found:
+        raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
+    first, depths = next(iter(found)), {form.depth for form in found}
+    kinds = ", ".join(f"{count:,} of {form.title}" for form, count in found.items())
+    if depth == "auto":
+        if "float32" in depths and len(depths) > 1:
+            raise UserError(f"{source.name}: {kinds}: floats and whole numbers have no range in common: pass --depth")
+        deepest = max(depths, key=list(DEPTHS.values()).index)
+    if channels == "auto":
+        colours = {form.colours for form in found}
+        if len(colours) > 1 and colours != {1, 3}:
+            raise UserError(f"{source.name}: {kinds}: these do not go together: pass --channels, or pack them apart")
+        alpha = any(form.alpha for form in found)
+        channels = max(colours) + alpha
+    else:
+        alpha = channels in (2, 4) and (first.channels, first.alpha) != (channels, False)
+    form = ImageSpec.of(int(channels), 0, {"depth": deepest, "alpha": alpha})
+    if "auto" in (given, depth) or len(found) > 1:
+        print(f"{source.name}: {kinds}: taken as {form.title}", file=sys.stderr)
+    return form
+
+
+def _first_shape(source: Source, form: ImageSpec) -> tuple[int, int]:
+    problem = None
+    for index in range(len(source)):
+        try:
+            height, width, _ = decode_image(source.item(index).content, form).shape
             return height, width
         except ImageError as error:
             problem = problem or Problem(source.item_name(index), str(error))
     raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
-
-
-def _pixels(item: Item, channels: int) -> np.ndarray:
-    """An image's pixels, uint8 [H, W, channels]. Raises ImageError."""
-    if isinstance(item.content, bytes):
-        return decode_file(item.content, channels)
-    return to_channels(item.content, channels)
 
 
 def _read(source: Source, row: int) -> Item | ImageError:
@@ -235,19 +304,20 @@ def _convert(item: Item | ImageError, plan: Plan) -> Converted:
         if isinstance(item, ImageError):
             raise item
         content, payload, codec = item.content, None, CODEC_RULES
-        image = pixels = _pixels(item, layout.channels)
+        image = pixels = decode_image(content, layout.spec)
         if layout.encoding != "source":
-            image = fit(pixels, plan.size, plan.mode)
+            image = fit(pixels, plan.size, plan.mode, layout.spec.alpha)
         elif isinstance(content, bytes):
             payload, codec = content, plain_codec(content, layout.channels)
         else:
             raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
-        as_had = content if isinstance(content, bytes) else b"%dx%dx%d" % content.shape + content.tobytes()
+        pure = content.pixels if isinstance(content, Values) else content
+        as_had = pure if isinstance(pure, bytes) else b"%dx%dx%d" % pure.shape + pure.tobytes()
         record = make_record(image, item.label, layout, payload, codec)
     except ImageError as error:
         return error
     enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], plan.size))
-    cut = payload is None and isinstance(content, bytes) and has_16_bits(content)
+    cut = payload is None and layout.spec.plain and isinstance(content, bytes) and has_16_bits(content)
     return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut)
 
 

@@ -82,7 +82,7 @@ class Classifier(nn.Module):
 class Samples(NamedTuple):
     """What a generator drew. Sample i depends on `seed`, its class and `indices[i]` alone."""
 
-    images: Tensor  # uint8 [n, channels, H, H] on the CPU
+    images: Tensor  # [n, channels, H, W] on the CPU, as files have them: uint8, uint16 or float32; alpha not multiplied
     labels: list[str]  # each one's class; empty for an unconditional generator
     seed: int
     indices: list[int]
@@ -94,8 +94,9 @@ class Generator(nn.Module):
     def __init__(self, checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Args: `checkpoint` as `utils.checkpoint.load` gives it. Raises UserError for a classifier's."""
         super().__init__()
-        self.network: ImageGenerator = generator_from(checkpoint, device)
+        self.network: ImageGenerator = generator_from(checkpoint, device, several=True)
         self.class_names: list[str] = list(checkpoint["classes"]) if self.network.classes else []
+        self.label_names = self.network.label_names(self.class_names)  # what can be asked for: classes, or sets of them
         self.z_dim = self.network.z_dim
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.shape, (-1.0, 1.0)
@@ -122,7 +123,7 @@ class Generator(nn.Module):
         self,
         n: int = 1,
         *,
-        classes: str | Sequence[str] | None = None,  # by name, in turn; None: all
+        classes: str | Sequence[str] | None = None,  # by name ("cat; dog" of several labels), in turn; None: all
         seed: int = 0,
         psi: float = 1.0,  # truncation: 1 none, 0 the mean image; for generators with w
         noise: NoiseMode = "random",
@@ -132,15 +133,18 @@ class Generator(nn.Module):
         Raises UserError for an unknown class, and for a truncation that the generator cannot do.
         """
         sampler = self._sampler(classes, seed, truncation_psi=psi, noise_mode=noise)
-        labels = sampler.labels(range(n))
-        names = [] if labels is None else [self.class_names[label] for label in labels.tolist()]
+        names = [self.label_names[label] for label in sampler.classes(range(n))]
         return Samples(sampler.images(range(n)), names, seed, sampler.indices(range(n)))
 
     def grid(self, n: int | None = None, *, columns: int | None = None, **options: Any) -> PIL.Image.Image:
         """`n` samples as one picture; unless said 64, or 8 of each class, a column a class. `options` as `sample`."""
         chosen = options.get("classes")
-        kinds = len([chosen] if isinstance(chosen, str) else chosen or self.class_names)
-        pixels = grid(self.sample(n or 8 * kinds or 64, **options).images, columns=columns or kinds or None)
+        kinds = len([chosen] if isinstance(chosen, str) else chosen or self.label_names)
+        pixels = grid(
+            self.sample(n or 8 * kinds or 64, **options).images,
+            columns=columns or kinds or None,
+            spec=self.network.spec,
+        )
         return PIL.Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
     def project(
@@ -163,8 +167,8 @@ class Generator(nn.Module):
         return find(sampler, target, config).spaces[space]
 
     def _sampler(self, classes: str | Sequence[str] | None, seed: int, **options: Any) -> Sampler:
-        names = [classes] if isinstance(classes, str) else self.class_names if classes is None else classes
-        chosen = [label_of(name, self.class_names, "classes") for name in names]
+        names = [classes] if isinstance(classes, str) else self.label_names if classes is None else classes
+        chosen = [label_of(name, self.label_names, "classes") for name in names]
         return Sampler(generator=self.network, chosen=chosen, seed=seed, batch_size=BATCH, **options)
 
 

@@ -35,6 +35,8 @@ from duetgan.reporting.report import render
 from duetgan.reporting.run_files import Run
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.images import visible
 
 QUICKSTART = Path("runs/quickstart")  # what is shown where nothing is named
 
@@ -168,8 +170,9 @@ class Source:
         return Sampler(generator=shown.model, chosen=chosen, seed=self.seed, **how)
 
 
-def address(image: Tensor) -> str:
-    """The `data:` address of an image uint8 [C, H, W]."""
+def address(image: Tensor, spec: ImageSpec | None = None) -> str:
+    """The `data:` address of an image [C, H, W]; `spec`: see `visible`."""
+    image = visible(image, spec)
     kind = "png" if image.shape[-1] <= LOSSLESS else "jpeg"
     content = encode(image.permute(1, 2, 0).contiguous().numpy(), kind)
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
@@ -178,7 +181,7 @@ def address(image: Tensor) -> str:
 def draw(shown: Shown, sources: Sequence[Source]) -> dict[str, Any]:
     """The `images`: each sample's seed and address."""
     samples = [(source.seed, source.sampler(shown).images([0])[0]) for source in sources]
-    return {"images": [{"seed": seed, "address": address(image)} for seed, image in samples]}
+    return {"images": [{"seed": seed, "address": address(image, shown.model.spec)} for seed, image in samples]}
 
 
 def mix(shown: Shown, pair: tuple[Source, Source], layers: Sequence[int]) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def mix(shown: Shown, pair: tuple[Source, Source], layers: Sequence[int]) -> dic
     samplers = [source.sampler(shown) for source in pair]
     of_a, of_b = (truncated_styles(sampler, [0]) for sampler in samplers)
     images = [synthesize(samplers[0], how)[0] for how in (of_a, of_b, mixed(of_a, of_b, 0, layers))]
-    return dict(zip(("a", "b", "mixed"), map(address, images), strict=True))
+    return {name: address(image, shown.model.spec) for name, image in zip(("a", "b", "mixed"), images, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +273,7 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
     order = row.sort(descending=True, stable=True).indices[:CLASSES].tolist()
     layer = default_layer(classifier)
     heat = image_heat(classifier, image[None], torch.tensor(order[:1]), layer)[0]
-    seen, evidence = overlay(image, heat)
+    seen, evidence = overlay(visible(image, classifier.spec), heat)
     return {
         "classes": [{"name": shown.classes[label], "probability": float(row[label])} for label in order],
         "image": address(seen),
@@ -296,7 +299,7 @@ def spoke_for(shown: Shown, content: bytes, data: str | None = None) -> dict[str
         rows = most(scores, SPOKE)
         found = [
             {"record": row, "class": reader.classes[reader.labels()[row]], "score": float(scores[row])}
-            | {"address": address(picture)}
+            | {"address": address(picture, reader.spec)}
             for row, picture in zip(rows, images_of(reader, rows), strict=True)
         ]
     return {"class": shown.classes[label], "found": found}

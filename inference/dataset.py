@@ -49,14 +49,14 @@ def write_dataset(
     classes = checkpoint["classes"] if kinds else ()
     resize_filter = (checkpoint.get("data") or {}).get("resize_filter", "none")  # as the images it learnt from
     about: dict[str, Any] = {"source": source, "passport": passport, "resize_filter": resize_filter}
+    about["sets"] = generator.sets
     with (
         LMDBWriter(out, layout, classes=classes, overwrite=overwrite, **about) as writer,
         Bar(total=count, desc="samples", unit="image") as bar,
     ):
         for numbers in sampler.batches(count):
-            labels = sampler.labels(numbers)
             images = sampler.images(numbers).numpy().transpose(0, 2, 3, 1)
-            for image, label in zip(images, [0] * len(numbers) if labels is None else labels.tolist(), strict=True):
+            for image, label in zip(images, sampler.classes(numbers) or [0] * len(numbers), strict=True):
                 add_image(writer, np.ascontiguousarray(image), label)
             bar.update(len(numbers))
         return writer.finish()

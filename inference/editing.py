@@ -24,7 +24,7 @@ from duetgan.inference.settings import EditConfig, label_of
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.classifier import Classifier, fit_images
-from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.models.gan import StyledGenerator
 from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator as keyed_generator
@@ -58,6 +58,7 @@ class Editor:
         self.sampler, self.classifier, self.names = sampler, classifier, list(names)
         self.config = config or EditConfig()
         self.device, self.generator = sampler.device, sampler.generator
+        self.generator.spec.need_plain("an edit")
         self.space = self.config.space or ("w" if self.generator.has_styles else "z")
         in_w = self.space == "w"
         self.size = with_styles(self.generator, "--space w").w_avg.numel() if in_w else self.generator.z_dim
@@ -110,7 +111,7 @@ class Editor:
         drawn, size = [], self.sampler.batch_size
         with torch.no_grad(), full_float32(self.device):
             for part, offset in zip(start.batches(size), offsets.split(size), strict=True):
-                drawn.append(to_uint8(self.moved(part, offset)).cpu())
+                drawn.append(self.generator.spec.from_float(self.moved(part, offset)).cpu())
         return torch.cat(drawn)
 
     def probabilities(self, images: Tensor, classifier: Classifier | None = None) -> Tensor:

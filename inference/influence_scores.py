@@ -288,7 +288,7 @@ def _explain(
     named = int(probabilities.argmax())
     label = named if options.label is None else label_of(options.label, classes, "--label")
     scores = influence(parts, len(reader), image, label)
-    labels, blank = reader.labels(), image.new_full(image.shape, 255)
+    labels, blank = reader.labels(), torch.full(image.shape, reader.spec.high).to(image)
     first, head = image, f"named {classes[named]} {probabilities[named]:.2f}"
     kinds: dict[str, list[dict[str, Any]]] = {}
     images, captions = [], []
@@ -298,7 +298,7 @@ def _explain(
         images += [first, *images_of(reader, rows), *[blank] * (top - len(rows))]
         captions += [f"{head}\n{kind} {classes[label]}:", *told, *[""] * (top - len(rows))]
         first, head = blank, ""
-    save_captioned(images, captions, options.out, columns=top + 1)
+    save_captioned(images, captions, options.out, columns=top + 1, spec=reader.spec)
     about = {"image": options.image, "named": classes[named], "probability": float(probabilities[named])}
     return {**about, "label": classes[label], **kinds}
 
@@ -320,5 +320,5 @@ def _mislabelled(options: Namespace, parts: Iterable[Part], reader: Dataset) -> 
         for row in rows
     ]
     captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in suspects]
-    save_captioned(images_of(reader, rows), captions, options.out, columns=min(10, len(rows)))
+    save_captioned(images_of(reader, rows), captions, options.out, columns=min(10, len(rows)), spec=reader.spec)
     return {"measure": measure, "issues": int((result.issues() >= 0).sum()), "mislabelled": suspects}

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import decode_file, fit, from_pillow, to_channels, trained_mode
+from duetgan.data.images import fit, from_pillow, to_channels, trained_mode
 from duetgan.data.sources import is_source, open_images
 from duetgan.data.sources.base import Source
 from duetgan.data.sources.files import LocalSource, read_file
+from duetgan.data.values import Content, Values, bring, decode_image, known, of_pillow
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
@@ -33,62 +34,80 @@ class Transform:
     """An image as a network takes it: float32 [C, H, W], those of `spec`, in [-1, 1].
 
     Brings it to size as the images of the network's training were. Takes a file's name; a PIL image; an array [H, W],
-    [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]. Can be sent to the workers of a DataLoader. Raises
-    UserError for an image that cannot be read, and for floats outside [0, 1].
+    [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]; where `spec` is not plain, values as it has them. Can be
+    sent to the workers of a DataLoader. Raises UserError for an image that cannot be read, and for floats outside
+    [0, 1].
     """
 
     channels: int
     resolution: int | str  # px of squares, or width x height: 96x64
     mode: str  # of data.images.fit: crop, pad, or as a ready-made network has it
+    pixel_format: Mapping[str, Any] | None = None  # see utils/image_spec.py
 
     def __call__(self, image: Image) -> Tensor:
-        return self.pixels(image).float() / 127.5 - 1
+        return self.spec.to_float(self.pixels(image)[None], channels_last=False)[0]
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], resize: str | None = None) -> "Transform":
         """That of a checkpoint's network; `resize`: crop or pad instead of what its training did."""
         shape = checkpoint["shape"]
-        return cls(shape["channels"], shape["resolution"], resize or trained_mode(checkpoint))
+        mode = resize or trained_mode(checkpoint)
+        return cls(shape["channels"], shape["resolution"], mode, shape.get("pixel_format"))
 
     @property
     def spec(self) -> ImageSpec:
         """Of what it gives."""
-        return ImageSpec.of(self.channels, self.resolution)
+        return ImageSpec.of(self.channels, self.resolution, self.pixel_format)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of what it gives."""
         return self.spec.shape
 
-    def read(self, image: "Image | bytes") -> Tensor:
+    def read(self, image: "Image | Content") -> Tensor:
         """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's name."""
         if isinstance(image, str | os.PathLike):
             image = read_file(Path(image))
-        if isinstance(image, bytes):
-            pixels = decode_file(image, self.channels)
+        spec = self.spec
+        if isinstance(image, bytes | Values):
+            pixels = decode_image(image, spec)
         elif isinstance(image, PIL.Image.Image):
-            pixels = from_pillow(image, self.channels)
+            pixels = from_pillow(image, self.channels) if spec.plain else bring(of_pillow(image), spec)
+        elif spec.plain:
+            pixels = to_channels(_eight_bits(image), self.channels)
         else:
-            pixels = to_channels(_hwc(image), self.channels)
-        return torch.from_numpy(fit(pixels, self.spec.size, self.mode).transpose(2, 0, 1).copy())
+            values = known(_hwc(image))
+            pixels = bring(Values(values, spec.alpha and values.shape[2] == spec.channels), spec)
+        return torch.from_numpy(fit(pixels, spec.size, self.mode, spec.alpha).transpose(2, 0, 1).copy())
 
     def pixels(self, image: Image) -> Tensor:
-        """The same as uint8 [C, H, W]."""
+        """The same in the depth of `spec`: [C, H, W]."""
         name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
         with explained(ImageError, lambda why: f"{name} {why}"):
             return self.read(image)
 
 
 def _hwc(image: np.ndarray | Tensor) -> np.ndarray:
-    """An array or a tensor as uint8 [H, W, C]."""
+    """An array or a tensor as an array [H, W, C]."""
     array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
     if array.ndim == 2:
         array = array[:, :, None]
     elif isinstance(image, Tensor) and array.ndim == 3:
         array = array.transpose(1, 2, 0)
-    if array.ndim != 3 or array.shape[2] not in (1, 3):
-        layout = "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
-        raise ImageError(f"is of shape {list(image.shape)}; give {layout} with 1 or 3 channels")
+    if array.ndim != 3:
+        raise ImageError(f"is of shape {list(image.shape)}; give {_layout(image)}")
+    return array
+
+
+def _layout(image: np.ndarray | Tensor) -> str:
+    return "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
+
+
+def _eight_bits(image: np.ndarray | Tensor) -> np.ndarray:
+    """An array or a tensor as uint8 [H, W, 1 or 3]."""
+    array = _hwc(image)
+    if array.shape[2] not in (1, 3):
+        raise ImageError(f"is of shape {list(image.shape)}; give {_layout(image)} with 1 or 3 channels")
     if array.dtype == np.uint8:
         return array
     if not np.issubdtype(array.dtype, np.floating):
@@ -109,7 +128,7 @@ class Input(NamedTuple):
     """An image that is read when its turn comes."""
 
     name: str
-    content: Callable[[], bytes | np.ndarray]  # a file's bytes or pixels uint8 [H, W, C]; raises ImageError
+    content: Callable[[], Content]  # a file's bytes or pixels [H, W, C]; raises ImageError
 
 
 def file_input(path: str | Path) -> Input:
@@ -170,7 +189,7 @@ def _part(name: str) -> Source | list[str]:
     return open_images(name) if is_source(path) else [name]
 
 
-def _content(source: Source, index: int) -> Callable[[], bytes | np.ndarray]:
+def _content(source: Source, index: int) -> Callable[[], Content]:
     """What reads an image of a source; it is read at once where the source must be read in order."""
     if not source.in_order:
         return lambda: source.item(index).content

@@ -16,9 +16,10 @@ from torch import Tensor
 from duetgan.inference.samples import Sampler, default_count, with_styles
 from duetgan.inference.settings import FPS, FRAMES, check_film
 from duetgan.metrics.features.precision import full_float32
-from duetgan.models.gan import NoiseMode, one_hot, to_uint8
+from duetgan.models.gan import NoiseMode, one_hot
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building
+from duetgan.utils.images import visible
 from duetgan.utils.runlog.progress import Bar
 
 
@@ -58,10 +59,11 @@ class Journey:
         return self.keyframes * self.frames
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        noise = self.sampler.latents([0])[2]
+        noise, spec = self.sampler.latents([0])[2], self.sampler.generator.spec
         for places in self.sampler.batches(len(self)):
             with torch.no_grad(), full_float32(self.sampler.device):
-                images = to_uint8(self._images(places, noise)).cpu()
+                images = spec.from_float(self._images(places, noise)).cpu()
+            images = visible(images, spec)
             yield from (image.numpy().transpose(1, 2, 0) for image in images)
 
     def _images(self, places: range, noise: list[Tensor] | NoiseMode) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
+from duetgan.data.values import native
 from duetgan.inference.inputs import Input, Inputs, Transform
 from duetgan.inference.settings import label_of
 from duetgan.inference.strips import Counterfactuals
@@ -29,7 +30,7 @@ from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import building, check_writable, write_atomic
-from duetgan.utils.images import save_captioned, save_png
+from duetgan.utils.images import save_captioned, save_png, visible
 from duetgan.utils.memory import cores
 from duetgan.utils.text import printable
 
@@ -120,7 +121,7 @@ def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probab
         best = int(row.argmax())
         what = f"evidence for {classes[label]} {row[label]:.3f}" if heat.any() else f"no evidence for {classes[label]}"
         captions = [f"predicted {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"]
-        save_captioned(overlay(image, heat), captions, place, columns=2)
+        save_captioned(overlay(visible(image, classifier.spec), heat), captions, place, columns=2)
 
 
 def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
@@ -222,10 +223,10 @@ def sorter(folder: Path) -> Sink:
                 unused(place, os.path.lexists).symlink_to(path.resolve())
             return
         content = given.content()
-        if isinstance(content, np.ndarray):
-            save_png(content, unused(place.with_suffix(".png"), os.path.lexists))
-        else:
+        if isinstance(content, bytes):
             write_atomic(unused(place, os.path.lexists), content)
+        else:
+            save_png(np.asarray(native(content).pixels), unused(place.with_suffix(".png"), os.path.lexists))
 
     return write
 

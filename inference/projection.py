@@ -22,7 +22,7 @@ from duetgan.inference.settings import SPACES, ProjectionConfig, Space
 from duetgan.metrics.features.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.backbones.base import normalize
-from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.models.gan import StyledGenerator
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import save_table
@@ -179,7 +179,8 @@ class Projector:
         kinds: Sequence[int | None] = labels or [None]
         for label in kinds:
             with torch.no_grad(), full_float32(self.device):
-                kind = None if label is None else torch.full([MEAN_SAMPLES], label, device=self.device)
+                kind = None if label is None else self.generator.conditions(torch.full([MEAN_SAMPLES], label))
+                kind = None if kind is None else kind.to(self.device)
                 w = self.generator.mapping(z.to(self.device), kind)  # [MEAN_SAMPLES, w_dim]
                 mean = self.generator.w_avg if label is None else w.mean(dim=0)
                 spread = (w - mean).square().sum(dim=1).mean().sqrt()
@@ -225,7 +226,7 @@ class Projector:
     def _result(self, ws: Tensor, noise: Maps) -> Projection:
         """The image of styles [1, num_ws, w_dim], and its distances as it will be saved, in uint8."""
         with torch.no_grad(), full_float32(self.device):
-            image = to_uint8(self.generator.synthesis(ws, noise))
+            image = self.generator.spec.from_float(self.generator.synthesis(ws, noise))
             seen = image.to(ws.dtype) / 127.5 - 1
             features = self.distance.perceptual(seen)
             perceptual = None if features is None else float(features)
@@ -282,6 +283,7 @@ def find(
     """
     generator = with_styles(sampler.generator, "project")
     network = build_features(config.features, config.weights, sampler.device)
+    generator.spec.need_plain("a projection")
     if network is None and config.pixel_weight == 0:
         raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1

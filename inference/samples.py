@@ -12,11 +12,11 @@ from torch import Tensor
 
 from duetgan.inference.settings import GRID, label_of
 from duetgan.metrics.features.precision import device_of, full_float32
-from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
+from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
-from duetgan.utils.images import PADDING, save_png, save_rows, save_table
+from duetgan.utils.images import PADDING, save_image, save_rows, save_table
 from duetgan.utils.memory import available_bytes, upload
 from duetgan.utils.runlog.progress import Bar
 
@@ -26,7 +26,8 @@ class Sampler:
     """A generator and how it is sampled. Samples have numbers, from 0, which go round the chosen classes.
 
     Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`. That sample depends on the seed,
-    its class and i // K alone: not on what else is chosen, nor on how many are drawn. Raises UserError for a
+    its class and i // K alone: not on what else is chosen, nor on how many are drawn. Where images may have several
+    labels, a class is a set of them (`ImageGenerator.sets`). Raises UserError for a
     truncation that the generator cannot do.
     """
 
@@ -59,18 +60,20 @@ class Sampler:
         size = self.batch_size
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
+    def classes(self, numbers: Sequence[int]) -> list[int]:
+        """The samples' classes; none if the generator is unconditional."""
+        return [self.chosen[number % len(self.chosen)] for number in numbers if self.chosen]
+
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
-        """The samples' classes int64 [n] on the CPU; None if the generator is unconditional."""
-        if not self.chosen:
-            return None
-        return torch.tensor([self.chosen[number % len(self.chosen)] for number in numbers], dtype=torch.int64)
+        """What the generator takes for these, on the CPU; None if it is unconditional."""
+        return self.generator.conditions(torch.tensor(self.classes(numbers))) if self.chosen else None
 
     def indices(self, numbers: Sequence[int]) -> list[int]:
         """The samples' indices in their keys (seed, "eval", index)."""
         if not self.chosen:
             return list(numbers)
         count = len(self.chosen)
-        return [number // count * self.generator.classes + self.chosen[number % count] for number in numbers]
+        return [number // count * self.generator.kinds + self.chosen[number % count] for number in numbers]
 
     def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
         """NVIDIA's seeds of the samples, where z is drawn by its rule."""
@@ -79,7 +82,7 @@ class Sampler:
         return [(self.seed + number // max(1, len(self.chosen))) % 2**32 for number in numbers]
 
     def images(self, numbers: Sequence[int]) -> Tensor:
-        """The samples, uint8 [n, C, H, W] on the CPU."""
+        """The samples, [n, C, H, W] on the CPU, as files have them (`ImageSpec.from_float`)."""
         with full_float32(self.device):
             return generate(
                 self.generator,
@@ -111,13 +114,14 @@ def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
     return cast(StyledGenerator, generator)
 
 
-def chosen_classes(names: str, classes: Sequence[str]) -> list[int]:
-    """Labels of `all` classes, or of those named with commas between; an unconditional generator has no `classes`.
+def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
+    """Labels of `all` classes (the first `most`), or of those named with commas between; an unconditional generator has
+    no `classes`.
 
     Raises UserError for an unknown or a repeated class, and for any name where there are no classes.
     """
     if names == "all":
-        return list(range(len(classes)))
+        return list(range(len(classes)))[:most]
     if not classes:
         raise UserError(f"--classes {names}: this generator is unconditional and has none; leave it out")
     chosen = [label_of(part.strip(), classes, "--classes") for part in names.split(",")]
@@ -133,14 +137,14 @@ CELL, COPIES = 64, 3  # px that small images are enlarged to; the picture, Pillo
 
 
 def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()) -> int:
-    """Write `count` images to a PNG file, or one by one into a folder, as many of each class or one less; returns how
-    many they are. A single image has seed, index (of its key) and class in its name and in its text chunks.
+    """Write `count` images to a PNG file, or one by one into a folder (`save_image`), as many of each class or one
+    less; returns how many they are. A single image has seed, index (of its key) and class in its name and text chunks.
 
     Args: `names` of all classes by label, for these. Raises UserError for a picture that memory does not hold.
     """
-    kinds = len(sampler.chosen)
+    kinds, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * kinds or GRID[1]
-    height, width = (max(side, CELL) for side in sampler.generator.spec.size)  # of a picture's cell, about
+    height, width = (max(side, CELL) for side in spec.size)  # of a picture's cell, about
     fits = available_bytes() // (COPIES * 3 * height * width)
     picture = out.suffix.lower() == ".png"
     if picture and count > fits:
@@ -154,12 +158,12 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
             for index, word, image in zip(sampler.indices(numbers), words, sampler.images(numbers), strict=True):
                 about = {"seed": str(sampler.seed), "index": str(index)} | ({"class": word} if word else {})
                 name = "-".join(f"{key}{value}" if key != "class" else value for key, value in about.items())
-                save_png(image.permute(1, 2, 0).numpy(), out / f"{name.replace('/', '_')}.png", about)
+                save_image(image.permute(1, 2, 0).numpy(), spec, out / name.replace("/", "_"), about)
         return count
     images = [image for numbers in bar for image in sampler.images(numbers)]
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
-    save_rows(rows, out, columns=columns, most_rows=len(rows))
+    save_rows(rows, out, columns=columns, most_rows=len(rows), spec=spec)
     return count
 
 
@@ -175,7 +179,8 @@ def draw_truncation(
     numbers = range(count or default_count(sampler))
     rows = [synthesize(sampler, truncated_styles(sampler, numbers, psi)) for psi in psis]
     heads = [f"psi {psi:g}" for psi in psis]
-    save_table(rows, out, row_heads=heads, column_heads=captions(sampler, names, numbers))
+    column_heads = captions(sampler, names, numbers)
+    save_table(rows, out, row_heads=heads, column_heads=column_heads, spec=sampler.generator.spec)
     return len(numbers)
 
 
@@ -202,17 +207,18 @@ def draw_mix(
         row_heads=["", *(f"A {name}" for name in heads[0])],
         column_heads=["", *(f"B {name}" for name in heads[1])],
         margin=3 * PADDING,
+        spec=sampler.generator.spec,
     )
     return count
 
 
 def draw_style_tables(checkpoint: Checkpoint, out: Path, *, seed: int, device: torch.device) -> list[str]:
     """Write truncation.png and mixing.png into the folder `out`; returns the names, none for a generator without w."""
-    generator = generator_from(checkpoint, device)
+    generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
         return []
-    names = checkpoint["classes"] if generator.classes else []
-    sampler = Sampler(generator=generator, chosen=range(len(names)), seed=seed)
+    names = generator.label_names(checkpoint["classes"])
+    sampler = Sampler(generator=generator, chosen=range(generator.kinds), seed=seed)
     draw_truncation(sampler, names, out / "truncation.png", psis=(0, 0.3, 0.5, 0.7, 1), count=10)
     coarse = range(cast(StyledGenerator, generator).num_ws // 2)
     draw_mix(sampler, names, out / "mixing.png", layers=coarse, count=6)
@@ -268,11 +274,12 @@ def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
 
 
 def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
-    """Images uint8 [C, H, W] on the CPU of styles; batch by batch."""
+    """Images [C, H, W] on the CPU, as files have them, of styles; batch by batch."""
     images: list[Tensor] = []
     for part in start.batches(sampler.batch_size):
         with torch.no_grad(), full_float32(sampler.device):
-            images += to_uint8(cast(StyledGenerator, sampler.generator).synthesis(part.code, part.noise)).cpu()
+            floats = cast(StyledGenerator, sampler.generator).synthesis(part.code, part.noise)
+            images += sampler.generator.spec.from_float(floats).cpu()
     return images
 
 
@@ -283,10 +290,7 @@ def default_count(sampler: Sampler, most: int = 16) -> int:
 
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """The names of the samples' classes; the samples' numbers where there are none."""
-    labels = sampler.labels(numbers)
-    if labels is None:
-        return [str(number) for number in numbers]
-    return [names[label] for label in labels.tolist()]
+    return [names[label] for label in sampler.classes(numbers)] or [str(number) for number in numbers]
 
 
 def parse_layers(text: str, count: int) -> list[int]:

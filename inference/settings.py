@@ -9,6 +9,7 @@ from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
 
 GRID, DATASET = (8, 64), (1000, 10_000)  # images of a class, and of a generator without classes, unless said
+SETS = 20  # of labels, the most frequent ones, that are asked for unless said
 ENCODINGS = ("raw", "png", "jpeg")  # of a data set
 FEATURES = ("resnet50", "pixels")  # that a projection compares
 FORMATS = ("safetensors", "torch-export", "onnx", "int8", "executorch", "nvidia", "rosinality", "folder")
@@ -61,7 +62,12 @@ def check_suffix(path: Path, suffix: str, what: str = "this is a PNG file", *, o
 
 
 def label_of(name: str, classes: Sequence[str], option: str) -> int:
-    """The label of the class that an option names. Raises UserError for an unknown class."""
+    """The label of the class that an option names; of a set of classes in any order: "b;a" is "a; b". Raises UserError
+    for an unknown class.
+    """
+    if name not in classes and ";" in name:
+        parts = [frozenset(map(str.strip, known.split(";"))) for known in (name, *classes)]
+        name = next((known for known, of in zip(classes, parts[1:], strict=True) if of == parts[0]), name)
     if name not in classes:
         raise UserError(f"{option}: no class {name!r}{did_you_mean(name, classes)}; there are {', '.join(classes)}")
     return classes.index(name)

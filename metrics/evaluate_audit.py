@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import Sampler
 from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
-    Selection,
     build_extractors,
     chunk_size,
     feature_sets,
@@ -25,6 +23,7 @@ from duetgan.metrics.features.extractors import (
     shared_pass,
 )
 from duetgan.metrics.features.precision import evaluating, full_float32
+from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.images import save_audit
 from duetgan.metrics.lineage import identities, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED
@@ -160,8 +159,8 @@ def choose_sides(
 def _place(options: Namespace, generator: ImageGenerator) -> Extractor:
     """The extractor whose features tell what is near: never a classifier, to which its training images are familiar."""
     options.extractor = options.extractor or ["resnet50" if find_weights(options.weights) is not None else "pixels"]
-    extractors = build_extractors(options, generator.channels, next(generator.parameters()).device, None)
-    return search_place(extractors, generator.channels)
+    extractors = build_extractors(options, generator.spec, next(generator.parameters()).device, None)
+    return search_place(extractors, generator.spec)
 
 
 def _logits(
@@ -219,6 +218,8 @@ class Partners:
         if strided:
             groups, named = groups.transpose(0, 1), named.t()
         with evaluating(discriminator), full_float32(device):
-            logits = discriminator(to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device))
+            logits = discriminator(
+                discriminator.spec.to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device)
+            )
         logits = logits.view(named.shape)
         return (logits[0] if strided else logits[:, 0]).cpu().double()

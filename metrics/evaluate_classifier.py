@@ -139,6 +139,8 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         classifier = faster(classifier_from(checkpoint, device, several=True), device, **speed)
         if (options.robustness or options.ood) and classifier.thresholds is not None:
             raise UserError("--robustness and --ood are for one label an image; leave them out")
+        if options.robustness:
+            classifier.spec.need_plain("--robustness")
         if reader.classes:
             require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
         check_classes(classifier, reader)

@@ -18,22 +18,21 @@ from duetgan.metrics.comparison.compare import keep_predictions
 from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
-    Selection,
     build_extractors,
     classifier_input,
     feature_sets,
     fingerprint,
-    select,
     shared_pass,
 )
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.features.selection import Selection, select
 from duetgan.metrics.figures import GAN, Samples, measured
 from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.lineage import leaks, load_judge, training_images
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.metrics.samples import memorisation
-from duetgan.metrics.samples.judged import class_score
+from duetgan.metrics.samples.judged import class_score, recognised
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
 from duetgan.models.gan import ImageGenerator, generate
@@ -125,10 +124,12 @@ def gather(
         n = min(n, len(reader), len(train) if train is not None and floor else len(reader))
         if n < 2:
             raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
-        side = select(_fitting_labels(generator, reader, "test"), n=n, seed=seed, role="test", per_class=per_class)
+        hot = reader.meta.multi_hot if generator.classes and reader.meta.sets is not None else None
+        labels = _fitting_labels(generator, reader, "test")
+        side = select(labels, n=n, seed=seed, role="test", per_class=per_class, hot=hot)
         known = None if train is None else _fitting_labels(generator, train, "train")
         drawn = None if known is None else memorisation.training_selection(known, n=n, searched=searched, seed=seed)
-    place = memorisation.search_place(extractors, generator.channels) if train is not None and searched else None
+    place = memorisation.search_place(extractors, generator.spec) if train is not None and searched else None
     spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
     tests = real.get(reader, side, spaces)
     trains: dict[str, Tensor] = {}
@@ -136,25 +137,23 @@ def gather(
         few = replace(drawn, indices=drawn.indices[:n], labels=drawn.labels[:n], key=f"{drawn.key}, the first {n}")
         for space in spaces if floor else filter(None, [place]):
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
-    samples = Sampler(generator, side, seed=seed, judge=classifier, observe=observe)
+    samples = Sampler(generator, side, seed=seed, hot=hot, judge=classifier, observe=observe)
     with evaluating(generator):
         how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **how, what="samples" if show else "", take=samples.take)
-    answers = torch.cat(samples.answers)[:n] if samples.answers else None
-    about: Any = {"labels": torch.from_numpy(side.labels), "n": n, "seed": seed, "per_class": per_class}
-    about |= {"names": reader.classes if generator.classes else [], "probabilities": answers}
+    about: Any = {"n": n, "seed": seed, "per_class": per_class, "thresholds": getattr(classifier, "thresholds", None)}
+    about |= {"names": reader.classes if generator.classes else [], "probabilities": samples.probabilities(n)}
+    about["labels"] = torch.from_numpy(side.labels if hot is None else hot[side.labels])
     records = [
         Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, extractor=space.name, **about)
         for space, fake, test in zip(extractors, fakes, tests, strict=False)  # without the added space
     ]
-    search = None
     if place is None or train is None or drawn is None:
         notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
-    else:
-        index = spaces.index(place)
-        held_out = memorisation.Drawn(reader, side, tests[index])
-        searched_in = memorisation.Drawn(train, drawn, trains[place.name])
-        search = partial(memorisation.search_copies, place, fakes[index][:n], held_out, searched_in)
+        return Gathered(records, list(extractors), None, notes)
+    held_out = memorisation.Drawn(reader, side, tests[spaces.index(place)])
+    searched_in = memorisation.Drawn(train, drawn, trains[place.name])
+    search = partial(memorisation.search_copies, place, fakes[spaces.index(place)][:n], held_out, searched_in)
     return Gathered(records, list(extractors), search, notes)
 
 
@@ -165,6 +164,7 @@ class Sampler:
     generator: ImageGenerator
     selection: Selection
     seed: int
+    hot: np.ndarray | None = None  # bool [labels, K]: of several labels a sample what each of their numbers stands for
     judge: Classifier | None = None
     observe: Observer | None = None
     answers: list[Tensor] = field(default_factory=list)  # probabilities [b, K] of the judge
@@ -174,16 +174,21 @@ class Sampler:
         `take` wants.
         """
         labels = torch.from_numpy(self.selection.labels[rows.start : rows.stop])
+        asked = labels if self.hot is None else torch.from_numpy(self.hot[labels]).float()
         with full_float32(next(self.generator.parameters()).device):
             images = generate(
                 self.generator,
-                labels=labels if self.generator.classes else None,
+                labels=asked if self.generator.classes else None,
                 indices=rows,
                 seed=self.seed,
                 batch_size=len(rows),
             )
         probabilities = None if self.judge is None else judge_images(self.judge, images)
         return images, (None if self.observe is None else images, labels, probabilities)
+
+    def probabilities(self, n: int) -> Tensor | None:
+        """The judge's, of the first n samples that it has seen; None: there is none."""
+        return torch.cat(self.answers)[:n] if self.answers else None
 
     def take(self, drawn: tuple[Tensor | None, Tensor, Tensor | None]) -> None:
         """Keep the answers and show the samples to the observer."""
@@ -220,8 +225,8 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
     given, drawn = reader.spec, generator.spec
     if given != drawn:
         raise UserError(
-            f"the {role} images are {given.width}x{given.height} with {given.channels} channels, the generator draws "
-            f"{drawn.width}x{drawn.height} with {drawn.channels}; pack them with --size {drawn.resolution} "
+            f"the {role} images are {given.width}x{given.height}, {given.words}, the generator draws "
+            f"{drawn.width}x{drawn.height}, {drawn.words}; pack them with --size {drawn.resolution} "
             f"--channels {drawn.channels}"
         )
     if generator.classes and len(reader.classes) != generator.classes:
@@ -229,7 +234,7 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
             f"the {role} images have {len(reader.classes)} classes, the generator {generator.classes}; "
             "give the data it was trained on with --data"
         )
-    return reader.labels() if generator.classes else np.zeros(len(reader), dtype=np.int64)
+    return reader.label_numbers() if generator.classes else np.zeros(len(reader), dtype=np.int64)
 
 
 # --- evaluate.py
@@ -238,16 +243,19 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
-        generator = generator_from(checkpoint, device)
+        generator = generator_from(checkpoint, device, several=True)
         names = checkpoint["classes"] if generator.classes else []
         if names:
             require_same_classes("the generator", names, "the images", reader.classes)
+            if (generator.sets is None) != (reader.meta.sets is None):
+                raise UserError(f"{reader.path}: images and generator differ in whether one may have several labels")
         judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
         train, why = training_images(checkpoint)
-    extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
+    extractors = collectives.main_first(lambda: build_extractors(options, reader.spec, device, judge))
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    board, learnt_from = SampleBoard(names), recorded(checkpoint)
+    sets = None if generator.sets is None else reader.meta
+    board, learnt_from = SampleBoard(names, sets=sets), recorded(checkpoint)
     with train or nullcontext():
         gathered = gather(
             generator,
@@ -268,21 +276,22 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
 
         def finish() -> dict[str, Any]:
             document = gathered.document(details=True)
-            images = [*board.save(out), "real.png"]
+            images = [*board.save(out, reader.spec), "real.png"]
             if train is not None and document["memorisation"] is not None:
-                pairs = memorisation.neighbour_images(generator, train, document["memorisation"], seed=options.seed)
+                how: Any = {"seed": options.seed, "asked": reader.meta.conditions}
+                pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
-            save_real(reader, names, board.columns, out / "real.png")
+            save_real(reader, board, out / "real.png")
             notes = document["notes"] | leaks(reader, train)
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
             notes |= flattered(extractors, learnt_from)
-            notes |= weak_judge(seen["accuracy"], reader.labels()) if seen else {}
+            notes |= weak_judge(seen["accuracy"], reader.label_numbers()) if seen else {}
             if judge is not None and judge.lineage.related(learnt_from):
                 notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
-            columns = {"label": samples.labels[: samples.n].numpy()}
-            if samples.probabilities is not None:
+            columns = {"label": samples.labels[: samples.n].numpy() if sets is None else np.zeros(samples.n, np.int64)}
+            if sets is None and samples.probabilities is not None:
                 confidence, predicted = samples.probabilities.max(1)
                 columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
             source = None if judge is None else fingerprint(judge)
@@ -321,26 +330,26 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth; and
     the class score that they have.
     """
-    chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
+    chosen = select(reader.label_numbers(), n=n, seed=options.seed, role="judge")
     work = lambda rows: judge_images(judge, chosen.images(reader, rows))  # noqa: E731
     parts = list(shared_pass(n, work, side=reader.spec.side, batch_size=options.batch_size))
 
     def figures() -> dict[str, Any]:
         answers = torch.cat(parts)
-        hits = Measured.share(answers.argmax(1) == torch.from_numpy(chosen.labels))
-        score = class_score(answers)
+        labels = torch.from_numpy(reader.meta.conditions(chosen.labels))
+        hits = recognised(answers, labels if judge.thresholds is None else labels > 0, judge.thresholds)
+        score = class_score(answers) if judge.thresholds is None else Measured(None)
         shares = {"accuracy": hits.value, "accuracy_interval": hits.interval, "n": n}
         return shares | {"class_score": score.value, "class_score_interval": score.interval}
 
     return collectives.from_main_process(figures)
 
 
-def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:
+def save_real(reader: Dataset, board: SampleBoard, path: Path) -> None:
     """Write a grid of real test images, laid out like the grid of samples."""
-    labels = reader.labels() if names else np.zeros(len(reader), dtype=np.int64)
-    most = columns if names else columns * columns
+    labels = reader.label_numbers() if board.names else np.zeros(len(reader), dtype=np.int64)
     rows = []
-    for label in range(max(1, len(names))):
-        images, _ = reader.read(np.flatnonzero(labels == label)[:most])
+    for label in board.shown:
+        images, _ = reader.read(np.flatnonzero(labels == label)[: board.capacity])
         rows.append(list(torch.from_numpy(images)))
-    save_rows(rows, path, columns=columns, captions=names)
+    save_rows(rows, path, columns=board.columns, captions=board.captions, spec=reader.spec)

@@ -68,10 +68,11 @@ class Samples:
     fake: Tensor  # features [m, F] of samples
     real: Tensor  # of real test images, [m, F]
     training: Tensor | None  # of training images, at least n of them; None: no floor is wanted
-    labels: Tensor  # int64 [m]; all 0 without classes
+    labels: Tensor  # int64 [m]; all 0 without classes; bool [m, K] of several labels an image
     n: int
     names: Sequence[str]  # of the classes; empty for an unconditional generator
     probabilities: Tensor | None  # [n, K] of the judge; None: there is none
+    thresholds: Tensor | None = None  # [K], the judge's, of several labels an image
     seed: int
     per_class: int = PER_CLASS  # images of a class for the diversity
     extractor: str = ""  # whose features they are
@@ -188,7 +189,7 @@ GAN = [
     ),
     Figure(
         "recognised", "recognised", "share of samples that the judge predicts as asked",
-        lambda samples: judged.recognised(samples.probabilities, samples.labels[: samples.n]),
+        lambda samples: judged.recognised(samples.probabilities, samples.labels[: samples.n], samples.thresholds),
         better="larger", place="headline", needs=ASKED, by_class="recognised_by_class", by_judge=True, in_training=True,
     ),
     Figure(
@@ -236,7 +237,7 @@ GAN = [
     Figure(
         "class_score", "class score",
         "class score: the Inception score with the judge in Inception's place; blind to diversity within a class",
-        lambda samples: judged.class_score(samples.probabilities),
+        lambda samples: judged.class_score(samples.probabilities) if samples.thresholds is None else Measured(None),
         better="larger", unit="", needs=PROBABILITIES, by_judge=True,
     ),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
@@ -16,6 +17,7 @@ from duetgan.metrics.classification.grad_cam import image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
 
 SHOWN = 24  # images of a picture of single ones
@@ -25,11 +27,16 @@ MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could 
 class SampleBoard:
     """Picks images out of a generator's evaluation; `observe` is an `Observer` of `evaluate_generator`."""
 
-    def __init__(self, classes: Sequence[str], *, columns: int = 10) -> None:
-        """Args: `classes` names by label, empty for an unconditional generator; `columns` samples of each class."""
-        self.classes = list(classes)
-        self.columns = columns
-        self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(classes)))]
+    def __init__(self, classes: Sequence[str], *, columns: int = 10, sets: Meta | None = None) -> None:
+        """Args: `classes` names by label, empty for an unconditional generator; `columns` samples of each class; `sets`
+        of the test images, where labels are of sets of classes: then the most frequent ones' rows are all.
+        """
+        self.names, self.columns, self.sets = list(classes) if sets is None else sets.label_names, columns, sets
+        self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(self.names)))]
+        self.shown = list(range(len(self.rows)))  # rows, in order
+        if sets is not None:
+            self.shown = np.argsort(np.negative(sets.histogram), kind="stable")[:SHOWN].tolist()
+        self.captions = [self.names[row] for row in self.shown if self.names]
         self.capacity = columns if classes else columns * columns
         # file -> score, uint8 [C, H, W] and caption of the samples that the judge is surest, and least sure of
         self.kept: dict[str, list[tuple[float, Tensor, str]]] = {"recognised_best.png": [], "recognised_worst.png": []}
@@ -39,12 +46,12 @@ class SampleBoard:
         for image, label in zip(images, labels.tolist(), strict=True):
             if len(self.rows[label]) < self.capacity:
                 self.rows[label].append(image.clone())
-        if probabilities is None or not self.classes:
+        if probabilities is None or not self.names or self.sets is not None:
             return
         asked = probabilities.gather(1, labels[:, None])[:, 0]
         each = zip(*(column.tolist() for column in (labels, probabilities.argmax(1), asked)), strict=True)
         texts = [
-            f"{self.classes[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.classes[other]}")
+            f"{self.names[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.names[other]}")
             for label, other, share in each
         ]
         for (name, kept), scores in zip(self.kept.items(), (asked, 1 - asked), strict=True):
@@ -52,12 +59,13 @@ class SampleBoard:
             best = sorted(offered, key=lambda each: -each[0])[:SHOWN]
             self.kept[name] = [(score, image.clone(), text) for score, image, text in best]  # no view of the batch
 
-    def save(self, folder: Path) -> list[str]:
+    def save(self, folder: Path, spec: ImageSpec | None = None) -> list[str]:
         """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
-        save_rows(self.rows, folder / "samples.png", columns=self.columns, captions=self.classes)
+        rows = [self.rows[row] for row in self.shown]
+        save_rows(rows, folder / "samples.png", columns=self.columns, captions=self.captions, spec=spec)
         judged = {name: kept for name, kept in self.kept.items() if kept}
         for name, kept in judged.items():
-            save_captioned([image for _, image, _ in kept], [text for _, _, text in kept], folder / name)
+            save_captioned([image for _, image, _ in kept], [text for *_, text in kept], folder / name, spec=spec)
         return ["samples.png", *judged]
 
 
@@ -68,7 +76,7 @@ def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 
         true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, true, predicted, strict=True)
         captions = [f"{i}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, a, b in rows]
-        save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path)
+        save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path, spec=reader.spec)
     return bool(wrong)
 
 
@@ -81,7 +89,8 @@ def save_confused(
         true, predicted = names.index(pair["true"]), names.index(pair["predicted"])
         chosen = surest((answers.labels == true) & (answers.predicted == predicted), answers)[:columns]
         rows.append(list(torch.from_numpy(reader.read(chosen)[0])))
-    save_table(rows, path, row_heads=[f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs])
+    heads = [f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs]
+    save_table(rows, path, row_heads=heads, spec=reader.spec)
 
 
 def save_evidence(classifier: Classifier, reader: Dataset, answers: Answers, path: Path, *, size: int = 4) -> bool:

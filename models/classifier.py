@@ -81,12 +81,21 @@ class Classifier(ImageNetwork):
     input_shift: Tensor | None
     thresholds: Tensor | None  # [classes]: the probability from which on an image has a label; None: it has one label
 
-    def __init__(self, config: ModelConfig, *, channels: int, classes: int, resolution: int | str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        channels: int,
+        classes: int,
+        resolution: int | str,
+        pixel_format: Any = None,  # ImageNetwork has it
+    ) -> None:
         super().__init__()
         if classes < 2:
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
         self.config = config
         self.channels, self.classes, self.resolution = channels, classes, resolution
+        self.pixel_format = pixel_format
         self.lineage = Lineage.of()  # what its weights have seen before this training
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
@@ -110,9 +119,11 @@ class Classifier(ImageNetwork):
         self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
         self.check_side(self.side or self.spec.side)
         wanted = config.imagenet_normalised
-        pair = normalisation(channels, self.backbone.mean, self.backbone.std) if wanted else (None, None)
+        pair = normalisation(self.spec.colours, self.backbone.mean, self.backbone.std) if wanted else (None, None)
         self.register_buffer("thresholds", None)
         for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
+            if value is not None and self.spec.alpha:  # its values stay as they are
+                value = torch.cat([value, value.new_full((1, 1, 1, 1), name == "input_scale")], dim=1)
             self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
 
     def add_thresholds(self) -> None:

@@ -6,7 +6,7 @@ unconditional. A discriminator that can grow also takes `progressive=`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import upload
 from duetgan.utils.seeding import generator as keyed_generator
+from duetgan.utils.text import set_names
 
 NoiseMode = Literal["random", "const", "none"]
 Alpha = float | Tensor  # weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device
@@ -32,19 +33,21 @@ class ImageNetwork(nn.Module):
 
     channels: int
     resolution: int | str
+    pixel_format: Mapping[str, Any] | None = None  # of the images that it was built for, see utils/image_spec.py
 
     @property
     def spec(self) -> ImageSpec:
         """What its images are."""
-        return ImageSpec.of(self.channels, self.resolution)
+        return ImageSpec.of(self.channels, self.resolution, self.pixel_format)
 
 
 class ImageGenerator(ImageNetwork):
     """`forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=)` -> images [N, channels, H, W] in
     about [-1, 1].
 
-    `labels`: int64 [N] or, for mixtures, weights of the classes [N, classes]; None without classes. `noise`: a map [N,
-    1, H, W] for each of `noise_shapes()`, "const" for stored ones, "none". Truncation is for those that have styles.
+    `labels`: int64 [N], or weights of the classes [N, classes] for mixtures and several labels an image; None without
+    classes. `noise`: a map [N, 1, H, W] for each of `noise_shapes()`, "const" for stored ones, "none".
+    Truncation is for those that have styles.
     """
 
     has_styles: ClassVar[bool] = False  # there is a w between z and the image: see StyledGenerator
@@ -53,6 +56,25 @@ class ImageGenerator(ImageNetwork):
 
     z_dim: int
     classes: int
+    sets: Sequence[Sequence[int]] | None = None  # of classes that its images have, the most frequent first; None: one
+
+    @property
+    def kinds(self) -> int:
+        """How many different labels there are to ask for: classes or sets of them; 0: unconditional."""
+        return self.classes if self.sets is None else len(self.sets)
+
+    def label_names(self, classes: Sequence[str]) -> list[str]:
+        """What each of them is called."""
+        return list(classes) if self.sets is None else set_names(classes, self.sets)
+
+    def conditions(self, labels: Tensor) -> Tensor:
+        """What `forward` takes for labels int64 [N], numbers of classes or of sets: themselves, or [N, classes]."""
+        if self.sets is None:
+            return labels
+        hot = torch.zeros(len(labels), self.classes)
+        for row, label in zip(hot, labels.tolist(), strict=True):
+            row[list(self.sets[label])] = 1
+        return hot
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
         """(1, H, W) of each noise map, in the order they are taken; an empty list for a generator without noise."""
@@ -129,6 +151,7 @@ class StageGenerator(ImageGenerator):
         super().__init__()
         self.generator = generator
         self.z_dim, self.classes, self.channels = generator.z_dim, generator.classes, generator.channels
+        self.sets, self.pixel_format = generator.sets, generator.pixel_format
         self.stage, self.alpha = resolution, alpha
         self.factor = (shown or resolution) // resolution
         self.resolution = generator.spec.at(shown or resolution).resolution
@@ -249,11 +272,6 @@ def floor_to_two(number: int) -> int:
 # --- images: sample i depends on (seed, i), its label and nothing else
 
 
-def to_uint8(images: Tensor) -> Tensor:
-    """[-1, 1] floats to uint8, rounded; values outside are clipped."""
-    return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
 def draw(
     model: ImageGenerator,
     indices: Sequence[int],
@@ -288,7 +306,8 @@ def generate(
     stream: tuple[str | int, ...] = ("eval",),  # of the draws' keys
     numpy_seeds: Sequence[int] | None = None,  # see `draw`
 ) -> Tensor:
-    """uint8 [N, channels, H, W] on the CPU for labels [N] (None when unconditional) and sample indices (N of them).
+    """Images [N, channels, H, W] on the CPU, as files have them (`spec.from_float`), for labels [N] (None when
+    unconditional) and sample indices (N of them).
 
     `truncation_psi` draws the styles of the first `truncation_cutoff` layers (None: of all) towards their mean.
     """
@@ -300,5 +319,5 @@ def generate(
         batch_labels = None if labels is None else upload(labels[part], device)
         noise = [upload(m, device) for m in maps] if noise_mode == "random" else noise_mode
         options = {"truncation_psi": truncation_psi, "truncation_cutoff": truncation_cutoff}
-        drawn.append(to_uint8(model(upload(z, device), batch_labels, noise=noise, **options)).cpu())
+        drawn.append(model.spec.from_float(model(upload(z, device), batch_labels, noise=noise, **options)).cpu())
     return torch.cat(drawn)

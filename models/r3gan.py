@@ -226,7 +226,7 @@ class R3Discriminator(ImageDiscriminator):
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         stages = _Stages(config, resolution, "down")
-        dim = config.embed_dim or stages.last
+        dim = self.embed_dim = config.embed_dim or stages.last
         self.from_rgb = Convolution(channels, stages.first, 1)
         self.stages, self.trunk_width = stages, stages.last
         self.basis = _start(1, stages.last, *stages.smallest, fan_in=math.prod(stages.smallest), gain=1.0)
@@ -235,6 +235,11 @@ class R3Discriminator(ImageDiscriminator):
 
     def trunk(self) -> dict[str, nn.Module]:
         return {"stem": self.from_rgb} | {f"stage{n}": stage for n, stage in enumerate(self.stages, 1)}
+
+    def embedded(self, labels: Tensor) -> Tensor:
+        """[N, F]. For an image of no label a constant: a linear layer's zeros would give any image the logit 0."""
+        none = (labels == 0).all(1, keepdim=True)
+        return torch.where(none, 1 / math.sqrt(self.embed_dim), super().embedded(labels))
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden activations [N, width], in the parameters' precision."""

@@ -27,7 +27,13 @@ class Architecture:
     def build(self, section: str, given: dict[str, Any], **shape: Any) -> Any:
         """The network of a section of a checkpoint's config. Raises UserError for a config that is none."""
         config = build(getattr(self, f"{section}_config"), given, source=f"checkpoint's {section}")
-        return getattr(self, section)(config, **shape)
+        return self.network(section, config, **shape)
+
+    def network(self, section: str, config: Any, *, pixel_format: Any = None, **shape: Any) -> Any:
+        """The generator or discriminator of a configuration, for images as a checkpoint's `shape` tells them."""
+        network = getattr(self, section)(config, **shape)
+        network.pixel_format = pixel_format
+        return network
 
 
 ARCHITECTURES = {

@@ -46,7 +46,7 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
     if section not in checkpoint["config"]:
         raise UserError(f"{file}: config.{section} is missing; use another checkpoint")
     given: Any = checkpoint["config"][section]
-    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields}
+    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields if key in checkpoint["shape"]}
 
     def built() -> Any:
         held = {name.partition(".")[0] for name in checkpoint["state"][part]}
@@ -66,13 +66,20 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
     return model.to(device, memory_format=torch.channels_last).eval()
 
 
-def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageGenerator:
+def generator_from(
+    checkpoint: dict[str, Any], device: torch.device | str = "cpu", *, several: bool = False
+) -> ImageGenerator:
     """The EMA generator of a GAN's checkpoint, of the architecture its config names, in evaluation mode. One that was
     saved while it grew makes images as its stage did, its pixels repeated up to the full resolution.
 
-    Raises UserError for another task's checkpoint and for an architecture that is not in the registry.
+    Raises UserError for another task's checkpoint, for an architecture that is not in the registry, and for one of
+    several labels an image unless the caller can do with `several`.
     """
     model = _restored(checkpoint, "generator", "generator_ema", device).requires_grad_(False)
+    model.sets = checkpoint.get("sets")
+    if model.sets is not None and not several:
+        file = checkpoint.get("file", "the checkpoint")
+        raise UserError(f"{file}: is asked for several labels an image; a generator of one label is needed here")
     full = model.spec.side
     side, alpha = checkpoint.get("stage", [full, 1.0])
     if (side, alpha) == (full, 1.0):

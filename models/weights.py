@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -218,7 +219,7 @@ def load_pretrained(model: Classifier) -> str:
         state |= {name: expected[name] for name in head}
     first = f"{model.backbone.first}.weight"
     if first in state and state[first].ndim == 4 and state[first].numel() and state[first].is_floating_point():
-        state[first], notes = fit_first(state[first], expected[first])
+        state[first], notes = fit_first(state[first], expected[first], alpha=model.spec.alpha)
         words += notes
     lineage = lineage_of(path, about)
     model.network.load_state_dict(fitted(state, expected, path, config.name))
@@ -258,18 +259,20 @@ def check_built_alike(path: Path, about: Mapping[str, str], config: ModelConfig)
         raise UserError(f"{path}: its network was trained on images normalised {given}; set --model.normalise {given}")
 
 
-def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, list[str]]:
+def fit_first(filters: Tensor, like: Tensor, *, alpha: bool = False) -> tuple[Tensor, list[str]]:
     """The first convolution's filters [O, C, k, k] for the channels and the smaller kernel of `like`, and what was
     done; filters that already fit come back as they are.
 
     Grey sums the filters over the channels: a grey image as RGB gives the same outputs. Other numbers of channels
-    repeat them, scaled so that equal channels give the same outputs. A smaller kernel takes their middle.
+    repeat them, scaled so that equal channels give the same outputs (timm's `adapt_input_conv`). Those of `alpha`, the
+    last channel, begin at zero: an opaque image gives the outputs of its colours. A smaller kernel takes their middle.
     """
     done, (channels, wanted) = [], (filters.shape[1], like.shape[1])
     if channels != wanted:
-        filters = filters.to(like.dtype)
-        repeated = filters[:, torch.arange(wanted) % channels] * (channels / wanted)
-        filters = filters.sum(dim=1, keepdim=True) if wanted == 1 else repeated
+        filters, colours = filters.to(like.dtype), wanted - alpha
+        repeated = filters[:, torch.arange(colours) % channels] * (channels / colours)
+        filters = filters.sum(dim=1, keepdim=True) if colours == 1 else repeated
+        filters = F.pad(filters, (0, 0, 0, 0, 0, int(alpha)))
         done.append(f"first filters from {channels} to {wanted} channels")
     cut = filters.shape[-1] - like.shape[-1]
     if cut > 0 and cut % 2:

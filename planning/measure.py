@@ -17,13 +17,15 @@ import numpy as np
 from PIL import Image
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import FORMATS, decode_file, to_channels
+from duetgan.data.images import FORMATS
 from duetgan.data.sources import open_source
+from duetgan.data.values import decode_image
 from duetgan.planning.plan import Machine, Plan, Speed, Survey, choose
 from duetgan.utils import threads
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.script import run_cli
 from duetgan.utils.text import columns, duration
@@ -53,7 +55,7 @@ def survey(spec: str) -> Survey:
         for row in rows:
             try:
                 content = source.item(row).content
-                pixels = decode_file(content, 3) if isinstance(content, bytes) else to_channels(content, 3)
+                pixels = decode_image(content, ImageSpec(3, 0, 0))
             except ImageError as error:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"
                 continue

@@ -147,6 +147,7 @@ def make_parts(data: StudyData, place: Path) -> dict[str, Any]:
             raise UserError(f"{train}: a study needs images of two classes or more; pack class folders")
         require_same_classes(str(test), tested.classes, str(train), reader.classes, "pack both from the same folders")
         for each in (reader, tested):
+            each.spec.need_plain("a study")
             if not each.resolution:
                 raise UserError(f"{each.path}: its images have sizes of their own; pack with --size N")
         chosen = divide(usable(reader, tested), reader.labels(), len(reader.classes), data)

@@ -111,7 +111,7 @@ class Teach(Subject):
                 reader,
                 n=config.n,
                 seed=SEED,
-                extractors=build([spec], device=device, channels=reader.meta.channels, weights=config.weights),
+                extractors=build([spec], device=device, spec=reader.spec, weights=config.weights),
                 classifier=classifier,
                 per_class=max(2, config.n // len(reader.classes)),
                 floor=False,

@@ -283,10 +283,10 @@ def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, show
 
 # wing -> room -> the rooms of the same wing whose modules it may import; "" is the wing's own files
 ROOMS = {
-    # the scripts -> packing; reading -> records -> sources -> decode -> lmdb -> images -> errors: no arrow to packing
+    # the scripts -> packing; reading -> records -> sources -> decode -> values -> images -> errors: none to packing
     "data": {
         "lmdb": {"lmdb", "errors", "tar_files"},
-        "sources": {"sources", "lmdb", "decode", "images", "errors", "tar_files"},
+        "sources": {"sources", "lmdb", "decode", "values", "images", "errors", "tar_files"},
         "reading": {"reading", "records", "sources", "lmdb", "decode", "images", "errors", "tar_files"},
         "augment": {"augment"},
         "packing": {"packing", "duplicates", "sources", "lmdb"},

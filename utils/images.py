@@ -7,16 +7,18 @@ along. What none of them has is written as its number (`\\u732b`), never as a bo
 
 import io
 import math
+import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo
 
 from duetgan.utils.files import write_atomic
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.text import printable, shorten
 
 if TYPE_CHECKING:  # torch takes seconds to import, and data.pack draws no tensors
@@ -26,10 +28,11 @@ TEXT, LINE = 11, 14  # px: height of letters, and from one line to the next
 WIDEST_NAME = 150  # px beside a row
 CELL = 96  # px that a table's smaller images are enlarged to
 PADDING = 4  # px between a table's images
+LIGHT, DARK = 255, 204  # of a checkerboard's fields
 CAPTION = 112  # px that a caption may be wide at least
 
 Word = tuple[float, float, str, str]  # x, y, text, and what of it lies there: Pillow's anchor
-Picture: TypeAlias = "Tensor | np.ndarray"  # uint8 [C, H, W]
+Picture: TypeAlias = "Tensor | np.ndarray"  # [C, H, W]
 Place: TypeAlias = "tuple[int, int, Picture | None]"  # x, y of an image's corner; None leaves the place white
 OWN = "DejaVu Sans"
 OTHERS = [  # the most common ones with many scripts, in order
@@ -39,28 +42,74 @@ OTHERS = [  # the most common ones with many scripts, in order
 ]
 
 
-def grid(images: "Tensor", *, columns: int | None = None) -> np.ndarray:
-    """Images uint8 [n, 1 or 3, H, W] in rows, left to right and top to bottom, about square unless `columns` says
-    otherwise; empty places are white. uint8 [H', W', C].
+def visible(images: Picture, spec: ImageSpec | None, ground: int | None = None) -> Any:
+    """Values [..., C, H, W] as files of `spec` have them -> uint8 [..., 1 or 3, H, W] as people and networks of
+    photographs see them: by the window from `low` to `high`, of more than three channels the first three as red, green
+    and blue, of two the first as grey, transparency on a `ground` of that value or a checkerboard. None: they are so.
+    """
+    if spec is None or spec.plain:
+        return images
+    import torch
+
+    seen = spec.shown(torch.as_tensor(images))
+    colours = seen[..., : 3 if spec.colours > 2 else 1, :, :]
+    if not spec.alpha:
+        return colours
+    places = [torch.arange(side, device=seen.device) * 8 // min(seen.shape[-2:]) for side in seen.shape[-2:]]
+    board: Any = ((places[0][:, None] + places[1]) % 2) * (LIGHT - DARK) + DARK if ground is None else ground
+    return torch.lerp(colours * 0.0 + board, colours.float(), seen[..., -1:, :, :] / 255).round().to(torch.uint8)
+
+
+def grid(images: "Tensor", *, columns: int | None = None, spec: ImageSpec | None = None) -> np.ndarray:
+    """Images [n, C, H, W] in rows, left to right and top to bottom, about square unless `columns` says otherwise; empty
+    places are white. uint8 [H', W', 1 or 3]. `spec`: see `visible`.
     """
     from torchvision.utils import make_grid
 
+    images = visible(images, spec)
     columns = columns or math.ceil(math.sqrt(len(images)))
     canvas = make_grid(images.cpu(), nrow=columns, padding=0, pad_value=255)[: images.shape[1]]  # grey becomes RGB
     return canvas.permute(1, 2, 0).numpy()
 
 
-def save_png(image: np.ndarray, path: str | Path, about: Mapping[str, str] | None = None) -> None:
-    """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders. `about`: text chunks."""
-    buffer, chunks = io.BytesIO(), PngInfo()
-    for key, text in (about or {}).items():
-        chunks.add_text(key, text)
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG", pnginfo=chunks)
+def save_png(image: np.ndarray, path: str | Path) -> None:
+    """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders."""
+    buffer = io.BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
     write_atomic(path, buffer.getvalue())
 
 
-def save_captioned(images: Sequence[Picture], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
-    """Draw images uint8 [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
+PNG_KINDS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels -> colour type: grey, grey and alpha, RGB, RGBA
+
+
+def save_image(image: np.ndarray, spec: ImageSpec, path: Path, about: Mapping[str, str]) -> None:
+    """Write values [H, W, C] as files of `spec` have them, atomically and without loss: grey or RGB of 8 or 16 bits,
+    with alpha or not, as PATH.png with text chunks `about`, all others as PATH.npy, an array [H, W, C].
+    """
+    if spec.colours not in (1, 3) or spec.depth == "float32":
+        buffer = io.BytesIO()
+        np.save(buffer, image)
+        write_atomic(path.with_name(f"{path.name}.npy"), buffer.getvalue())
+        return
+    bits = 8 * image.dtype.itemsize
+    head = struct.pack(">IIBBBBB", spec.width, spec.height, bits, PNG_KINDS[spec.channels], 0, 0, 0)
+    rows = np.ascontiguousarray(image.astype(f">u{bits // 8}")).view(np.uint8).reshape(spec.height, -1)
+    lines = np.pad(rows, ((0, 0), (1, 0)))  # each begins with its filter, 0
+    chunks = [(b"IHDR", head), *((b"iTXt", f"{k}\0\0\0\0\0{v}".encode()) for k, v in about.items())]
+    chunks += [(b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")]
+    parts = [struct.pack(">I", len(x)) + name + x + struct.pack(">I", zlib.crc32(name + x)) for name, x in chunks]
+    write_atomic(path.with_name(f"{path.name}.png"), b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+def save_captioned(
+    images: Sequence[Picture],
+    captions: Sequence[str],
+    path: str | Path,
+    *,
+    columns: int = 6,
+    spec: ImageSpec | None = None,  # see `visible`
+) -> None:
+    """Draw images [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
 
     A line that is wider than its image's cell loses its middle.
     """
@@ -74,7 +123,8 @@ def save_captioned(images: Sequence[Picture], captions: Sequence[str], path: str
         for (x, y, _), caption in zip(places, captions, strict=True)
         for number, line in enumerate(caption.splitlines()[:2])
     ]
-    _save(path, (min(columns, len(images)) * right, math.ceil(len(images) / columns) * down), places, words, scale)
+    size = (min(columns, len(images)) * right, math.ceil(len(images) / columns) * down)
+    _save(path, size, places, words, scale, spec)
 
 
 def save_rows(
@@ -84,8 +134,9 @@ def save_rows(
     columns: int,
     most_rows: int = 50,
     captions: Sequence[str] = (),  # a row's name, written to the left of it; none: no room is left for them
+    spec: ImageSpec | None = None,  # see `visible`
 ) -> None:
-    """Write images uint8 [C, H, W] as a grid with a row for each class; a single row is broken into several.
+    """Write images [C, H, W] as a grid with a row for each class; a single row is broken into several.
 
     A class with fewer than `columns` images leaves white places; of too many classes the first are shown. A single
     row gets no caption: there is nothing to tell apart.
@@ -95,7 +146,7 @@ def save_rows(
         rows = [images[start : start + columns] for start in range(0, len(images), columns)]
         most_rows = len(rows)
     shown = [row[:columns] for row in rows[:most_rows]]
-    save_table(shown, path, row_heads=captions[:most_rows], cell=64, gap=0)
+    save_table(shown, path, row_heads=captions[:most_rows], cell=64, gap=0, spec=spec)
 
 
 def save_table(
@@ -107,6 +158,7 @@ def save_table(
     cell: int = CELL,  # px that smaller images are enlarged to
     gap: int = PADDING,  # px between images
     margin: int | None = None,  # px after the first row and after the first column, if not `gap`
+    spec: ImageSpec | None = None,  # see `visible`
 ) -> None:
     """Write images as a table with a head beside each row and above each column; one too wide loses its middle."""
     size = next(image.shape[-2:] for row in rows for image in row if image is not None)
@@ -123,12 +175,15 @@ def save_table(
     for x, lines in zip(xs, above, strict=False):
         words += [(x, top - PADDING - n * LINE, line, "ld") for n, line in enumerate(reversed(lines))]
     places = [(x, y, image) for y, row in zip(ys, rows, strict=True) for x, image in zip(xs, row, strict=False)]
-    _save(path, (xs[-1] + width + gap, ys[-1] + height + gap), places, words, scale)
+    _save(path, (xs[-1] + width + gap, ys[-1] + height + gap), places, words, scale, spec)
 
 
-def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int) -> None:
+def _save(
+    path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int, spec: Any
+) -> None:
     """Write a white PNG of `size` (width, height) with images, of which each pixel becomes scale x scale, and words."""
-    shown = [(x, y, np.asarray(image).transpose(1, 2, 0)) for x, y, image in places if image is not None]
+    each = [(x, y, visible(image, spec)) for x, y, image in places if image is not None]
+    shown = [(x, y, np.asarray(image).transpose(1, 2, 0)) for x, y, image in each]
     canvas = np.full((size[1], size[0], max(pixels.shape[2] for _, _, pixels in shown)), 255, dtype=np.uint8)
     for x, y, pixels in shown:
         height, width = (side * scale for side in pixels.shape[:2])

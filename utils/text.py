@@ -62,6 +62,11 @@ def _escaped(character: str) -> str:
     return character
 
 
+def set_names(classes: Sequence[str], sets: Iterable[Sequence[int]]) -> list[str]:
+    """What sets of classes are called: the names, joined."""
+    return ["; ".join(classes[label] for label in labels) or "(no label)" for labels in sets]
+
+
 def listed(names: Sequence[str], most: int = 10) -> str:
     """The first names: `a, b, c and 17 more`."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

@@ -20,6 +20,7 @@ from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config, Probability
 from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import Key, generator
 
 ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
@@ -47,9 +48,8 @@ class Augment(Config):
 
 
 def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:
-    """uint8 [n, C, H, W] in 0..255 -> [-1, 1] (x / 127.5 - 1) in torch's default dtype, on the images' device."""
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    return images.to(torch.get_default_dtype(), memory_format=memory_format).div_(127.5).sub_(1)
+    """uint8 [n, C, H, W] without alpha -> [-1, 1] (x / 127.5 - 1), as `ImageSpec.to_float`, which knows others."""
+    return ImageSpec(images.shape[1], *images.shape[2:]).to_float(images, channels_last)
 
 
 def random_flip(

@@ -12,8 +12,9 @@ from annotated_types import Interval, MinLen
 
 from duetgan.data.errors import MOST_SIDE
 from duetgan.utils.config.model import Count, PositiveInt, Probability, Stored, Whole
-from duetgan.utils.image_spec import ImageSpec, Rectangle
+from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec, PixelFormat, Rectangle
 from duetgan.utils.provenance import Generated
+from duetgan.utils.text import set_names
 
 FORMAT = "duet-lmdb"
 VERSION = 1
@@ -81,7 +82,8 @@ class Completion(Stored):
 class Meta(Stored):
     """What a packed data set says about itself.
 
-    `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
+    `mean` and `std` are per channel in units of [0, 1], from the pixel format's low to its high, over all pixels of all
+    images at the largest resolution.
     `resolutions` holds the images' shorter sides in ascending order (several: a pyramid), or 0 where the images have
     sizes of their own (encoding "source"); `size` is that of the largest where they are no squares. A record's label is
     the number of a class, or of one of `sets` where an image may have several classes or none: each lists its classes,
@@ -92,13 +94,14 @@ class Meta(Stored):
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
     count: Annotated[int, Interval(ge=1, lt=10**10)]  # images; as many digits as a key has
     classes: list[str]  # names by label; empty: unlabelled
-    channels: Literal[1, 3]
+    channels: Annotated[int, Interval(ge=1, le=MOST_CHANNELS)]
     resolutions: list[Side]
     size: Rectangle | None = None
+    pixel_format: PixelFormat | None = None  # None: 8-bit values without transparency
     encoding: Encoding
     histogram: list[Count]  # images per label; empty: unlabelled
-    mean: list[Probability]
-    std: list[Probability]
+    mean: list[float]
+    std: list[float]
     resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
     source: str  # what was packed, for people
     fingerprint: str  # empty if the source was not asked
@@ -140,12 +143,18 @@ class Meta(Stored):
         for labels in self.sets or ():
             if not all(a < b for a, b in itertools.pairwise([-1, *labels, len(self.classes)])):
                 raise ValueError(f"sets has {labels[:20]}, no ascending labels of {len(self.classes)} classes")
+        for name in ("mean", "std"):
+            for value in () if self.spec.deep else getattr(self, name):
+                if not 0 <= value <= 1:
+                    raise ValueError(f"{name} has {value}, but must lie in [0, 1]")
         check_sides(self.resolutions, self.encoding, self.size)
+        check_encoding(self.spec, self.encoding)
 
     @property
     def spec(self) -> ImageSpec:
         """The images at the largest resolution."""
-        return ImageSpec.of(self.channels, self.size or self.resolutions[-1])
+        pixels = None if self.pixel_format is None else self.pixel_format.document
+        return ImageSpec.of(self.channels, self.size or self.resolutions[-1], pixels)
 
     @property
     def labels(self) -> int:
@@ -161,6 +170,10 @@ class Meta(Stored):
             hot[row, labels] = True
         return hot
 
+    def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
+        """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot, float32 [n, K]."""
+        return np.asarray(labels) if self.sets is None else self.multi_hot[labels].astype(np.float32)
+
     @property
     def by_class(self) -> list[int]:
         """Images of each class; an image of several counts for each of them."""
@@ -169,9 +182,7 @@ class Meta(Stored):
     @property
     def label_names(self) -> list[str]:
         """What each label is called: the class, or the set's classes, joined."""
-        if self.sets is None:
-            return self.classes
-        return ["; ".join(self.classes[label] for label in labels) or "(no label)" for labels in self.sets]
+        return self.classes if self.sets is None else set_names(self.classes, self.sets)
 
     def check_room(self, size: int, entries: int) -> None:
         """Raise ValueError for a count of images that a file of `size` bytes and `entries` records cannot hold.
@@ -183,7 +194,7 @@ class Meta(Stored):
         for side, block in zip(self.resolutions, self.blocks, strict=True):
             blocks = -(-self.count // block)
             records += 2 * blocks if raw else blocks + self.count
-            least += self.count * (ENTRY.itemsize + (self.spec.at(side).values if raw else ENTRY.itemsize))
+            least += self.count * (ENTRY.itemsize + (self.spec.at(side).nbytes if raw else ENTRY.itemsize))
         if records > 2 * entries or least > 2 * size:
             raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
 
@@ -212,19 +223,28 @@ def check_sides(sides: Sequence[int], encoding: str, size: str | None = None) ->
     image.at(sides[0])
 
 
+def check_encoding(image: ImageSpec, encoding: str) -> None:
+    """Raise ValueError for an encoding that does not keep such values."""
+    png = encoding == "png" and image.channels in (1, 3, 4) and image.depth != "float32"
+    if encoding not in ENCODINGS or not (image.plain or encoding == "raw" or png):
+        raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")
+
+
 def content_hash(
     classes: list[str],
     channels: int,
     encoding: str,
     digests: Mapping[int, Iterable[bytes]],  # resolution -> its blocks' digests in order
     sets: list[list[int]] | None = None,
+    pixels: Mapping[str, Any] | None = None,  # a PixelFormat's document
 ) -> str:
     """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
 
     A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
     """
     head: dict[str, Any] = {"channels": channels, "classes": classes, "encoding": encoding}
-    head |= {"resolutions": list(digests), **({} if sets is None else {"sets": sets})}
+    more = {"sets": sets, "pixel_format": pixels}
+    head |= {"resolutions": list(digests), **{name: value for name, value in more.items() if value is not None}}
     content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for digest in itertools.chain.from_iterable(digests.values()):
         content.update(digest)

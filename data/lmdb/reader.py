@@ -1,7 +1,6 @@
 """Read a packed data set: `LMDBReader`. The format is in data/lmdb/format.py and docs/lmdb.md."""
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -153,13 +152,13 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return head, entries
 
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
-        """The images of a raw block as a view into the file: uint8 [n, C, H, W]; valid within the transaction."""
+        """The images of a raw block as a view into the file: [n, C, H, W]; valid within the transaction."""
         records = self.block_range(block)
         shape = (len(records), *self.spec.shape)
         value = self._get(transaction, PIXELS_KEY % (block, self.resolution), records)
-        if len(value) != math.prod(shape):
+        if len(value) != len(records) * self.spec.nbytes:
             raise self.damage(records, "its block is missing or has another length")
-        return np.frombuffer(value, np.uint8).reshape(shape)
+        return np.frombuffer(value, self.spec.depth).reshape(shape)
 
     @contextmanager
     def encoded(self, index: int) -> Iterator[tuple[np.void, memoryview, tuple[int, int]]]:
@@ -240,18 +239,18 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             raise self.damage(records, str(error)) from None
 
     def gather(self, records: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
-        """Copy raw images into `out`, uint8 [n, C, H, W], at `places` (default: in order), by one NumPy gather.
+        """Copy raw images into `out`, [n, C, H, W] of the file's depth, at `places` (default: in order), by one gather.
 
         Raises DamageError: for any damage in a block, or with `tolerant` for damaged `records` only.
         """
         blocks, rows = np.divmod(records, self.block)
         handle = self.handle()  # kept until the copy is made: the file is unmapped with it
         raw = self._verified(handle, blocks, rows)
-        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)
+        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)  # whatever its type
 
     def raw_image(self, record: int) -> np.ndarray:
-        """A raw image: uint8 [H, W, C]. Raises DamageError as `gather` does."""
-        image = np.empty((1, *self.spec.shape), np.uint8)
+        """A raw image: [H, W, C]. Raises DamageError as `gather` does."""
+        image = np.empty((1, *self.spec.shape), self.spec.depth)
         self.gather(np.array([record]), image)
         return image[0].transpose(1, 2, 0)
 
@@ -259,7 +258,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """The raw blocks of this resolution, after a look at those at hand. Raises DamageError as `gather` does."""
         raw = handle.raw.get(self.resolution)
         if raw is None:
-            item = np.dtype((np.void, self.spec.values))
+            item = np.dtype((np.void, self.spec.nbytes))
             raw = handle.raw.setdefault(self.resolution, RawBlocks(item, self.blocks))
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():
@@ -272,7 +271,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """
         if raw.addresses[block] < 0:
             with handle.lock:
-                pixels = self.raw_block(handle.transaction, block).reshape(-1)
+                pixels = self.raw_block(handle.transaction, block).reshape(-1).view(np.uint8)
                 head, _ = self.index_record(handle.transaction, block)
                 if zlib.crc32(pixels.data) != head["block_checksum"]:
                     bad = list(self.damaged_in_raw_block(handle.transaction, block))

@@ -1,10 +1,13 @@
 """An image as it is stored, and the layout that all of a file have."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from duetgan.data.lmdb.format import ENCODINGS, check_sides
+from duetgan.data.lmdb.format import check_encoding, check_sides
 from duetgan.utils.image_spec import ImageSpec
 
 
@@ -12,27 +15,29 @@ from duetgan.utils.image_spec import ImageSpec
 class Layout:
     """How every image of a file is stored. Raises ValueError for what does not fit together."""
 
-    channels: int  # 1 or 3
+    channels: int
     resolutions: tuple[int, ...]  # shorter sides in px, ascending, each twice the one before; (0,): sizes of their own
     size: str | None = None  # of the largest, such as 96x64, unless it is square
     encoding: str = "raw"
+    pixel_format: Mapping[str, Any] | None = None  # a PixelFormat's document
+    ranged: bool = True  # its low and high are known; if not, the writer finds them (`value_range`)
 
     def __post_init__(self) -> None:
-        if self.encoding not in ENCODINGS or self.channels not in (1, 3):
-            raise ValueError(f"encoding {self.encoding!r} and channels {self.channels} do not fit")
         check_sides(self.resolutions, self.encoding, self.size)
+        check_encoding(self.spec, self.encoding)
 
     @classmethod
-    def of(cls, image: ImageSpec, encoding: str = "raw", smallest: int | None = None) -> "Layout":
+    def of(cls, image: ImageSpec, encoding: str = "raw", smallest: int | None = None, ranged: bool = True) -> "Layout":
         """For such images, and with `smallest` at half their size and so on down to that shorter side."""
         size, sides = image.resolution, halvings(image.side, smallest)
         named = size if isinstance(size, str) else None
-        return cls(channels=image.channels, resolutions=sides, size=named, encoding=encoding)
+        pixels: Any = {"pixel_format": image.pixel_format, "ranged": ranged}
+        return cls(channels=image.channels, resolutions=sides, size=named, encoding=encoding, **pixels)
 
-    @property
+    @cached_property
     def spec(self) -> ImageSpec:
         """The images at the largest resolution."""
-        return ImageSpec.of(self.channels, self.size or self.resolutions[-1])
+        return ImageSpec.of(self.channels, self.size or self.resolutions[-1], self.pixel_format)
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,13 @@ class Record:
     label: int
     entries: np.ndarray  # ENTRY [resolutions]
     payloads: tuple[bytes, ...]  # one for each resolution
-    sums: np.ndarray  # int64 [2, C]: sums of the values and of their squares, at the largest resolution
+    sums: np.ndarray  # [2, C]: sums of the values and of their squares, at the largest resolution; int64, or float64
     pixels: int  # in those sums
     signature: np.ndarray  # SIGNATURE [1]
     digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
     enlarged: bool = False  # the image in the source was smaller than asked for
-    cut: bool = False  # it had 16 bits a value
+    cut: bool = False  # it had 16 bits a value, and 8 are kept
+    ends: tuple[float, float] = (0.0, 0.0)  # of the values, see `value_ends`; of 8 bits not looked for
 
 
 def halvings(side: int, smallest: int | None) -> tuple[int, ...]:
@@ -63,7 +69,27 @@ def halvings(side: int, smallest: int | None) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def mean_and_std(sums: np.ndarray, pixels: int) -> tuple[list[float], list[float]]:
+def value_ends(image: np.ndarray) -> tuple[float, float]:
+    """Where the values of a deep image begin and end: of floats the quantiles 0.001 and 0.999 of all channels."""
+    if image.dtype == np.float32:
+        low, high = np.quantile(image, (0.001, 0.999))
+        return float(low), float(high)
+    return float(image.min()), float(image.max())
+
+
+def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
+    """The low and high of a file whose images' `value_ends` lie within these: of integers 0 and the largest number of
+    as many bits, so that 12 bits are known again in each part of a set; of floats as they are.
+    """
+    if depth == "uint16":
+        return 0.0, float((1 << max(1, int(high).bit_length())) - 1)
+    return low, high if high > low else low + 1
+
+
+def mean_and_std(
+    sums: np.ndarray, pixels: int, low: float = 0.0, high: float = 255.0
+) -> tuple[list[float], list[float]]:
     """Per channel, in units of [0, 1], from added `pixel_sums` of so many pixels; the population's deviation."""
     mean, square = sums / pixels
-    return (mean / 255).tolist(), (np.sqrt(np.maximum(square - mean**2, 0)) / 255).tolist()
+    deviation = np.sqrt(np.maximum(square - mean**2, 0))
+    return ((mean - low) / (high - low)).tolist(), (deviation / (high - low)).tolist()

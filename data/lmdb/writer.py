@@ -1,13 +1,16 @@
 """Write a packed data set: `LMDBWriter` builds the file beside its target and renames it when it is complete."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -34,10 +37,11 @@ from duetgan.data.lmdb.format import (
     Split,
     content_hash,
 )
-from duetgan.data.lmdb.record import Layout, Record, mean_and_std
+from duetgan.data.lmdb.record import Layout, Record, mean_and_std, value_range
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import replaceable, sync_folder
+from duetgan.utils.image_spec import PixelFormat
 from duetgan.utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
@@ -52,7 +56,7 @@ class _Level:
     def __init__(self, side: int, layout: Layout) -> None:
         self.side, self.block = side, BLOCK_IMAGES
         if layout.encoding == "raw":
-            self.block = max(1, min(BLOCK_IMAGES, BLOCK_BYTES // layout.spec.at(side).values))
+            self.block = max(1, min(BLOCK_IMAGES, BLOCK_BYTES // layout.spec.at(side).nbytes))
         self.digests: list[bytes] = []  # of its blocks so far
         self.start()
 
@@ -98,8 +102,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self.count = 0  # images so far
         self.histogram = np.zeros(self.labels, np.int64)  # images so far by label
         self._fingerprint: hashlib._Hash | None = hashlib.sha256()  # None: of a record the digest is not known
-        self._sums = np.zeros((2, layout.channels), np.int64)  # exact for up to 10**14 pixels
+        # of 8 bits exact for up to 10**14 pixels
+        self._sums = np.zeros((2, layout.channels), np.float64 if layout.spec.deep else np.int64)
         self._pixels = 0  # in them
+        self._ends = (math.inf, -math.inf)  # of the values so far
         self._signatures: list[np.ndarray] = []  # since the last record of them
         self._names: list[str] = []  # likewise
         self._partial = partial_path(self.path)
@@ -153,6 +159,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._names.append(name)
         self._sums += record.sums
         self._pixels += record.pixels
+        self._ends = min(self._ends[0], record.ends[0]), max(self._ends[1], record.ends[1])
         self.count += 1
         if self.classes:
             self.histogram[record.label] += 1
@@ -218,20 +225,27 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             self._flush_block(level)
         self._flush_signatures()
         digests = {level.side: level.digests for level in self._levels}
-        mean, std = mean_and_std(self._sums, self._pixels)
+        spec = self.layout.spec
+        if not self.layout.ranged:
+            low, high = value_range(spec.depth, *self._ends)
+            spec = dataclasses.replace(spec, low=low, high=high)
+        mean, std = mean_and_std(self._sums, self._pixels, spec.low, spec.high)
+        pixels = spec.pixel_format
+        hashed: Any = (self.classes, self.layout.channels, self.layout.encoding, digests, self.sets, pixels)
         meta = Meta(
             count=self.count,
             classes=self.classes,
             sets=self.sets,
-            channels=self.layout.channels,  # type: ignore[arg-type]  # checked there
+            channels=self.layout.channels,
             resolutions=list(self.layout.resolutions),
             size=self.layout.size,
+            pixel_format=None if pixels is None else PixelFormat(**pixels),
             encoding=self.layout.encoding,  # type: ignore[arg-type]
             histogram=self.histogram.tolist(),
             mean=mean,
             std=std,
             fingerprint="" if self._fingerprint is None else self._fingerprint.hexdigest(),
-            content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests, self.sets),
+            content_hash=content_hash(*hashed),
             blocks=[level.block for level in self._levels],
             split=split,
             **self._about,  # type: ignore[arg-type]  # as they were given

@@ -134,6 +134,8 @@ def write_parts(
     Raises UserError if nothing can be held out.
     """
     with LMDBReader(whole) as reader:
+        for writer in writers:  # values of both mean what those of all do
+            writer.layout = replace(writer.layout, pixel_format=reader.meta.spec.pixel_format, ranged=True)
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
         groups = look_alikes(meta.count, report)
         labels = strata(reader.labels(), meta.sets, share)
@@ -231,7 +233,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         rows += [("", f"none of {len(without):,} classes ({why}): {listed(without)}")] if without else []
     rows += [
         ("source", meta.source),
-        ("images", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
+        ("images", f"{meta.count:,}, {side}, {image.words}"),
         ("time", f"{summary.seconds:.1f} s, {count / summary.seconds:,.0f} images/s{search}"),
         ("workers", str(summary.workers) if summary.workers else "0, this thread alone"),
         ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
@@ -247,7 +249,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
     if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
         rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
-    rows += [("16 bits", f"{written.cut:,} images have 16 bits a value: the high 8 are kept")] if written.cut else []
+    told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
+    rows += [("16 bits", told)] if written.cut else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     if written.dropped:
         other = f", {written.dropped_otherwise:,} of them with another label" if written.dropped_otherwise else ""

@@ -57,7 +57,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         wanted = None if resolution is None else ImageSpec.of(1, resolution).size
         self.shards = open_files(path, None if crop else wanted, tolerant=tolerant)  # a random crop is of the largest
         self.meta = combined_meta(self.shards)
-        self.spec = self.shards[0].spec if resolution is None else ImageSpec.of(self.meta.channels, resolution)
+        stored = self.shards[0].spec
+        asked = None if resolution is None else ImageSpec.of(self.meta.channels, resolution, stored.pixel_format)
+        self.spec = stored if asked is None else asked
         if wanted is not None and not crop and self.meta.spec.side and not self.meta.spec.holds(wanted):
             raise UserError(
                 f"{self.path}: its images have {self.meta.spec}, less than the {self.spec} asked for;"
@@ -113,7 +115,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return np.concatenate([shard.signatures() for shard in self.shards])
 
     def image(self, index: int) -> tuple[np.ndarray, int]:
-        """One image as it is stored, uint8 [H, W, C], and its label. Raises IndexError, DamageError."""
+        """One image as it is stored, [H, W, C], and its label. Raises IndexError, DamageError."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard = self._shard(index)
@@ -122,12 +124,12 @@ class Dataset(AbstractContextManager["Dataset"]):
     def read(
         self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Images uint8 [n, C, H, W] and label numbers int64 [n] of the given records, in the given order.
+        """Images [n, C, H, W] and label numbers int64 [n] of the given records, in the given order.
 
-        `out`, if given, is filled and returned: uint8 [n, C, H, W], C-contiguous or, where images are decoded, in
-        memory as [n, H, W, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
-        images have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError without
-        a resolution, ValueError for an `out` that does not fit.
+        The images' type is `spec.depth`. `out`, if given, is filled and returned: [n, C, H, W], C-contiguous or, where
+        images are decoded, in memory as [n, H, W, C]. With `keys` the crop is random: it depends on the sample's key
+        alone. Unlabelled images have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record,
+        UserError without a resolution, ValueError for an `out` that does not fit.
         """
         wanted = np.asarray(indices, dtype=np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -138,12 +140,12 @@ class Dataset(AbstractContextManager["Dataset"]):
                 " pack with --size N"
             )
         shape = (len(wanted), *self.spec.shape)
-        images = np.empty(shape, np.uint8) if out is None else out
-        fits = images.shape == shape and images.dtype == np.uint8
+        images = np.empty(shape, self.spec.depth) if out is None else out
+        fits = images.shape == shape and images.dtype == self.spec.depth
         if not fits or not (
             images.flags.c_contiguous or (not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous)
         ):
-            raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous uint8 {shape}")
+            raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous {self.spec.depth} {shape}")
         labels = self.label_numbers()  # a damaged index has no labels to go on with: it always stops reading
         while len(wanted):
             chosen = self._without_damage(wanted)
@@ -203,10 +205,10 @@ class Dataset(AbstractContextManager["Dataset"]):
                 box = partial(self.crop.box, draws=numpy_generator(*keys.of(place, index)))
             if shard.meta.encoding == "raw":
                 pixels = shard.raw_image(record)
-                crop_into(pixels, box(*pixels.shape[:2], wanted=self.spec.size), out)
+                crop_into(pixels, box(*pixels.shape[:2], wanted=self.spec.size), out, self.spec.alpha)
                 continue
             with shard.encoded(record) as (entry, payload, size):
-                decode_crop(payload, entry["codec"], box(*size, wanted=self.spec.size), size, out)
+                decode_crop(payload, entry["codec"], box(*size, wanted=self.spec.size), size, out, self.spec)
 
     # --- damaged records
 
@@ -254,11 +256,15 @@ class Dataset(AbstractContextManager["Dataset"]):
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
     """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one, else as they are
     stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's resolution
-    unasked; others are to be refused where they do not fit.
+    unasked; others are to be refused where they do not fit. Raises UserError for values of another kind or range.
     """
     trained, resolution = (checkpoint["config"].get("data") or {}).get("resolution"), checkpoint["shape"]["resolution"]
     dataset = Dataset(path)
-    stored = [dataset.meta.spec.at(side).resolution for side in dataset.meta.resolutions]
+    wanted, found = ImageSpec.read(checkpoint["shape"]), dataset.meta.spec
+    if wanted.pixel_format != found.pixel_format:
+        told = f"its images are {found.words}, those of the model's training {wanted.words}"
+        raise UserError(f"{path}: {told}; pack them alike, with --range where that differs")
+    stored = [found.at(side).resolution for side in dataset.meta.resolutions]
     if trained is None and (stored == [0] or resolution in stored):
         trained = resolution
     if trained is None:

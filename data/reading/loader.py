@@ -27,7 +27,8 @@ Source = Callable[[np.ndarray], "Batch"]  # indices -> a batch on the CPU, of wh
 class Batch:
     """Images and labels of one rank."""
 
-    images: torch.Tensor  # uint8 [n, C, H, W]; of a Source float [n, ..., ..., views], the mirror image's the last
+    # [n, C, H, W] of the reader's depth; of a Source float [n, F, 1, views], the mirror image's the last
+    images: torch.Tensor
     labels: torch.Tensor  # int64 [n]: numbers of classes, or of sets of them (data.lmdb.format.Meta)
     synthetic: torch.Tensor | None = None  # bool [n]: which are no real images; None: nothing is mixed in
 
@@ -50,9 +51,9 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
     channels, *size = reader.spec.shape
     shape = (len(indices), channels, *size) if reader.gathers else (len(indices), *size, channels)
     if pin:
-        memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(shape, dtype=getattr(torch, reader.spec.depth), pin_memory=True)
     else:  # NumPy reuses freed memory where torch maps new pages for every batch
-        memory = torch.from_numpy(np.empty(shape, np.uint8))
+        memory = torch.from_numpy(np.empty(shape, reader.spec.depth))
     images = memory if reader.gathers else memory.permute(0, 3, 1, 2)
     _, labels = reader.read(indices, out=images.numpy(), keys=keys)
     batch = Batch(images, torch.from_numpy(labels))
@@ -78,6 +79,7 @@ def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) ->
     within an epoch counts as one.
     """
     rows = torch.from_numpy(np.flatnonzero((sides + keys.epochs + keys.repeats) % 2))
+    images = images.view(torch.int16) if images.dtype == torch.uint16 else images  # which torch cannot write so
     images[rows] = images[rows].flip(3)
 
 

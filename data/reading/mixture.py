@@ -60,7 +60,7 @@ class MixedDataset(Dataset):
         if not behind.any():
             return super().read(wanted, out, keys)
         shape = (len(wanted), *self.spec.shape)
-        images, labels = np.empty(shape, np.uint8) if out is None else out, np.empty(len(wanted), np.int64)
+        images, labels = np.empty(shape, self.spec.depth) if out is None else out, np.empty(len(wanted), np.int64)
         for places, read, first in ((~behind, super().read, 0), (behind, self.synthetic.read, len(self))):
             part = None
             if keys is not None:

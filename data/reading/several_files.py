@@ -134,7 +134,7 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     if len(shards) == 1:
         return first
     for shard in shards[1:]:
-        for name in ("classes", "sets", "channels", "resolutions", "size", "encoding"):
+        for name in ("classes", "sets", "channels", "pixel_format", "resolutions", "size", "encoding"):
             ours, theirs = getattr(first, name), getattr(shard.meta, name)
             if ours != theirs:
                 raise UserError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
+from duetgan.data.sources.arrays import StackSource, TiffSource, open_npy, open_npz
 from duetgan.data.sources.base import SPLITS, Item, Problem, Source, SourceOptions, sharded
 from duetgan.data.sources.files import CLASSES_FROM, ListedSource, LocalSource, ZipSource, open_folder
 from duetgan.data.sources.lmdb_files import open_lmdb
@@ -40,8 +41,13 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".tar": TarSource,
     ".csv": open_manifest,
     ".zip": ZipSource,
+    ".npz": open_npz,
+    ".npy": open_npy,
+    ".tif": TiffSource,
+    ".tiff": TiffSource,
 }
-WHOLE = (".lmdb", ".mdb", ".csv", ".zip")  # of these a folder holds no shards
+IMAGES = (".npy", ".tif", ".tiff")  # of these a file among others is an image, and one alone holds many
+WHOLE = (".lmdb", ".mdb", ".csv", ".zip", ".npz", *IMAGES)  # of these a folder holds no shards
 
 
 def open_source(
@@ -52,6 +58,7 @@ def open_source(
     size: int | None = None,
     label_column: str | None = None,
     classes_from: str | None = None,
+    stack: str | None = None,  # see StackSource
 ) -> Source:
     """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or an LMDB's) or a
     file (zip, tar, CSV manifest, Parquet, Arrow, LMDB).
@@ -66,19 +73,22 @@ def open_source(
         raise UserError(f"--root {place}: no such folder")
     source = _open(spec, place, SourceOptions(split, size, label_column, classes_from))
     manifest = isinstance(source, LocalSource) and Path(spec).expanduser().is_file()
+    listed = isinstance(source, ListedSource) and not manifest
     for option, value, applies in (
         ("label-column", label_column, manifest or isinstance(source, (TableSource, TarSource))),
-        ("classes-from", classes_from, isinstance(source, (ListedSource, TarSource)) and not manifest),
+        ("classes-from", classes_from, listed or isinstance(source, TarSource)),
+        ("stack", stack, listed),
     ):
         if value is not None and not applies:
             source.__exit__()
             raise UserError(f"--{option} does not apply to {spec}: leave it out")
-    return source
+    return source if stack is None or not isinstance(source, ListedSource) else StackSource(source, stack)
 
 
 def is_source(path: Path) -> bool:
     """Whether it is a folder, or a file that holds images, and no image itself."""
-    return path.is_dir() or path.suffix.lower() in READERS or (path.is_file() and is_lmdb(path))
+    suffix = path.suffix.lower()
+    return path.is_dir() or (suffix in READERS and suffix not in IMAGES) or (path.is_file() and is_lmdb(path))
 
 
 def kinds() -> str:

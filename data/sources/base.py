@@ -15,15 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from duetgan.data.images import SUFFIXES
 from duetgan.data.lmdb.format import count_by_class
+from duetgan.data.values import Content
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import RANGES, ImageSpec
 from duetgan.utils.provenance import Provenance
 from duetgan.utils.text import listed, printable
 
@@ -43,7 +45,7 @@ class Item:
 
     name: str  # file or record, for messages
     label: int  # a class, or one of the source's sets; 0 if it is unlabelled
-    content: bytes | np.ndarray  # a file's bytes, or pixels uint8 [H, W, 1 or 3]
+    content: Content  # a file's bytes, or pixels
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,15 @@ class Source(AbstractContextManager["Source"]):
     """Images by index, always in the same order. Several threads may read it at once, unless it is `in_order`.
 
     `shape` is the (height, width) in px of all images where that is known beforehand, else None; then `channels` is
-    known too. `problems` were found while listing, for example an empty class folder; `ignored` names files that are no
-    images by their name. `splits` names those that the source itself has; one of them is open. `remarks` are lines for
-    people, for example a warning that something looks like labels but is not used.
+    known too, and `pixel_format` unless values are of 8 bits. `as_is`: images are packed with their own channels and
+    depth unless others are asked for. `problems` were found while listing, for example an empty class folder; `ignored`
+    names files that are no images by their name. `splits` names those that the source itself has; one of them is open.
+    `remarks` are lines for people, for example a warning that something looks like labels but is not used.
     """
 
     in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
+    as_is: bool = field(default=False, init=False)
+    pixel_format: Mapping[str, Any] | None = field(default=None, init=False)  # see utils/image_spec.py
 
     name: str  # for people and the metadata
     classes: list[str]  # names by label; empty: unlabelled
@@ -90,7 +95,7 @@ class Source(AbstractContextManager["Source"]):
         return len(self.labels())
 
     @abstractmethod
-    def content(self, index: int) -> bytes | np.ndarray:
+    def content(self, index: int) -> Content:
         """What Item has of an image. Raises data.errors.ImageError if it cannot be had."""
 
     def item(self, index: int) -> Item:
@@ -127,12 +132,14 @@ class ArraySource(Source):
     def __init__(
         self,
         name: str,
-        images: np.ndarray,  # uint8 [n, H, W, C]
+        images: np.ndarray,  # [n, H, W, C], of any numbers
         labels: np.ndarray,  # integers [n]
         classes: Sequence[str],
     ) -> None:
         super().__init__(name, list(classes), images.shape[1:3], images.shape[3])
         self.images, self._labels = images, labels.astype(np.int64)
+        depth = images.dtype.name if images.dtype.name in RANGES else "float32"
+        self.pixel_format = ImageSpec.of(1, 0, {"depth": depth}).pixel_format
 
     def content(self, index: int) -> np.ndarray:
         return np.asarray(self.images[index])

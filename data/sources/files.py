@@ -50,6 +50,7 @@ METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 MANIFEST = "dataset.json"
 CLASSES_FROM = ("top", "parent", "name")
+ARRAY = ".npy"
 LISTED = 4  # folders in a message
 
 
@@ -189,12 +190,11 @@ def _is_number(label: Any, *, names: bool = True) -> bool:
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The visible files in order of name: images by their suffix, and the others."""
-    images: list[str] = []
-    others: list[str] = []
-    for name in sorted(name for name in files if not _hidden(name)):
-        is_image = PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
-        (images if is_image else others).append(name)
+    """The visible files in order of name: images by their suffix, without any the arrays, and the others."""
+    names = sorted(name for name in files if not _hidden(name))
+    suffixes = {name: PurePosixPath(name).suffix.lower() for name in names if not _leads_out(name)}
+    kinds = SUFFIXES if SUFFIXES.intersection(suffixes.values()) else {ARRAY}
+    images, others = ([name for name in names if (suffixes.get(name) in kinds) == wanted] for wanted in (True, False))
     if images:
         return images, others
     below = next((name for name in others if name.endswith(tuple(SHARDED)) and "/" in name), None)
@@ -285,6 +285,7 @@ class ListedSource(Source):
         more = {key: getattr(listing, key) for key in ("problems", "ignored", "splits", "remarks", "sets")}
         super().__init__(printable(name), [printable(name) for name in listing.classes], **more)
         self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
+        self.as_is = bool(self.names) and self.names[0].lower().endswith(ARRAY)
 
     def content(self, index: int) -> bytes:
         return self.read(self.names[index])

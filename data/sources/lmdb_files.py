@@ -17,6 +17,7 @@ from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.sources.base import Source, SourceOptions, refuse_split
+from duetgan.data.values import Values
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 
@@ -55,11 +56,14 @@ class PackedSource(Source):
         reader.resolution = next(levels, reader.resolution)
         shape = reader.spec.size if reader.resolution else None
         super().__init__(path.name, list(reader.classes), shape, reader.meta.channels)
+        spec = reader.meta.spec
+        self.pixel_format = {**(spec.pixel_format or {}), "low": spec.low, "high": spec.high}
         self.passport, self.sets, self._labels = reader.meta.passport, reader.meta.sets, reader.labels()
 
-    def content(self, index: int) -> np.ndarray:
+    def content(self, index: int) -> np.ndarray | Values:
         with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
-            return stored_image(self.reader, index)[0]
+            pixels = stored_image(self.reader, index)[0]
+        return Values(pixels, True) if self.reader.spec.alpha else pixels
 
     def item_name(self, index: int) -> str:
         return f"{self.path}: record {index}"

@@ -133,7 +133,7 @@ def write_folder(subject: Subject, path: Path) -> None:
     if isinstance(subject.network, Drawing):
         seed, generator = 0, cast(Any, subject.network.generator)
         most = GRID if generator.spec.side <= 64 else GRID // 4
-        chosen = range(min(generator.classes, most))
+        chosen = range(min(generator.kinds, most))
         count = min(8, most // max(1, len(chosen))) * len(chosen) or most
         draw_grid(Sampler(generator=generator, chosen=chosen), path / "samples.png", count=count)
         more |= {"z_dim": generator.z_dim, "noise": []}

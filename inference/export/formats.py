@@ -43,6 +43,7 @@ from duetgan.models.stylegan2 import DiscriminatorConfig, GeneratorConfig, chann
 from duetgan.utils.config.build import build
 from duetgan.utils.config.model import Config
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.run_log import say
 
 WIDTHS = 512  # of rosinality's networks at 4 to 32 px; further up they are halved with each resolution
@@ -55,6 +56,7 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
         raise UserError(f"this format is for stylegan2, the checkpoint has {name}; choose safetensors")
     if isinstance(size := shape["resolution"], str):
         raise UserError(f"this format is for squares, the checkpoint draws {size} px; choose safetensors")
+    ImageSpec.read(shape).need_plain("this format")
     if tuple(checkpoint.get("stage", (size, 1.0))) != (size, 1.0):
         raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
     sections: dict[str, type[Config]] = {"generator": GeneratorConfig, "discriminator": DiscriminatorConfig}
@@ -151,7 +153,11 @@ def import_extra(name: str) -> Any:
 def open_safetensors(subject: Subject, path: Path) -> Runner:
     """The network built from the file alone."""
     checkpoint = read_weights(path)
-    whole = classifier_from(checkpoint, several=True) if subject.is_classifier else Drawing(generator_from(checkpoint))
+    whole = (
+        classifier_from(checkpoint, several=True)
+        if subject.is_classifier
+        else Drawing(generator_from(checkpoint, several=True))
+    )
     return as_runner(whole)
 
 

@@ -31,7 +31,7 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
 
 SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
-MORE = ("stage", "teachers", "lineage")  # keys that not every checkpoint has
+MORE = ("stage", "teachers", "lineage", "sets")  # keys that not every checkpoint has
 
 
 def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -52,11 +52,10 @@ def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
     """
     shape, classes = checkpoint["shape"], list(checkpoint["classes"])
     size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
-    sizes, colours = (
-        f"[N, {', '.join(map(str, ImageSpec.of(shape['channels'], size).shape))}]",
-        "RGB" if shape["channels"] == 3 else "grey",
-    )
-    images = f"images: float32 {sizes} in [-1, 1], {colours}: pixels / 127.5 - 1"
+    spec = ImageSpec.read({**shape, "resolution": size})
+    rule = "pixels / 127.5 - 1" if spec.plain else f"(values - {spec.low:g}) / {(spec.high - spec.low) / 2:g} - 1"
+    rule += "; then x becomes a (x + 1) - 1 in the colours, a alpha in [0, 1]" if spec.alpha else ""
+    images = f"images: float32 [N, {', '.join(map(str, spec.shape))}] in [-1, 1], {spec.words}: {rule}"
     if checkpoint["task"] == "classifier":
         thresholds = checkpoint["state"][NETWORKS["classifier"]].get("thresholds")
         output = "logits: float32 [N, classes], in the order of `classes`; "
@@ -64,6 +63,7 @@ def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
         more = {} if thresholds is None else {"thresholds": json.dumps(thresholds.tolist())}
         return {"input": images, "output": output, "classes": json.dumps(classes), **more}
     names = "; labels: int64 [N], places in `classes`" if classes else ""
+    names = "; labels: float32 [N, classes], 1 for each of `classes` that is there" if checkpoint.get("sets") else names
     return {"input": f"z: float32 [N, z_dim], normal{names}", "output": images, "classes": json.dumps(classes)}
 
 
@@ -95,8 +95,8 @@ EXAMPLES = 2  # rows that a network is traced with; a batch of one would be take
 
 
 class Drawing(nn.Module):
-    """A generator as a function of z [N, z_dim] and labels [N] (int64; left out without classes): images [N,
-    channels, height, width], about [-1, 1], at psi 1 and with its stored noise.
+    """A generator as a function of z [N, z_dim] and labels [N] (int64; float [N, classes] of several an image; left out
+    without classes): images [N, channels, height, width], about [-1, 1], at psi 1 and with its stored noise.
     """
 
     def __init__(self, generator: ImageGenerator) -> None:
@@ -156,9 +156,9 @@ def _channels_last(x: Tensor) -> Tensor:
 
 def generator_subject(checkpoint: dict[str, Any], *, batch_size: int) -> Subject:
     """A GAN's generator, with the latents of the samples that evaluation draws, seed 0, its classes in turn."""
-    generator = generator_from(checkpoint)
+    generator = generator_from(checkpoint, several=True)
     z, _ = draw(generator, range(SAMPLES), 0)
-    labels = torch.arange(SAMPLES) % generator.classes if generator.classes else None
+    labels = generator.conditions(torch.arange(SAMPLES) % generator.kinds) if generator.kinds else None
     columns = (z,) if labels is None else (z, labels)
     return Subject(
         checkpoint=checkpoint,

@@ -7,18 +7,17 @@ import importlib
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.features.selection import Selection
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
@@ -28,15 +27,16 @@ from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.images import visible
 from duetgan.utils.memory import upload
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.progress import Bar
-from duetgan.utils.seeding import numpy_generator
 
 
 @dataclass
 class Extractor:
-    """A deterministic function of images: uint8 [n, C, H, W] on any device -> float32 [n, dim]."""
+    """A deterministic function of images as files have them: [n, C, H, W] on any device -> float32 [n, dim]."""
 
     name: str  # which figures carry, e.g. `resnet50`
     dim: int  # number of features
@@ -50,13 +50,36 @@ class Extractor:
             return self.compute(images)
 
 
-def pixel_features(channels: int) -> Extractor:
-    """Images averaged down to 8x8 pixels, in [0, 1]: no weights and no time, for quick looks during training only."""
+def pixel_features(spec: ImageSpec) -> Extractor:
+    """All channels averaged down to 8x8 pixels, in [0, 1], colours multiplied by alpha: no weights and no time, for
+    quick looks during training only.
+    """
 
     def compute(images: Tensor) -> Tensor:
-        return F.adaptive_avg_pool2d(images.to("cpu", torch.float32) / 255, 8).flatten(1)
+        images = images.cpu()
+        floats = images.float() / 255 if spec.plain else (spec.to_float(images).float() + 1) / 2
+        return F.adaptive_avg_pool2d(floats, 8).flatten(1)
 
-    return Extractor("pixels", channels * 64, compute, torch.device("cpu"))
+    return Extractor("pixels", spec.channels * 64, compute, torch.device("cpu"))
+
+
+GROUNDS = {"grey": 128, "white": 255}  # behind transparent images: on one alone, its own colour would be opaque, too
+
+
+def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
+    """An extractor of 8-bit grey or RGB for images of `spec`: of what `visible` makes of them, on each of GROUNDS where
+    they are transparent, the features side by side. Its name says what it sees.
+    """
+    if spec.plain:
+        return extractor
+    grounds = GROUNDS if spec.alpha else {"": None}
+    name = extractor.name + f", channels 1 to {min(3, spec.colours - 1)}" * (spec.colours not in (1, 3))
+    name += f", on {' and '.join(GROUNDS)}" * spec.alpha
+
+    def compute(images: Tensor) -> Tensor:
+        return torch.cat([extractor.compute(visible(images, spec, ground)) for ground in grounds.values()], dim=1)
+
+    return replace(extractor, name=name, dim=extractor.dim * len(grounds), compute=compute)
 
 
 def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
@@ -80,8 +103,15 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Images uint8 [n, C, H, W] as the classifier wants them: on its device, in [-1, 1], fitted by `fit_images`."""
-    return fit_images(to_float(upload(images, device_of(classifier))), classifier.resolution, classifier.channels)
+    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1, 1], fitted by
+    `fit_images`. Raises UserError for images of another kind, except grey for RGB and RGB for grey.
+    """
+    spec, channels = classifier.spec, images.shape[1]
+    fits = channels == spec.channels or (spec.plain and channels in (1, 3))
+    if not fits or images.dtype != getattr(torch, spec.depth):
+        raise UserError(f"{images.dtype} of {channels} channels: the classifier takes {spec.words}; give another one")
+    spec = spec if channels == spec.channels else replace(spec, channels=channels)
+    return fit_images(spec.to_float(upload(images, device_of(classifier))), classifier.resolution, classifier.channels)
 
 
 FILE_NAME = "resnet50-imagenet.safetensors"
@@ -189,7 +219,7 @@ def build(
     specs: Sequence[str],
     *,
     device: torch.device,
-    channels: int,  # of the images: 1 or 3
+    spec: ImageSpec,  # of the images
     weights: str | Path | None = None,  # a weights file, for the extractors that read one
     classifier: str | None = None,  # run or file that a bare `classifier` means
     judge: Classifier | None = None,  # that run's classifier, if it is loaded already
@@ -216,12 +246,14 @@ def build(
             run = argument or classifier
             if not run:
                 raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
-            loaded = judge if judge is not None and run == classifier else classifier_from(read(resolve(run)), device)
+            loaded = judge if judge is not None and run == classifier else None
+            loaded = loaded or classifier_from(read(resolve(run)), device, several=True)  # of which features are taken
             extractor = classifier_features(loaded, name=f"classifier:{run}")
         elif kind == "pixels":
-            extractor = pixel_features(channels)
+            extractor = pixel_features(spec)
         else:
-            extractor = (resnet50_features if kind == "resnet50" else inception_features)(weights, device=device)
+            make = resnet50_features if kind == "resnet50" else inception_features
+            extractor = photographs(make(weights, device=device), spec)
         if extractor.name in built:
             raise UserError(f"extractor {extractor.name} is named twice; name it once")
         built[extractor.name] = extractor
@@ -238,7 +270,7 @@ def extract(extractor: Extractor, images: Tensor) -> Tensor:
 
 
 def build_extractors(
-    options: Namespace, channels: int, device: torch.device, judge: Classifier | None
+    options: Namespace, spec: ImageSpec, device: torch.device, judge: Classifier | None
 ) -> list[Extractor]:
     """Those that were asked for, else those that can be had without asking. The judge is not loaded a second time."""
     run, weights = options.classifier, options.weights
@@ -251,7 +283,7 @@ def build_extractors(
             "no feature extractor is available; give --classifier RUN, or a ResNet-50 weights file with --weights, "
             "or --extractor pixels for a rough figure"
         )
-    return build(names, device=device, channels=channels, weights=weights, classifier=run, judge=judge)
+    return build(names, device=device, spec=spec, weights=weights, classifier=run, judge=judge)
 
 
 T = TypeVar("T")
@@ -260,32 +292,6 @@ MOST, LEAST = 64, 4  # images of a chunk
 PIXELS = 2**20  # of a chunk, between these bounds: what a network needs of memory does not grow with the image size
 Source = Callable[[range], tuple[Tensor, Any]]
 """Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which images of a file are looked at."""
-
-    indices: np.ndarray  # int64 [m]
-    labels: np.ndarray  # int64 [m]
-    key: str  # tells this draw from every other one of the same file
-
-    def images(self, reader: Dataset, rows: range) -> Tensor:
-        """Those at some places of the draw, uint8 [b, C, H, W]."""
-        return torch.from_numpy(reader.read(self.indices[rows.start : rows.stop])[0])
-
-
-def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0) -> Selection:
-    """Draw n images without replacement by the key (seed, "eval", role), then add until a class has `per_class`.
-
-    `labels` int64 [count] are those of the whole file. A class with fewer than `per_class` in it comes with all it has.
-    """
-    order = numpy_generator(seed, "eval", role).permutation(len(labels))
-    wanted = np.zeros(len(order), dtype=bool)
-    for label in np.unique(labels):
-        wanted[np.flatnonzero(labels[order] == label)[:per_class]] = True
-    order = np.concatenate([order[:n], order[n:][wanted[n:]]])
-    return Selection(order, labels[order], f"{role} {seed} {n} {per_class}")
 
 
 def chunk_size(side: int) -> int:

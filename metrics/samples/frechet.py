@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from duetgan.metrics.intervals import Measured
+from duetgan.metrics.samples.judged import of_class
 
 BLOCK = 1024  # rows at a time
 FEW_PER_CLASS = 500  # images of a class below which its distance is mostly bias
@@ -44,11 +45,12 @@ def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: 
     """Frechet distance within each class (Miyato and Koyama 2018, 1802.05637: intra-FID), and their mean.
 
     A generator that ignores its labels may have a small distance over all classes together, but not within them. Args:
-    features [n, F] of both, `labels` int64 [n] of both. A class of fewer than two images a side has none.
+    features [n, F] of both, `labels` int64 [n] of both, or bool [n, classes]. A class of fewer than two images a side
+    has none.
     """
-    counts = torch.bincount(labels, minlength=classes).tolist()
+    counts = [int(of_class(labels, label).sum()) for label in range(classes)]
     results = {
-        label: frechet_distance(samples[labels == label], real[labels == label])
+        label: frechet_distance(samples[of_class(labels, label)], real[of_class(labels, label)])
         for label, count in enumerate(counts)
         if count > 1
     }

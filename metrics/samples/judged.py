@@ -9,14 +9,26 @@ from duetgan.metrics.protocol import PER_CLASS
 
 def recognised(
     probabilities: Tensor,  # [n, K], the judge's
-    labels: Tensor,  # int64 [n], the class that was asked for
+    labels: Tensor,  # int64 [n], the class that was asked for; of several labels a sample bool [n, K]
+    thresholds: Tensor | None = None,  # [K], of several labels: the probability from which on each is named
 ) -> Measured:
-    """Share of samples whose class a classifier predicts: over all, and of each class (None: none was asked for)."""
+    """Share of samples whose class a classifier predicts: over all, and of each class (None: none was asked for). Of
+    several labels a sample: where it names exactly those, and of each label where it is asked for and named.
+    """
     if not len(labels):
         raise ValueError("the recognised share of no samples is undefined")
+    if thresholds is not None:
+        named = probabilities >= thresholds.to(probabilities)
+        pairs = zip((named & labels).sum(0).tolist(), labels.sum(0).tolist(), strict=True)
+        return Measured.share((named == labels).all(1), [count / total if total else None for count, total in pairs])
     hits, classes = probabilities.argmax(1) == labels, probabilities.shape[1]
     counts = zip(*(torch.bincount(each, minlength=classes).tolist() for each in (labels[hits], labels)), strict=True)
     return Measured.share(hits, [count / total if total else None for count, total in counts])
+
+
+def of_class(labels: Tensor, label: int) -> Tensor:
+    """Which images are of a class, bool [n]: of labels int64 [n], or bool [n, K] where an image may have several."""
+    return labels == label if labels.ndim == 1 else labels[:, label]
 
 
 def class_score(probabilities: Tensor) -> Measured:
@@ -62,9 +74,9 @@ def diversity_ratio(samples: Tensor, real: Tensor) -> Measured:
 
 def diversity_by_class(
     samples: Tensor,  # [n, F]
-    sample_labels: Tensor,  # int64 [n], 0 to classes - 1
+    sample_labels: Tensor,  # int64 [n], 0 to classes - 1; or bool [n, classes]
     real: Tensor,  # [m, F]
-    real_labels: Tensor,  # int64 [m]
+    real_labels: Tensor,  # int64 [m], or bool [m, classes]
     *,
     classes: int,
     images: int = PER_CLASS,
@@ -74,7 +86,7 @@ def diversity_by_class(
     """
     results, sizes = [], []
     for label in range(classes):
-        pair = [samples[sample_labels == label][:images], real[real_labels == label][:images]]
+        pair = [samples[of_class(sample_labels, label)][:images], real[of_class(real_labels, label)][:images]]
         size = min(map(len, pair))
         results.append(diversity_ratio(pair[0][:size], pair[1][:size]))
         sizes.append(size if results[-1].value is not None else images)

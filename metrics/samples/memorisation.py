@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.features.extractors import Extractor, Selection, pixel_features, select
+from duetgan.metrics.features.extractors import Extractor, pixel_features
 from duetgan.metrics.features.precision import full_float32
+from duetgan.metrics.features.selection import Selection, select
 from duetgan.metrics.samples.neighbours import QUERY_BLOCK, distance_blocks
 from duetgan.models.gan import ImageGenerator, generate
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.images import visible
 
 PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones
 TAIL = 0.01  # share of the held-out images that counts as unusually near to the training images
@@ -185,13 +188,13 @@ def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[di
     return figures, to_train
 
 
-def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
+def search_place(extractors: Sequence[Extractor], spec: ImageSpec) -> Extractor:
     """The extractor in whose space copies are searched: the first that was not trained on the training images.
 
     To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out images
     without being copies. Where there is no other extractor, pixels serve.
     """
-    return next((each for each in extractors if not each.name.startswith("classifier:")), pixel_features(channels))
+    return next((each for each in extractors if not each.name.startswith("classifier:")), pixel_features(spec))
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
@@ -240,18 +243,20 @@ def pairs(
 
 
 def neighbour_images(
-    generator: ImageGenerator, train: Dataset, copies: dict[str, Any], *, seed: int
+    generator: ImageGenerator, train: Dataset, copies: dict[str, Any], *, seed: int, asked: Any = np.array
 ) -> tuple[list[Tensor], list[str]]:
     """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
 
-    The samples are drawn again: sample i depends on the seed, i and its label alone.
+    The samples are drawn again: sample i depends on the seed, i and its label alone; `asked` makes an array of labels
+    what the generator takes.
     """
     rows = [*copies["closest"], *copies["first"]]
-    labels = torch.tensor([row["label"] for row in rows]) if generator.classes else None
+    labels = torch.from_numpy(asked([row["label"] for row in rows])) if generator.classes else None
     device = next(generator.parameters()).device
     with full_float32(device):
         samples = generate(generator, labels=labels, indices=[row["sample"] for row in rows], seed=seed)
     real = torch.cat([torch.from_numpy(train.read(np.array([row["train"]]))[0]) for row in rows])
+    samples, real = visible(samples, train.spec), visible(real, train.spec)
     gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)
     usual = copies["usual_distance"]
     captions = [

@@ -19,9 +19,11 @@ from duetgan.data.errors import ImageError
 from duetgan.data.images import FORMATS, centre_box, decode_file, encode, fit, has_16_bits, to_channels
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 from duetgan.data.records import plain_codec
+from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file
 
+COLOUR, PLAIN = ImageSpec(3, 0, 0), ImageSpec(1, 0, 0)
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 
 
@@ -38,7 +40,7 @@ def test_files_of_one_or_more_frames_exact_or_near() -> None:
         if kind == "MPO":
             assert decode_file(content, 3)[0, 0, 0] > 250
             continue
-        assert_raises(ImageError, r"animated or has several pages \(2\)", decode_file, content, 3)
+        assert_raises(ImageError, r"animated or has several pages", decode_file, content, 3)
 
 
 def test_grey_to_rgb_and_back_and_other_modes() -> None:
@@ -152,7 +154,7 @@ def test_huge_images_are_refused_before_they_are_decoded(side: int, filters: str
             warnings.resetwarnings()
             warnings.simplefilter("ignore")
         assert_raises(ImageError, "more than 89,478,485 pixels", decode_file, bytes(content), 3)
-        assert_raises(ImageError, "pixels", decode, bytes(content), CODEC_RULES, 3)
+        assert_raises(ImageError, "pixels", decode, bytes(content), CODEC_RULES, COLOUR)
 
 
 def test_remarks_about_exif_data_are_not_shown() -> None:
@@ -239,16 +241,16 @@ def test_fast_decoding_gives_the_pixels_of_the_rules(kind: str) -> None:
     content, expected = KINDS[kind]
     codec = plain_codec(content, 3)
     assert codec == expected
-    np.testing.assert_array_equal(decode(content, codec, 3), decode_file(content, 3))
+    np.testing.assert_array_equal(decode(content, codec, COLOUR), decode_file(content, 3))
 
 
 def test_colour_to_grey_is_left_to_the_rules_and_rows_below_the_crop_are_not_decoded(capfd):
     assert plain_codec(jpeg(), 1) == CODEC_RULES
     content, _ = KINDS["grey jpeg"]
     assert plain_codec(content, 1) == CODEC_JPEG
-    np.testing.assert_array_equal(decode(content, CODEC_JPEG, 1), decode_file(content, 1))
+    np.testing.assert_array_equal(decode(content, CODEC_JPEG, PLAIN), decode_file(content, 1))
     content = jpeg()
-    assert decode(bytes(first_rows(content, 50, 150)), CODEC_JPEG, 3).shape == (66, 200, 3)
+    assert decode(bytes(first_rows(content, 50, 150)), CODEC_JPEG, COLOUR).shape == (66, 200, 3)
     assert first_rows(content, 150, 150) is content
     progressive = jpeg(progressive=True)
     assert first_rows(progressive, 50, 150) is progressive
@@ -263,7 +265,7 @@ def test_crop_without_scaling_is_part_of_the_image(kind: str, box: tuple[int, in
     whole = decode_file(content, 3)
     top, left, height, width = box
     out = np.empty((3, 64, 64), np.uint8)
-    decode_crop(content, codec, box, whole.shape[:2], out)
+    decode_crop(content, codec, box, whole.shape[:2], out, COLOUR)
     np.testing.assert_array_equal(out.transpose(1, 2, 0), whole[top : top + height, left : left + width])
 
 
@@ -274,7 +276,7 @@ def test_scaled_decoding_is_close_to_scaling_the_whole(side: int) -> None:
     whole = decode_file(content, 3)
     box = (5, 20, 130, 140)
     out = np.empty((3, side, side), np.uint8)
-    decode_crop(content, codec, box, (150, 200), out)
+    decode_crop(content, codec, box, (150, 200), out, COLOUR)
     top, left, height, width = box
     part = Image.fromarray(whole[top : top + height, left : left + width])
     expected = np.asarray(part.resize((side, side), Image.Resampling.BOX)).astype(int)
@@ -312,13 +314,13 @@ def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
 def test_a_header_that_promises_too_much_is_not_decoded() -> None:
     """H11: 12 GiB were asked for; OpenCV has no limit of its own that fits into memory. Its own error came through."""
     for codec, payload in itertools.product((CODEC_RULES, CODEC_JPEG, CODEC_PNG), (b"nothing of the kind", b"")):
-        assert_raises(ImageError, "cannot be decoded", decode, payload, codec, 3)
+        assert_raises(ImageError, "cannot be decoded", decode, payload, codec, COLOUR)
     png, jpeg_file = (bytearray(encode(np.zeros((8, 8, 3), np.uint8), kind)) for kind in ("png", "jpeg"))
     png[16:24] = (30000).to_bytes(4, "big") * 2
-    assert_raises(ImageError, "too many pixels", decode, bytes(png), CODEC_PNG, 3)
+    assert_raises(ImageError, "too many pixels", decode, bytes(png), CODEC_PNG, COLOUR)
     at = jpeg_file.index(b"\xff\xc0")
     jpeg_file[at + 5 : at + 9] = (65500).to_bytes(2, "big") * 2
-    assert_raises(ImageError, "65500x65500 px, more than", decode, bytes(jpeg_file), CODEC_JPEG, 3)
+    assert_raises(ImageError, "65500x65500 px, more than", decode, bytes(jpeg_file), CODEC_JPEG, COLOUR)
 
 
 @pytest.mark.parametrize("codec", [CODEC_RULES, CODEC_JPEG, CODEC_PNG])
@@ -326,13 +328,13 @@ def test_h11_a_header_is_compared_with_the_record_before_anything_is_decoded(cod
     """Within the limit of pixels, but not what the record says: it was decoded first."""
     content = encode(np.zeros((40, 60, 3), np.uint8), "png" if codec == CODEC_PNG else "jpeg")
     out = np.empty((3, 8, 8), np.uint8)
-    assert decode(content, codec, 3, (40, 60)).shape == (40, 60, 3)
+    assert decode(content, codec, COLOUR, (40, 60)).shape == (40, 60, 3)
     for box in ((0, 0, 40, 60), (4, 4, 9, 9)):  # scaled while decoding, and the first rows alone
-        decode_crop(content, codec, box, (40, 60), out)
+        decode_crop(content, codec, box, (40, 60), out, COLOUR)
     for name in ("cv2.imdecode", "simplejpeg.decode_jpeg", "PIL.ImageFile.ImageFile.load"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("it was decoded"))
     for height, width in ((40, 61), (39, 60), (8, 8)):
         with pytest.raises(ImageError, match=f"60x40 px by its header, {width}x{height} px by its record"):
-            decode(content, codec, 3, (height, width))
+            decode(content, codec, COLOUR, (height, width))
         for box in ((0, 0, 8, 8), (0, 0, height, width)):
-            assert_raises(ImageError, "by its record", decode_crop, content, codec, box, (height, width), out)
+            assert_raises(ImageError, "by its record", decode_crop, content, codec, box, (height, width), out, COLOUR)

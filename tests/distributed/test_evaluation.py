@@ -17,6 +17,7 @@ from duetgan.metrics.features.extractors import RealFeatures, classifier_feature
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed import collectives
+from duetgan.utils.image_spec import ImageSpec
 from tests.distributed import worker
 from tests.end_to_end.helpers import rows
 from tests.end_to_end.ranks import run, together
@@ -57,7 +58,7 @@ def gan_figures(folder: Path, batch_size: int) -> dict[str, Any]:
                 reader,
                 n=COUNT - 20,
                 seed=3,
-                extractors=[classifier_features(judge, name="classifier:x"), pixel_features(1)],
+                extractors=[classifier_features(judge, name="classifier:x"), pixel_features(ImageSpec(1, 16, 16))],
                 classifier=judge,
                 train_reader=train,
                 real=real,

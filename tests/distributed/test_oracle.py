@@ -42,11 +42,13 @@ def records(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Reco
     return Records(folder, "tests.distributed.worker", VARIANTS)
 
 
-def untrained_classifier(run: Path) -> None:
+def untrained_classifier(run: Path, *, several: bool = False) -> None:
     """A run of a random classifier, which gives the generator a loss."""
     shape = {"channels": 1, "classes": len(CLASSES), "resolution": 16}
     with forked(0, "init", "test classifier"):
         classifier = Classifier(ModelConfig(stem="small-stride2"), **shape)
+    if several:
+        classifier.add_thresholds()
     content = {"schema": 1, "task": "classifier", "step": 1, "config": {"model": {"stem": "small-stride2"}}}
     path = save(
         run / "checkpoints",

@@ -1,6 +1,5 @@
 """Images that several files' runs train on."""
 
-
 import pytest
 
 from tests.end_to_end.recipes import image_folders, pack_folders

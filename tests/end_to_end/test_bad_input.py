@@ -1,6 +1,5 @@
 """What a user gets wrong: one line with the remedy, exit code 2, nothing lost or written."""
 
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,5 @@
 """Both tasks on an accelerator; skipped where there is none."""
 
-
 import pytest
 import torch
 

@@ -1,6 +1,5 @@
 """`train.py --init-from`: a run that starts from another one's weights."""
 
-
 import numpy as np
 import pytest
 import torch

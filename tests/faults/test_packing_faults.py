@@ -225,7 +225,7 @@ def write_refused(folder: Path) -> dict[str, str]:
     Image.fromarray(NOISE[:1, :1]).save(folder / "tiny.png")
     Image.fromarray(NOISE[:20, :20, 0].astype(np.float32)).save(folder / "floating.tif")
     return {
-        "animated.gif": "is animated or has several pages (3)",
+        "animated.gif": "is animated or has several pages",
         "tiny.png": "is only 1x1 px",
         "floating.tif": "has floating-point pixels",
     }

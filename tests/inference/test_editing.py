@@ -10,11 +10,13 @@ from torch import nn
 from duetgan.inference.editing import Editor, first_reached, gradient_slopes, pixel_rows, steer
 from duetgan.inference.samples import Sampler, Start
 from duetgan.inference.settings import EditConfig
-from duetgan.models.gan import StyledGenerator, to_uint8
+from duetgan.models.gan import StyledGenerator
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.inference.conftest import DCGAN, draws, sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES
+from tests.models.helpers import to_uint8
 
 FREE: Any = {"pixel_weight": 0.0, "keep_weight": 0.0}
 
@@ -96,7 +98,7 @@ class LinearGenerator(StyledGenerator):
 class LinearClassifier(nn.Module):
     """Three logits, linear in the pixels; the classes differ by the first three w."""
 
-    resolution, channels = 4, 1
+    resolution, channels, spec = 4, 1, ImageSpec(1, 4, 4)
 
     def __init__(self, generator):
         super().__init__()

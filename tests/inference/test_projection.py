@@ -25,12 +25,12 @@ from duetgan.inference.projection import (
 )
 from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
-from duetgan.models.gan import to_uint8
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from duetgan.utils.seeding import generator as keyed_generator
 from tests.conftest import assert_raises
 from tests.inference.conftest import draws, sampler_of, styled
+from tests.models.helpers import to_uint8
 
 
 def projector(generator, target, *, seed=0, **config):

@@ -8,11 +8,12 @@ from PIL import Image
 
 from duetgan.inference import samples as tables
 from duetgan.inference.samples import chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
-from duetgan.models.gan import draw, generate, to_uint8
+from duetgan.models.gan import draw, generate
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES
+from tests.models.helpers import to_uint8
 
 
 def apart(a, b):

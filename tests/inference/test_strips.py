@@ -19,7 +19,7 @@ from duetgan.inference.interpolate import Journey, draw_film, slerp
 from duetgan.inference.settings import EditConfig
 from duetgan.metrics.lineage import load_judge
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.gan import draw, to_uint8
+from duetgan.models.gan import draw
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
@@ -29,6 +29,7 @@ from tests.conftest import assert_raises
 from tests.inference.conftest import DCGAN, draws, gan_run, sampler_of, styled, without_w
 from tests.inference.test_editing import linear_editor
 from tests.metrics.conftest import CLASSES, SIDE, make_run
+from tests.models.helpers import to_uint8
 
 
 def answering(folder, sampler, seed):

@@ -7,14 +7,8 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import evaluate_generator, weak_judge
-from duetgan.metrics.features.extractors import (
-    Extractor,
-    RealFeatures,
-    classifier_features,
-    extract,
-    pixel_features,
-    select,
-)
+from duetgan.metrics.features.extractors import Extractor, RealFeatures, classifier_features, extract, pixel_features
+from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, Samples, history, measured
 from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.metrics.samples.judged import diversity_ratio
@@ -25,10 +19,11 @@ from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
 
-PIXELS = pixel_features(1)
+PIXELS = pixel_features(ImageSpec(1, 16, 16))
 
 
 @pytest.fixture(scope="module")

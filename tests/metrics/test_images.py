@@ -65,7 +65,7 @@ def answered(labels, predicted, confidence):
 def test_mistakes_are_the_confident_wrong_ones_with_their_record(test_reader, tmp_path, monkeypatch):
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(
-        "duetgan.metrics.images.save_captioned", lambda *given: drawn.update(images=given[0], texts=given[1])
+        "duetgan.metrics.images.save_captioned", lambda *given, **_: drawn.update(images=given[0], texts=given[1])
     )
     predicted, confidence = [0, 1, 2, 1, 2], [0.9, 0.8, 0.95, 0.8, 0.4]  # all are "dark"
     assert save_mistakes(test_reader, answered([0] * 5, predicted, confidence), tmp_path / "x.png", size=3)

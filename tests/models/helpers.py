@@ -4,7 +4,10 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import generator
+
+to_uint8 = ImageSpec(1, 8, 8).from_float  # of 8-bit images of any size and channels without alpha
 
 
 def draw(*shape, key="x"):

@@ -5,14 +5,14 @@ import torch
 
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import draw as draws
-from duetgan.models.gan import generate, to_uint8
+from duetgan.models.gan import generate
 from duetgan.models.r3gan import R3Generator, R3GeneratorConfig
 from duetgan.models.registry import ARCHITECTURES, architecture_of
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
-from tests.models.helpers import draw
+from tests.models.helpers import draw, to_uint8
 
 SIZES: dict[str, Any] = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
 SHAPE: dict[str, Any] = {"channels": 1, "classes": 3, "resolution": 8}

@@ -3,9 +3,10 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.models.gan import draw, generate, to_uint8
+from duetgan.models.gan import draw, generate
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.seeding import forked, seed_of
+from tests.models.helpers import to_uint8
 
 
 @pytest.fixture(scope="module")

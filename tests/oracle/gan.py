@@ -59,6 +59,7 @@ class GanReference:
         self.g, self.d = copy.deepcopy(task.generator), copy.deepcopy(task.discriminator)
         self.average, self.teacher = copy.deepcopy(task.ema.model), copy.deepcopy(task.generator_step.teacher)
         self.draws, self.ada = task.context.draws, copy.deepcopy(task.context.ada)
+        self.sets, self.names = task.reader.meta.sets, list(task.reader.classes)
         self.path_mean = torch.zeros([])
         self.p, self.signs, self.counted = float(self.tree["ada"]["p"]), 0.0, 0
         kimg = tree.get("schedule_kimg")
@@ -83,6 +84,22 @@ class GanReference:
                 return Stage(side, alpha, batch, seen + own, first > 0 and step == first)
             first, seen, side = first + length, seen + length * batch, side * 2
 
+    # --- labels
+
+    def asked(self, labels: Tensor) -> Tensor:
+        """Several labels an image: 1 for every class of its set, one by one."""
+        if self.sets is None:
+            return labels
+        rows = [[float(place in self.sets[label]) for place in range(len(self.names))] for label in labels.tolist()]
+        return torch.tensor(rows)
+
+    def naming(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """-log of the class's probability; of several labels -log of each decision's, their mean."""
+        if self.sets is None:
+            return F.cross_entropy(logits, labels)
+        right = torch.where(self.asked(labels) == 1, logits.sigmoid(), 1 - logits.sigmoid())
+        return -right.log().mean(1).mean()
+
     # --- what both players do
 
     def sample(self, step: int, phase: str, count: int, labels: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -93,7 +110,7 @@ class GanReference:
         drawn = self.draws.latents(step, phase, count, self.g.z_dim, mixing=mixing, num_ws=layers)
         noise = self.draws.noise(step, phase, count, self.g.noise_shapes(stage.side))
         labels = drawn.labels if labels is None else labels
-        asked = labels if self.g.classes else None
+        asked = self.asked(labels) if self.g.classes else None
         grown = {"resolution": stage.side, "alpha": stage.alpha} if self.g.can_grow else {}
         if not styled:
             return self.g(drawn.z, asked, noise=noise, **grown), labels, drawn.z, drawn.z
@@ -116,7 +133,7 @@ class GanReference:
         return self.d.hidden(images, alpha=stage.alpha) if self.g.can_grow else self.d.hidden(images)
 
     def logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return self.d.project(self.d.output(hidden), labels)
+        return self.d.project(self.d.output(hidden), self.asked(labels))
 
     def reals(self, batch: Any, step: int) -> tuple[Tensor, Tensor]:
         """Images in [-1, 1], blended with those of the stage before while a stage fades in (1710.10196, A.1)."""
@@ -175,9 +192,9 @@ class GanReference:
         total = LOSSES[loss["objective"]][0](self.logits(hidden, labels), partners).mean()
         if self.teacher is not None:
             seen = fit_images(fakes, self.teacher.resolution, self.teacher.channels)
-            total = total + loss["classifier_weight"] * F.cross_entropy(self.teacher(seen), labels)
+            total = total + loss["classifier_weight"] * self.naming(self.teacher(seen), labels)
         if loss["auxiliary_weight"]:
-            total = total + loss["auxiliary_weight"] * F.cross_entropy(self.d.auxiliary(hidden), labels)
+            total = total + loss["auxiliary_weight"] * self.naming(self.d.auxiliary(hidden), labels)
         if loss["feature_matching_weight"]:  # |E f(G) - E f(x)|^2 without bias: pairs of different samples of a group
             groups = (hidden - real_hidden).split(loss["feature_matching_group"])
             products = [group @ group.T for group in groups]
@@ -208,12 +225,12 @@ class GanReference:
         r, f = self.logits(real_hidden, real_labels), self.logits(hidden, labels)
         total = LOSSES[loss["objective"]][1](f, r).mean()
         if loss["mismatch_weight"]:  # 1605.05396: real images with wrong labels count as fakes
-            wrong = (real_labels + self.draws.label_offsets(step, stage.batch)) % self.d.classes
+            wrong = (real_labels + self.draws.label_offsets(step, stage.batch)) % len(self.sets or self.names)
             total = total + loss["mismatch_weight"] * FAKE[loss["objective"]](self.logits(real_hidden, wrong)).mean()
         if loss["auxiliary_weight"]:
-            named = F.cross_entropy(self.d.auxiliary(real_hidden), real_labels)
+            named = self.naming(self.d.auxiliary(real_hidden), real_labels)
             if loss["auxiliary_fakes"]:
-                named = named + F.cross_entropy(self.d.auxiliary(hidden), labels)
+                named = named + self.naming(self.d.auxiliary(hidden), labels)
             total = total + loss["auxiliary_weight"] * named
         if loss["r1_interval"] and step % loss["r1_interval"] == 0:  # lazily, with the gain of the interval
             total = total + loss["r1_interval"] * self.penalties(step, (f, fakes), (r, images), real_labels)

@@ -81,8 +81,11 @@ TREES: dict[str, dict[str, Any]] = {
     | {"architecture": "dcgan", "generator": {"z_dim": 8, "width": 4}, "discriminator": {"width": 4}}
     | {"loss": EVERYTHING | NO_STYLES},
 }
+TREES |= {f"several-{name}": TREES[name] | {"several": True} for name in ("everything", "shared", "r3gan", "dcgan")}
+SETS = [[], [0], [0, 1, 2], [1, 2]]  # of classes: what images have together
 # in micro-batches and over ranks: what is done once a pass, once a step, in pairs, with p, by stages, without styles
 SPLIT = ["everything", "pairs", "wasserstein", "shared-fakes", "apart", "ada", "growing", "r3gan", "dcgan"]
+SPLIT += ["several-everything"]
 
 
 def steps_of(tree: dict[str, Any]) -> int:
@@ -98,18 +101,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Itera
     labels = np.array([0, 0, 1, 2] * 16)
     pack_arrays(path / "data.lmdb", images, labels=labels, classes=CLASSES, smallest=8)
     pack_arrays(path / "held-out.lmdb", 255 - images[:32], labels=labels[:32], classes=CLASSES, smallest=8)
+    labels = np.array([0, 1, 2, 3, 1, 0, 3, 3] * 8)
+    pack_arrays(path / "data-several.lmdb", images, labels=labels, classes=CLASSES, sets=SETS)
     torch.set_default_dtype(torch.float64)
     untrained_classifier(path / "classifier")
+    untrained_classifier(path / "classifier-several", several=True)
     yield path
     torch.set_default_dtype(torch.float32)
 
 
 def made(folder: Any, tree: dict[str, Any]) -> tuple[GanTask, Any]:
     """The task and its loader."""
-    loss = tree.get("loss", {})
+    loss, kind = tree.get("loss", {}), "-several" if tree.get("several") else ""
     if loss.get("classifier"):
-        loss = loss | {"classifier": str(folder / "classifier")}
-    tree = {"loss": {}} | tree | {"loss": loss, "data": {"path": str(folder / "data.lmdb")}}
+        loss = loss | {"classifier": str(folder / f"classifier{kind}")}
+    tree = {"loss": {}} | tree | {"loss": loss, "data": {"path": str(folder / f"data{kind}.lmdb")}}
+    tree.pop("several", None)
     config: Any = build_run_config(tree, [], "test")
     reader = Dataset(config.data.path)
     return GanTask(config, reader, None, CPU), make_loader(config, reader, CPU)

@@ -13,7 +13,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.data.records import pack_arrays
 from duetgan.inference.samples import Sampler
-from duetgan.models.gan import draw, generate, to_uint8
+from duetgan.models.gan import draw, generate
 from duetgan.models.restore import generator_from
 from duetgan.studies.augment import sample_counts
 from duetgan.studies.images import (
@@ -40,6 +40,7 @@ from duetgan.utils.seeding import generator as keyed_generator
 from tests.conftest import REPOSITORY, assert_raises
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack
+from tests.models.helpers import to_uint8
 
 
 @pytest.fixture(scope="module")

@@ -36,10 +36,10 @@ ROOT = Path(__file__).parents[2]
 OWN = {  # what opens files otherwise, and why
     # a library opens them, after their check
     *("data/lmdb/environment.py", "data/reading/weighted_sampling.py", "data/sources/files.py", "data/tar_files.py"),
-    *("models/official/nvidia.py", "models/restore.py", "models/weights.py"),
+    *("models/official/nvidia.py", "models/restore.py", "models/weights.py", "data/sources/arrays.py"),
     "utils/checkpoint/__init__.py",
     # bytes in memory
-    *("data/images.py", "data/records.py", "data/sources/named.py", "reporting/pictures.py"),
+    *("data/images.py", "data/records.py", "data/values.py", "data/sources/named.py", "reporting/pictures.py"),
     # fsspec's files, read by bounded.read_stream
     "data/sources/remote.py",
     # what the program itself writes or has just written: locks, logs, profiles, signs of life, films

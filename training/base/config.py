@@ -218,6 +218,7 @@ class RunConfig(Config):
             "channels": reader.meta.channels,
             "classes": len(reader.meta.classes),
             "resolution": reader.resolution,
+            **({} if (pixels := reader.spec.pixel_format) is None else {"pixel_format": pixels}),
         }
 
     def for_trial(self, samples: int) -> Self:

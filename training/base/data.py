@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -109,6 +110,9 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "
             "--size N"
         )
+    if getattr(vars(config).get("augment"), "trivial_augment", False) and not training.spec.plain:
+        told = f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are"
+        raise UserError(f"{told} {training.spec.words}: set it false")
     training.label_numbers()  # a damaged index or a label without a class ends it here, also for a GAN
     second, scaled = training.synthetic, config.data.resolution is not None  # files' images, to the size asked for
     if second is not None:
@@ -136,10 +140,11 @@ def _require_same_images(
 ) -> None:
     """Raise UserError unless images have the channels and, where they are not `scaled`, the size of the training's."""
     spec, wanted = images.meta.spec, training.spec
-    if spec.channels != wanted.channels or not (scaled or not spec.side or spec == wanted):
+    same = replace(spec, height=wanted.height, width=wanted.width) == wanted
+    if not same or not (scaled or not spec.side or spec.size == wanted.size):
         raise UserError(
-            f"{path}: images of {spec if spec.side else wanted} with {spec.channels} channels, those of {like} have "
-            f"{wanted} and {wanted.channels}; {remedy}"
+            f"{path}: images of {spec if spec.side else wanted}, {spec.words}, those of {like} are of {wanted}, "
+            f"{wanted.words}; {remedy}"
         )
 
 
@@ -332,11 +337,10 @@ def data_text(dataset: Dataset) -> str:
     meta = dataset.meta
     classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
     classes += "" if meta.sets is None else f" in {len(meta.sets):,} sets of labels"
-    channels = "grey" if meta.channels == 1 else "RGB"
     files = f" in {len(dataset.shards)} files" if len(dataset.shards) > 1 else ""
     if meta.shards is not None:
         files = f" in {len(meta.shards)} tar files" if len(meta.shards) > 1 else " in a tar file"
-    return f"{meta.count:,} images{files}, {dataset.spec}, {channels}, {classes}, {meta.encoding}"
+    return f"{meta.count:,} images{files}, {dataset.spec}, {dataset.spec.words}, {classes}, {meta.encoding}"
 
 
 def mixture_text(config: RunConfig, dataset: Dataset) -> str:

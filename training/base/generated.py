@@ -61,9 +61,10 @@ class GeneratedSamples:
         self.meta = Meta(
             count=count,
             classes=classes,
-            channels=channels,  # type: ignore[arg-type]
+            channels=channels,
             resolutions=list(layout.resolutions),
             size=layout.size,
+            pixel_format=layout.pixel_format,  # type: ignore[arg-type]  # pydantic reads it
             encoding="raw",
             histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],
             mean=[0.5] * channels,
@@ -101,7 +102,7 @@ class GeneratedSamples:
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")
         shape = (len(wanted), *self.spec.shape)
-        images = np.empty(shape, np.uint8) if out is None else out
+        images = np.empty(shape, self.spec.depth) if out is None else out
         numbers = np.stack([keys.epochs, wanted // BLOCK])
         for epoch, block in np.unique(numbers, axis=1).T.tolist():
             places = np.flatnonzero((numbers[0] == epoch) & (numbers[1] == block))

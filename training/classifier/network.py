@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.metrics.lineage import provenance_of
@@ -64,7 +63,7 @@ def fit_first_filters(model: Classifier, reader: Dataset) -> None:
             size = max(1, min(PART, PIXELS // max(*reader.spec.size, model.side or 0) ** 2))
             parts = (read_batch(reader, rows[start : start + size]).images for start in range(0, len(rows), size))
             _last.clear()
-            _last[key] = first_filters(model.prepare(to_float(part)) for part in parts).flatten().tolist()
+            _last[key] = first_filters(model.prepare(reader.spec.to_float(part)) for part in parts).flatten().tolist()
         return _last[key]
 
     weight = model.network.get_submodule(model.backbone.first).weight

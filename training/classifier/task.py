@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from duetgan.data.augment.transforms import Mixing, draw_and_apply, draw_mixing, mix_images, partners, to_float
+from duetgan.data.augment.transforms import Mixing, draw_and_apply, draw_mixing, mix_images, partners
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, Source, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier
@@ -92,7 +92,7 @@ class MicroBatch:
         self.size = min(int(state["size"]), self.share)
 
 
-# a process's share of a step: augmented uint8 images, what they show, and with which images and how they are mixed
+# a process's share of a step: augmented images, of 8 bits uint8, what they show, and with which and how they are mixed
 Prepared = tuple[Tensor, Targets, tuple[Tensor, Mixing] | None]
 
 
@@ -206,7 +206,7 @@ class ClassifierTask(Task):
         batch = next(batches)
         self._set_up(step)
         self._wrap()
-        self.model.begin = self.frozen.begin if batch.images.is_floating_point() else 0
+        self.model.begin = self.frozen.begin if batch.images.shape[2] == 1 else 0
         before = Snapshot(self.statistics)
         loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
@@ -328,11 +328,13 @@ class ClassifierTask(Task):
             torch._foreach_mul_(gradients, collectives.world_size())
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:
-        """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
+        """Augment rows [start, start + n) of the global batch: if they can in uint8, a quarter of the memory."""
         config, labels = self.config, self.shown[batch.labels] if self.config.loss.several else batch.labels
         targets = Targets(labels)
         draw: Any = {"seed": config.seed, "step": step, "start": start, "global_batch": config.batch_size}
-        images = draw_and_apply(batch.images, config.augment, **draw)
+        spec, images = self.model.spec, batch.images
+        images = spec.to_float(images, config.channels_last) if spec.deep and images.shape[2] > 1 else images
+        images = draw_and_apply(images, config.augment, **draw)
         mixed = None
         if config.augment.mixes:
             size = (images.shape[2], images.shape[3])
@@ -345,13 +347,13 @@ class ClassifierTask(Task):
         return images, targets, mixed
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
-        (share, targets, mixed), layout = prepared, {"channels_last": self.config.channels_last}
-        if share.is_floating_point():  # frozen stages' outputs, and the mirror image's
+        (share, targets, mixed), spec = prepared, self.model.spec
+        if share.shape[2] == 1:  # frozen stages' outputs, and the mirror image's
             return share[rows][..., 0].reshape(-1, *self.frozen.shape), targets.rows(rows)
-        images = to_float(share[rows], **layout)
+        parts = [share[rows]] if mixed is None else [share[rows], mixed[0][rows]]
+        images, *others = [part if spec.deep else spec.to_float(part, self.config.channels_last) for part in parts]
         if mixed is not None:
-            others, mixing = mixed
-            images = mix_images(images, to_float(others[rows], **layout), mixing.rows(rows))
+            images = mix_images(images, others[0], mixed[1].rows(rows))
         return images, targets.rows(rows)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
@@ -362,7 +364,7 @@ class ClassifierTask(Task):
         count -= count % 2 if self.config.augment.mixes else 0
         batch = read_batch(self.reader, np.arange(count)).to(self.device)
         images, _ = self._part(self._prepared(batch, 0, 0), slice(0, count))
-        return grid(((images + 1) * 127.5).round().to(torch.uint8).cpu())
+        return grid((spec := self.model.spec).from_float(images).cpu(), spec=spec)
 
     def images_at(self, step: int) -> int:
         return step * self.config.batch_size

@@ -56,15 +56,13 @@ class Ada:
         config: AdaConfig,
         *,
         seed: int,
-        channels: int,  # 1 or 3
+        channels: int,
+        alpha: bool = False,  # the last of them is transparency
         device: torch.device,
         schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
         transfer: bool = False,  # the networks come from another training: p moves five times as fast
     ) -> None:
-        """Raises UserError if the images are neither grey nor RGB."""
-        if config.mode != "off" and channels not in (1, 3):
-            raise UserError(f"ada.mode {config.mode} needs images of 1 or 3 channels, not {channels}; set it to off")
-        self.config, self.seed, self.channels = config, seed, channels
+        self.config, self.seed, self.channels, self.alpha = config, seed, channels, alpha
         self.device, self.schedule_images = device, schedule_images
         self.adjustment_images = (config.kimg or (KIMG_TRANSFER if transfer else KIMG)) * 1000
         self.active = config.mode != "off"
@@ -105,7 +103,7 @@ class Ada:
             result = ops.move(result, blit, warped)
             for name, change in ops.CHANGES.items():
                 if name in groups:
-                    result = change(result, groups[name], p[name])
+                    result = change(result, groups[name], p[name], self.alpha)
         return result.to(images.dtype)
 
     def update(self, images_seen: int, step: int, real_sign: Tensor, batch_size: int) -> None:

@@ -113,13 +113,19 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
     """Homogeneous [n, 4, 4] of brightness, contrast, luma flip, hue and saturation, in this order.
 
     The last two move colours about the grey axis v = (1, 1, 1) / sqrt(3), so they leave grey images as they are and
-    are left out for these.
+    are left out for these. Of C channels other than 1 and 3 it is [n, C, C + 1], v is (1, ...) / sqrt(C), and hue, a
+    turn in three dimensions, is left out.
     """
     brightened, contrasted, inverted, turned, saturated = (draws.chance < p).unbind(1)
     brightness, contrast, saturation = draws.normal.unbind(1)
     light = torch.where(brightened, BRIGHTNESS * brightness, 0)
     gain = torch.exp2(torch.where(contrasted, CONTRAST * contrast, 0))
     sign = 1 - 2 * (inverted & (draws.uniform[:, 0] >= 0.5)).to(gain)
+    if channels not in (1, 3):
+        along, across = gain * sign, gain * torch.exp2(torch.where(saturated, SATURATION * saturation, 0))
+        square = across[:, None, None] * torch.eye(channels, dtype=gain.dtype, device=gain.device)
+        square = square + ((along - across) / channels)[:, None, None]
+        return torch.cat([square, (along * light)[:, None, None].expand(-1, channels, 1)], dim=2)
     brighter = _matrix([[gain, 0, 0, gain * light], [0, gain, 0, gain * light], [0, 0, gain, gain * light]])
     matrix = compose(_about_grey(sign, torch.ones_like(sign)), brighter)
     if channels == 1:
@@ -129,11 +135,21 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
     return compose(vivid, _turn_about_grey(angle), matrix)
 
 
-def recolour(images: Tensor, matrix: Tensor) -> Tensor:
-    """Apply a homogeneous colour matrix [n, 4, 4] to every pixel of [n, 3, H, W], or of [n, 1, H, W] as grey."""
-    if images.shape[1] == 1:  # the rows of the matrix are alike up to the order of their colours
+def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
+    """Apply a colour matrix to every pixel of [n, C, H, W]; a homogeneous [n, 4, 4] to [n, 1, H, W] as grey.
+
+    With `alpha`, the last channel, which stays: as if to the straight colours s before they were multiplied by the
+    opacity a. With x + 1 = a (s + 1) and s' = M s + b that is x' = M x + b + (1 - a) (M 1 - 1 - b).
+    """
+    channels = images.shape[1] - alpha
+    if alpha:
+        more = (matrix[:, :channels, :-1].sum(2) - 1 - matrix[:, :channels, -1])[:, :, None, None]
+        colours = recolour(images[:, :-1], matrix) + (1 - images[:, -1:]) / 2 * more
+        return torch.cat([colours, images[:, -1:]], dim=1)
+    if channels == 1:  # the rows of the matrix are alike up to the order of their colours
         return images * matrix[:, 0, :3].sum(1)[:, None, None, None] + matrix[:, 0, 3, None, None, None]
-    return torch.baddbmm(matrix[:, :3, 3:], matrix[:, :3, :3], images.flatten(2)).reshape(images.shape)
+    colours, shift = matrix[:, :channels, :channels], matrix[:, :channels, channels:]
+    return torch.baddbmm(shift, colours, images.flatten(2)).reshape(images.shape)
 
 
 def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
@@ -156,8 +172,8 @@ def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
     return images + draws.pixels * strength[:, :, None, None]
 
 
-def cut_out(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
-    """Set a part of half of each side to mid-grey; its centre lies anywhere in the image."""
+def cut_out(images: Tensor, draws: GroupDraws, p: Tensor, alpha: bool = False) -> Tensor:
+    """Set a part of half of each side to mid-grey, with `alpha` to nothing; its centre lies anywhere in the image."""
 
     def inside(size: int, centres: Tensor) -> Tensor:  # [n, size]
         places = (torch.arange(size, device=images.device, dtype=images.dtype) + 0.5) / size
@@ -165,14 +181,15 @@ def cut_out(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
 
     rows, columns = inside(images.shape[2], draws.uniform[:, 1]), inside(images.shape[3], draws.uniform[:, 0])
     hidden = columns[:, None, :] & rows[:, :, None] & (draws.chance < p)[:, :, None]  # [n, H, W]
-    return images.masked_fill(hidden[:, None], 0)
+    return images.masked_fill(hidden[:, None], -1 if alpha else 0)
 
 
-# what does not move pixels, in this order
-CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor], Tensor]] = {
-    "colour": lambda images, draws, p: recolour(images, colour_matrix(draws, p, images.shape[1])),
-    "filter": amplify_bands,
-    "noise": add_noise,
+# what does not move pixels, in this order; alpha: the last channel is transparency, by which the others are multiplied.
+# Filter and noise act on all channels alike, each with noise of its own.
+CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor, bool], Tensor]] = {
+    "colour": lambda images, draws, p, alpha: recolour(images, colour_matrix(draws, p, images.shape[1] - alpha), alpha),
+    "filter": lambda images, draws, p, _: amplify_bands(images, draws, p),
+    "noise": lambda images, draws, p, _: add_noise(images, draws, p),
     "cutout": cut_out,
 }
 

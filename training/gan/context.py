@@ -1,14 +1,14 @@
 """What both halves of a GAN's step share: networks, draws, augmentation, and this process's part of the batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duetgan.data.augment.transforms import draw_and_apply, to_float
+from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.reading.loader import Batch
 from duetgan.models.gan import Alpha, StyledGenerator
 from duetgan.models.layers import upsample_fir
@@ -29,7 +29,7 @@ class Latents:
     z: Tensor  # [B, z_dim]
     z_mixed: Tensor | None  # [B, z_dim], the second style
     crossover: Tensor | None  # [B] int64: the first layer that takes the second style; num_ws where nothing is mixed
-    labels: Tensor  # [B] int64
+    labels: Tensor  # [B] int64: of classes or of sets of them; then for the networks [B, classes]
 
 
 class GanDraws:
@@ -58,7 +58,7 @@ class GanDraws:
         return Latents(z, z_mixed, torch.where(mixed, crossover, num_ws), labels)
 
     def label_offsets(self, step: int, batch_size: int) -> Tensor:
-        """[B] int64 in 1..classes-1: added to the true labels (modulo the classes) they give wrong ones."""
+        """[B] int64 in 1..labels-1: added to the true labels (modulo the labels) they give wrong ones."""
         keyed = self._keyed("latent", step, "mismatch")
         return torch.randint(1, len(self.class_weights), [batch_size], generator=keyed, device=self.device)
 
@@ -86,7 +86,7 @@ def mix_styles(model: StyledGenerator, latents: Latents, rows: slice, num_ws: in
         w = model.mapping(z, labels)
         return w[:, None].expand(-1, num_ws, -1), w
     # both styles in one pass: its layers are small and cost by the call
-    both = None if labels is None else labels.repeat(2)
+    both = None if labels is None else torch.cat([labels, labels])
     w, other = model.mapping(torch.cat([z, latents.z_mixed[rows]]), both).chunk(2)
     first = torch.arange(num_ws, device=w.device)[None, :, None] < latents.crossover[rows][:, None, None]
     return torch.where(first, w[:, None], other[:, None]), w
@@ -152,6 +152,7 @@ class Context:
     draws: GanDraws
     ada: Ada
     schedule_images: int  # over which scheduled settings reach their ends
+    sets: Tensor | None = None  # float [labels, classes]: what each label stands for, of several an image
 
     def __post_init__(self) -> None:
         how: Any = {"setting": self.config.compile, "device": self.device}
@@ -159,14 +160,26 @@ class Context:
         self._compiled_synthesis = Compiled(self.synthesis, "the generator", **how)
         self._compiled_hidden = Compiled(self.discriminator.hidden, "the discriminator", **how)
 
+    def asked(self, labels: Tensor) -> Tensor:
+        """What the networks are conditioned on: labels int64 [n] as they are, of several an image [n, classes]."""
+        return labels if self.sets is None else self.sets[labels]
+
+    def label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Sum over the samples of the cross entropy; of several labels an image the binary one, its classes' mean."""
+        if self.sets is None:
+            return F.cross_entropy(logits, labels, reduction="sum")
+        return F.binary_cross_entropy_with_logits(logits, self.asked(labels).to(logits)) * len(labels)
+
     def reals(self, batch: Batch, share: StepShare, name: str | None = None) -> list[Images]:
         """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
-        config, micro_batches = self.config, []
+        config, spec, micro_batches = self.config, self.generator.spec, []
         for rows in share.micro_batches():
             here = slice(rows.start - share.first, rows.stop - share.first)
             draw: Any = {"seed": config.seed, "step": share.step, "start": rows.start, "phase": name}
-            images = draw_and_apply(batch.images[here], config.augment, global_batch=share.batch_size, **draw)
-            images = to_float(images, channels_last=config.channels_last)  # from uint8, a quarter of the memory
+            images = batch.images[here]
+            images = spec.to_float(images, config.channels_last) if spec.deep else images
+            images = draw_and_apply(images, config.augment, global_batch=share.batch_size, **draw)
+            images = images if spec.deep else spec.to_float(images, config.channels_last)  # a quarter of the memory
             assert min(images.shape[2:]) == share.stage.resolution  # the loader is where the stages are
             if (alpha := share.stage.alpha) < 1:  # fading in, as samples do (1710.10196, appendix A.1)
                 images = upsample_fir(F.avg_pool2d(images, 2)).lerp(images, alpha)
@@ -201,6 +214,7 @@ class Context:
         generator, maps = self.generator, [layer[rows] for layer in noise]
         run = self._compiled_synthesis if compiled else self.synthesis
         grown = {"resolution": stage.resolution, "alpha": self._alpha(stage, run)} if generator.can_grow else {}
+        latents = replace(latents, labels=self.asked(latents.labels))
         if not generator.has_styles:
             labels = latents.labels[rows] if generator.classes else None
             return run(latents.z[rows], labels, noise=maps, **grown), None, None
@@ -221,18 +235,21 @@ class Context:
         with self.precision.autocast():
             hidden = run(images, alpha=self._alpha(share.stage, run)) if self.generator.can_grow else run(images)
         features = self.discriminator.output(hidden)
-        logits = self.discriminator.project(features, batch.labels)
+        logits = self.discriminator.project(features, self.asked(batch.labels))
         return DiscriminatorOutput(name, *batch, hidden, features, logits)
 
     def auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor | float:
-        """The auxiliary head's cross entropy on a micro-batch, weighted, as its share of the mean; 0 without a head."""
+        """The auxiliary head's loss on a micro-batch, weighted, as its share of the mean; 0 without a head."""
         if not self.config.loss.auxiliary_weight:
             return 0.0
         class_logits = self.discriminator.auxiliary(output.hidden)
-        loss = F.cross_entropy(class_logits, output.labels, reduction="sum") / share.batch_size
+        loss = self.label_loss(class_logits, output.labels) / share.batch_size
         if output.name == "real":
             share.add("loss/auxiliary_real", loss)
-            share.add("accuracy/auxiliary", (class_logits.argmax(1) == output.labels).sum() / share.batch_size)
+            right = class_logits.argmax(1) == output.labels
+            if self.sets is not None:  # of an image the share of its classes that are told rightly
+                right = ((class_logits > 0) == (self.asked(output.labels) > 0)).float().mean(1)
+            share.add("accuracy/auxiliary", right.sum() / share.batch_size)
         elif output.name == "generator":
             share.add("loss/auxiliary", loss)
         return loss * self.config.loss.auxiliary_weight

@@ -77,10 +77,10 @@ class DiscriminatorStep:
     def _reals(self, share: StepShare, rows: slice, real: Images) -> None:
         output = self._discriminate(share, rows, real, "real")
         mismatch: Tensor | float = 0.0
-        classes = self.context.discriminator.classes
-        if self.loss.mismatch_weight and classes > 1:
-            offsets = self.context.draws.label_offsets(share.step, share.batch_size)[rows]
-            logits = self.context.discriminator.project(output.features, (real.labels + offsets) % classes)
+        context, kinds = self.context, len(self.context.draws.class_weights)
+        if self.loss.mismatch_weight and context.discriminator.classes and kinds > 1:
+            wrong = (real.labels + context.draws.label_offsets(share.step, share.batch_size)[rows]) % kinds
+            logits = context.discriminator.project(output.features, context.asked(wrong))
             mismatch = self.objective.fake(logits).sum() * (self.loss.mismatch_weight / share.batch_size)
         self._backward(share, rows, self.objective.real(output.logits), [output], mismatch)
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from duetgan.models.classifier import Classifier, fit_images
@@ -205,7 +204,7 @@ class GeneratorStep:
         if self.teacher is not None and loss.classifier_weight:
             with context.precision.autocast():
                 class_logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
-            wrong = F.cross_entropy(class_logits.to(fake.images.dtype), fake.labels, reduction="sum") / batch
+            wrong = context.label_loss(class_logits.to(fake.images.dtype), fake.labels) / batch
             share.add("loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight
         if isinstance(auxiliary := context.auxiliary_loss(output, share), Tensor):

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.metrics.evaluate_gan import evaluate_generator
@@ -58,9 +57,7 @@ class GanTask(Task):
         config.check_batches(self.stages, collectives.world_size())
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
         self.shape = config.shape(reader)
-        if self.shape["classes"] and reader.meta.sets is not None:
-            told = "its images may have several labels, and a GAN is conditioned on one; set conditional false"
-            raise UserError(f"{config.data.path}: {told}")
+        self.sets = reader.meta.sets if self.shape["classes"] else None
         if val_reader is not None and val_reader.classes and self.shape["classes"]:  # samples are drawn by its labels
             check_same_classes(config.data, reader, val_reader)
         self._stage = self.stages.at(0)
@@ -69,11 +66,13 @@ class GanTask(Task):
         kimg = config.schedule_kimg  # in which scheduled settings reach their ends
         schedule_images = self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
         draws = GanDraws(config.seed, device, label_shares(config.data, reader))
-        given: Any = {"seed": config.seed, "channels": self.shape["channels"], "device": device}
+        spec = self.generator.spec
+        given: Any = {"seed": config.seed, "channels": spec.channels, "alpha": spec.alpha, "device": device}
         transfer = config.init_from is not None
         ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=transfer)
         networks = (self.generator, self.discriminator)
-        self.context = Context(config, device, *networks, self.precision, draws, ada, schedule_images)
+        hot = None if self.sets is None else torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
+        self.context = Context(config, device, *networks, self.precision, draws, ada, schedule_images, hot)
         more: Any = {"growing": self.stages.growing, "compress": config.distributed.compress}
         optimizers = (config.generator_optimizer, config.discriminator_optimizer)
         for_generator, for_discriminator = (
@@ -86,31 +85,34 @@ class GanTask(Task):
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         # now, not at the first evaluation: it may be refused
-        given = {"device": device, "channels": self.shape["channels"], "weights": config.evaluation.weights}
+        given = {"device": device, "spec": spec, "weights": config.evaluation.weights}
         self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], **given))
 
     @staticmethod
     def outline(config: GanConfig, shape: Mapping[str, Any]) -> Outline:
         """Each weight has its gradient and the optimizer's moments besides; the generator's its average too."""
         networks = architecture_of(config.architecture)
-        generator = networks.generator(config.generator, **shape)
-        discriminator = networks.discriminator(config.discriminator, **shape)
+        generator = networks.network("generator", config.generator, **shape)
+        discriminator = networks.network("discriminator", config.discriminator, **shape)
         return {"generator": (generator, 4), "discriminator": (discriminator, 3)}
 
     def _build_networks(self) -> None:
         """Generator, its moving average and discriminator, initialised by their keys."""
         config, networks = self.config, architecture_of(self.config.architecture)
         with forked(config.seed, "init", "generator"):
-            generator = networks.generator(config.generator, **self.shape)
+            generator = networks.network("generator", config.generator, **self.shape)
         with forked(config.seed, "init", "discriminator"):
             growing = {"progressive": True} if self.stages.growing else {}
-            discriminator = networks.discriminator(config.discriminator, **self.shape, **growing)
+            discriminator = networks.network("discriminator", config.discriminator, **self.shape, **growing)
         if config.loss.auxiliary_weight:
             if self.shape["classes"] < 2:
                 raise UserError("loss.auxiliary_weight needs images of two classes or more: leave it out")
             with forked(config.seed, "init", "auxiliary"):
                 discriminator.add_auxiliary()
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        if self.sets is not None:
+            order = np.argsort(np.negative(self.reader.meta.histogram), kind="stable")
+            generator.sets = [self.sets[label] for label in order]
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)
         self.ema = EMA(self.generator, buffers="copy")
@@ -122,8 +124,9 @@ class GanTask(Task):
         if run is None:
             return None
         checkpoint = load(resolve(run))
-        classifier = classifier_from(checkpoint, self.device)
-        if list(checkpoint["classes"]) != list(self.reader.classes):
+        classifier = classifier_from(checkpoint, self.device, several=self.sets is not None)
+        several = classifier.thresholds is not None
+        if (list(checkpoint["classes"]), several) != (list(self.reader.classes), self.sets is not None):
             raise UserError(
                 f"loss.classifier {run}: its classes differ from those of {self.config.data.path}; train it on the "
                 "same classes"
@@ -143,7 +146,8 @@ class GanTask(Task):
         return self.learnt_from
 
     def provenance(self) -> dict[str, Any]:
-        return {"teachers": self.learnt_from.teachers, "stage": [self._stage.resolution, self._stage.alpha]}
+        several = {} if self.sets is None else {"sets": self.generator.sets}
+        return {"teachers": self.learnt_from.teachers, "stage": [self._stage.resolution, self._stage.alpha]} | several
 
     def registry(self) -> dict[str, Any]:
         return {
@@ -213,10 +217,11 @@ class GanTask(Task):
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class (the first 20)."""
-        rows, columns = (min(20, self.shape["classes"]), 10) if self.shape["classes"] else (8, 8)
-        labels = torch.arange(rows).repeat_interleave(columns) if self.shape["classes"] else None
+        rows, columns = (min(20, self.generator.kinds), 10) if self.generator.kinds else (8, 8)
+        asked = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
+        labels = asked if self.generator.kinds else None
         samples = generate(self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed)
-        return grid(samples, columns=columns)
+        return grid(samples, columns=columns, spec=self.generator.spec)
 
     def evaluate(self) -> dict[str, float]:
         """Distance of the average generator's samples to held-out images (training images where there are none); the
@@ -257,10 +262,13 @@ class GanTask(Task):
 
         def logits_of(batch: Batch) -> Tensor:
             images, labels = (upload(part, self.device) for part in (batch.images, batch.labels))
-            return self.discriminator(to_float(images), labels).flatten().cpu()  # labels may count for nothing
+            floats = self.discriminator.spec.to_float(images)
+            return self.discriminator(floats, labels).flatten().cpu()  # labels may count for nothing
 
         def work(rows: range) -> Tensor:
             held_out, real = (read_batch(part, np.arange(rows.start, rows.stop)) for part in readers)
+            for part, batch in zip(readers, (held_out, real), strict=True):
+                batch.labels = torch.from_numpy(part.meta.conditions(batch.labels.numpy()))
             labels = real.labels if self.generator.classes else None
             samples = generate(self.ema.model, labels=labels, indices=rows, seed=self.config.seed)
             return torch.stack([logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))])

@@ -23,7 +23,7 @@ from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import replace_file, sync_folder
-from duetgan.utils.image_spec import Rectangle
+from duetgan.utils.image_spec import MOST_CHANNELS, PixelFormat, Rectangle
 from duetgan.utils.provenance import Lineage
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ Side = Annotated[int, Interval(ge=1, le=2**16)]  # px
 class Shape(Stored):
     """What the networks of a checkpoint were built for."""
 
-    channels: Annotated[int, Interval(ge=1, le=16)]
+    channels: Annotated[int, Interval(ge=1, le=MOST_CHANNELS)]
     classes: Annotated[int, Interval(ge=0, le=10**8)]
     resolution: Side | Rectangle
+    pixel_format: PixelFormat | None = None  # None: 8-bit values without transparency
 
 
 class Data(Stored):
@@ -66,6 +67,7 @@ class Head(Stored):
     step: Count
     config: dict[str, Any]
     classes: list[str] | tuple[str, ...]
+    sets: list[list[Count]] | None = None  # of classes that a GAN's images have together; None: one class each
     shape: Shape
     state: dict[str, dict[Any, Any]]
     data: Data | None = None
@@ -269,6 +271,8 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
         classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
         if classes != named:
             raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
+        if any(label >= named for labels in checkpoint.get("sets") or () for label in labels):
+            raise ValueError(f"sets has a label beyond the {named} classes")
         ConfigHead.read(checkpoint["config"], "config")
     return checkpoint | {"file": file}  # file: for messages
 

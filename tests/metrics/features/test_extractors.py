@@ -28,12 +28,13 @@ from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
 from tests.metrics.conftest import classifier_run
 
 CPU = torch.device("cpu")
-SETTINGS: dict[str, Any] = {"device": CPU, "channels": 1}
+SETTINGS: dict[str, Any] = {"device": CPU, "spec": ImageSpec(1, 16, 16)}
 
 
 def classifier(channels=1, resolution=8):
@@ -46,10 +47,10 @@ def sample_images(n=4, channels=1, side=8):
 
 
 def test_pixels_are_averages_in_0_to_1():
-    features = extract(pixel_features(3), sample_images(channels=3, side=16))
+    features = extract(pixel_features(ImageSpec(3, 16, 16)), sample_images(channels=3, side=16))
     expected = sample_images(channels=3, side=16).float().view(4, 3, 8, 2, 8, 2).mean((3, 5)) / 255
     torch.testing.assert_close(features, expected.flatten(1))
-    assert features.shape[1] == pixel_features(3).dim
+    assert features.shape[1] == pixel_features(ImageSpec(3, 16, 16)).dim
 
 
 def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():

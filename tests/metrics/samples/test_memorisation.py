@@ -26,6 +26,7 @@ from duetgan.metrics.samples.memorisation import (
     share_below,
     training_bound,
 )
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import generator
 from tests.conftest import assert_raises
 
@@ -292,7 +293,7 @@ def clothes():
     source = open_source("sample", split="train", root=None)
     assert isinstance(source, ArraySource)
     images = torch.from_numpy(source.images.transpose(0, 3, 1, 2).copy())
-    return torch.cat([pixel_features(1)(part) for part in images.split(1000)])
+    return torch.cat([pixel_features(ImageSpec(1, 16, 16))(part) for part in images.split(1000)])
 
 
 def test_real_images_no_false_alarms_and_copies_are_found(clothes):

@@ -64,8 +64,15 @@ def test_every_forward_pass_holds_whole_groups():
 
 BAD: dict[Any, list[tuple[str, Any]]] = {  # keys that are named with each of these values
     ProgressiveConfig: [("start", 0), ("start", -8), ("stable_kimg", math.inf)],
-    AdaConfig: [("p", 1.1), ("p", float("nan")), ("p_final", -0.1), ("target", 1.0), ("kimg", 0.0),
-        ("kimg", math.inf), ("interval", 0)],
+    AdaConfig: [
+        ("p", 1.1),
+        ("p", float("nan")),
+        ("p_final", -0.1),
+        ("target", 1.0),
+        ("kimg", 0.0),
+        ("kimg", math.inf),
+        ("interval", 0),
+    ],
     GanConfig: [("steps", 0), ("batch_size", 0), ("nonfinite_cap", -1)],
     ClassifierConfig: [("micro_batch", 0)],
     LogConfig: [("every", 0), ("samples_every", -1), ("layers_every", 0)],
@@ -76,11 +83,28 @@ BAD: dict[Any, list[tuple[str, Any]]] = {  # keys that are named with each of th
     GanLossConfig: [("r1_gamma", -0.1), ("r1_interval", -1), ("style_mixing", 1.5)],
     ClassifierLossConfig: [("label_smoothing", 1.0)],
     ClassifierEmaConfig: [("decay", 1.0)],
-    OptimizerConfig: [("lr", 0.0), ("weight_decay", -1.0), ("warmup_steps", -1), ("betas", [0.9]),
-        ("betas", [0.0, 1.0]), ("clip_norm", 0.0), ("lr_batch_size", 0), ("gamma", 0.0), ("pct_start", 1.0),
-        ("cycle_start", 0.0), ("cycle_momentum", [0.9]), ("cycle_momentum", [0.9, 1.0])],
-    WatchConfig: [("warmup_kimg", -1.0), ("memory", 0.0), ("patience", 0), ("worse", 1.0), ("norm_factor", 0.5),
-        ("diversity_fall", 1.0)],
+    OptimizerConfig: [
+        ("lr", 0.0),
+        ("weight_decay", -1.0),
+        ("warmup_steps", -1),
+        ("betas", [0.9]),
+        ("betas", [0.0, 1.0]),
+        ("clip_norm", 0.0),
+        ("lr_batch_size", 0),
+        ("gamma", 0.0),
+        ("pct_start", 1.0),
+        ("cycle_start", 0.0),
+        ("cycle_momentum", [0.9]),
+        ("cycle_momentum", [0.9, 1.0]),
+    ],
+    WatchConfig: [
+        ("warmup_kimg", -1.0),
+        ("memory", 0.0),
+        ("patience", 0),
+        ("worse", 1.0),
+        ("norm_factor", 0.5),
+        ("diversity_fall", 1.0),
+    ],
 }
 
 

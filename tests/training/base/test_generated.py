@@ -144,7 +144,7 @@ def test_other_classes_are_refused_and_the_plan_names_the_run(folder, run, tmp_p
         opened(config_of(folder, other))
     config = config_of(folder, gan_run(tmp_path / "large", side=16))
     for config.data.resolution in (None, 8):  # of the real images: samples are not scaled to it
-        with pytest.raises(UserError, match="images of 16 px with 1 channels"):
+        with pytest.raises(UserError, match="images of 16 px, grey"):
             opened(config)
     config = config_of(folder, run)
     told = data.mixture_text(config, opened(config))

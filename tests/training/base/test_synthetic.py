@@ -89,8 +89,8 @@ def test_a_file_that_cannot_be_used_is_told_before_the_first_step(folder):
 @pytest.mark.parametrize(
     ("images", "labels", "classes", "told"),
     [
-        (sample_images(6, side=16), [0, 1, 2] * 2, CLASSES, "images of 16 px with 3 channels, those of"),
-        (sample_images(6, channels=1), [0, 1, 2] * 2, CLASSES, "images of 8 px with 1 channels, those of"),
+        (sample_images(6, side=16), [0, 1, 2] * 2, CLASSES, "images of 16 px, RGB, those of"),
+        (sample_images(6, channels=1), [0, 1, 2] * 2, CLASSES, "images of 8 px, grey, those of"),
         (sample_images(6), [0, 1, 2] * 2, ["cat", "emu", "dog"], "class 1 is 'emu' here and 'dog' there"),
         (sample_images(6), [0, 1, 0] * 2, CLASSES[:2], "emu missing here"),
         (sample_images(6), None, (), "cat, dog, emu missing here"),

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from duetgan.training.gan.ada import Ada, AdaConfig
 from duetgan.training.gan.ada_operations import DRAWS, Draws, GroupDraws
-from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
 from tests.end_to_end.helpers import differing
 from tests.training.gan.ada_oracle import random
@@ -122,14 +121,12 @@ def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
     assert torch.equal(found, images)
 
 
-def test_switched_off_it_does_nothing_and_other_channels_are_refused():
+def test_switched_off_it_does_nothing():
     ada = build("off", channels=5)
     assert not ada.active
     ada.update(13, 3, torch.tensor(1.0), 13)
     assert ada.p == 0.5
     assert all(build(mode, p_final=0.1).active for mode in ("adaptive", "fixed", "scheduled"))
-    with pytest.raises(UserError, match="1 or 3 channels, not 4"):
-        build(channels=4)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

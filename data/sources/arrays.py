@@ -1,0 +1,165 @@
+"""Images as arrays: .npy and .npz files, TIFF files whose pages are images, and stacks of files that hold a channel
+each.
+"""
+
+import contextlib
+import os
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from duetgan.data.errors import ImageError
+from duetgan.data.sources.base import (
+    ArraySource,
+    Source,
+    SourceOptions,
+    choose_split,
+    classes_of,
+    refuse_split,
+    split_name,
+)
+from duetgan.data.sources.files import METHODS, UNPACKING_ERRORS, ListedSource
+from duetgan.data.values import Values, native, npy_array, npy_header, open_tiff, page_values
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError, explained
+from duetgan.utils.image_spec import MOST_CHANNELS
+from duetgan.utils.text import listed
+
+AXES = f"[n, H, W], [n, H, W, C] or [n, C, H, W] with at most {MOST_CHANNELS} channels"
+
+
+def open_npy(path: Path, options: SourceOptions) -> ArraySource:
+    """All images of a file, unlabelled; they stay in the file until they are asked for."""
+    refuse_split(path, options.split)
+    with bounded.reading(path, "save it with numpy.save", ImageError), bounded.open_file(path, bounded.ARCHIVE) as file:
+        shape, fortran, dtype, start = npy_header(file, os.fstat(file.fileno()).st_size)
+        array = np.memmap(file, dtype, "r", start, shape, "F" if fortran else "C")
+    images = _images(path.name, array)
+    return ArraySource(path.name, images, np.zeros(len(images)), [])
+
+
+def _images(where: str, array: np.ndarray) -> np.ndarray:
+    """[n, H, W, C]; the last axis holds channels if there are few enough, else the second. Raises UserError."""
+    if array.ndim == 3:
+        return array[..., None]
+    if array.ndim != 4 or min(array.shape[1], array.shape[3]) > MOST_CHANNELS:
+        raise UserError(f"{where}: is of shape {list(array.shape)[:8]}; give {AXES}")
+    return array if array.shape[3] <= MOST_CHANNELS else np.moveaxis(array, 1, 3)
+
+
+def open_npz(path: Path, options: SourceOptions) -> ArraySource:
+    """The one array of images of a file or of its split, and the one of labels, if there is any: names with `train`,
+    `val` or `test` between underscores are a split's (MedMNIST's train_images, Keras's x_train). Labels are numbers
+    [n], [n, 1] or, of several an image, 0 and 1 [n, classes].
+    """
+    held: dict[str, dict[str, np.ndarray]] = {}
+    damaged = bounded.reading(path, "save it with numpy.savez", *UNPACKING_ERRORS, NotImplementedError)
+    with damaged, bounded.open_file(path, bounded.ARRAY) as whole, zipfile.ZipFile(whole) as archive:
+        if reason := bounded.too_large(sum(member.file_size for member in archive.infolist()), bounded.ARRAY):
+            raise ImageError(reason)
+        for member in archive.infolist():
+            if member.compress_type not in METHODS:
+                raise ImageError(f"{member.filename} is not compressed by deflate")
+            with archive.open(member) as file:
+                array = npy_array(file.read(member.file_size + 1))
+            name = member.filename.removesuffix(".npy")
+            held.setdefault(next(filter(None, map(split_name, name.split("_"))), ""), {})[name] = array
+    splits = tuple(sorted(filter(None, held)))
+    if not splits:
+        refuse_split(path, options.split, "arrays with its name")
+    arrays = held.get(choose_split(path, options.split, splits) if splits else "", {})
+    images, others = ({n: a for n, a in arrays.items() if (a.ndim > 2) == many} for many in (True, False))
+    if len(images) != 1 or len(others) > 1:
+        raise UserError(f"{path}: holds {listed(sorted(arrays))}; give one array of images, {AXES}, and one of labels")
+    pixels, labels = _images(path.name, next(iter(images.values()))), next(iter(others.values()), None)
+    source = ArraySource(path.name, pixels, np.zeros(len(pixels)), [])
+    source.splits = splits
+    if labels is None:
+        return source
+    if len(labels) != len(pixels) or labels.dtype.kind not in "iu":
+        told = f"{next(iter(others))} is {labels.dtype} {list(labels.shape)}"
+        raise UserError(f"{path}: {told}; give whole numbers, a row an image")
+    if labels.size == len(pixels):
+        source.classes, numbers, source.remarks = classes_of(path.name, list(map(str, labels.ravel().tolist())))
+    else:
+        rows, places = np.unique(labels.astype(bool), axis=0, return_inverse=True)
+        source.classes, source.sets = list(map(str, range(labels.shape[1]))), [np.flatnonzero(r).tolist() for r in rows]
+        numbers = places.tolist()
+    source._labels = np.array(numbers, np.int64)
+    return source
+
+
+class TiffSource(Source):
+    """A TIFF file whose pages are images, unlabelled."""
+
+    in_order = True
+
+    def __init__(self, path: Path, options: SourceOptions) -> None:
+        super().__init__(path.name, [])
+        refuse_split(path, options.split)
+        self.path, self.as_is = path, True
+        with bounded.reading(path, "copy or make it again", ImageError), contextlib.ExitStack() as stack:
+            stream = stack.enter_context(bounded.open_file(path, bounded.ARCHIVE))
+            self._size = os.fstat(stream.fileno()).st_size
+            self._file = stack.enter_context(open_tiff(stream))
+            self._labels = np.zeros(len(self._file.pages), np.int64)
+            if not len(self):
+                raise ImageError("holds no page")
+            self._open = stack.pop_all()
+        self.remarks.append(f"{path.name}: each of its {len(self):,} pages is an image")
+
+    def content(self, index: int) -> Values:
+        with explained(IndexError, lambda why: ImageError(f"cannot be read ({why})")):
+            return page_values(self._file.pages[index], self._size)
+
+    def item_name(self, index: int) -> str:
+        return f"{self.path}: page {index + 1}"
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+
+class StackSource(Source):
+    """Files that hold one channel each, by a pattern of their names such as `{name}_{channel}.tif`: those of a name are
+    an image, its channels in the order of their names.
+    """
+
+    as_is = True
+
+    def __init__(self, files: ListedSource, pattern: str) -> None:
+        more = {key: getattr(files, key) for key in ("problems", "ignored", "splits", "remarks", "sets")}
+        super().__init__(files.name, files.classes, **more)
+        text = re.escape(pattern)
+        for part, group in (("name", "(?P<name>.+?)"), ("channel", "(?P<channel>[^/]+?)")):
+            if text.count(rf"\{{{part}\}}") != 1:
+                raise UserError(
+                    f"--stack {pattern}: give {{name}} and {{channel}} once each, as in {{name}}_{{channel}}.tif"
+                )
+            text = text.replace(rf"\{{{part}\}}", group)
+        stacks: dict[str, dict[str, int]] = {}
+        for index, name in enumerate(files.names):
+            if (match := re.fullmatch(text, name)) is None:
+                raise UserError(f"{files.item_name(index)} does not fit --stack {pattern}: move it away")
+            stacks.setdefault(match["name"], {})[match["channel"]] = index
+        channels = sorted({channel for stack in stacks.values() for channel in stack})
+        for name, stack in stacks.items():
+            if lacking := sorted(set(channels) - set(stack)):
+                raise UserError(f"{files.name}: {name} has no file of channel {listed(lacking)}: add it")
+        self.files, self.stacks = files, list(stacks.items())
+        self._labels = files.labels()[[stack[channels[0]] for stack in stacks.values()]]
+        self.channel_names = channels
+        self.remarks = [*files.remarks, f"{files.name}: {len(self):,} stacks of the channels {', '.join(channels)}"]
+
+    def content(self, index: int) -> np.ndarray:
+        parts = [native(self.files.content(self.stacks[index][1][channel])) for channel in self.channel_names]
+        if len({(part.pixels.shape, part.pixels.dtype) for part in parts}) > 1 or parts[0].pixels.shape[2] != 1:
+            raise ImageError("has channels of several sizes or types, or of more than a grey value")
+        return np.dstack([part.pixels for part in parts])
+
+    def item_name(self, index: int) -> str:
+        return self.stacks[index][0]
+
+    def stored_name(self, index: int) -> str:
+        return self.stacks[index][0]

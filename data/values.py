@@ -1,0 +1,312 @@
+"""Images of any depth and number of channels: what a file holds, as it is, and brought to an ImageSpec.
+
+Files hold straight alpha, and so do packed records. What is scaled or composited is multiplied by alpha before. The
+rules are in docs/lmdb.md.
+"""
+
+import io
+import logging
+import math
+import zlib
+from contextlib import suppress
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
+
+import cv2
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from duetgan.data.errors import MOST_PIXELS, ImageError
+from duetgan.data.images import (
+    BOMB,
+    DAMAGED,
+    FORMATS,
+    MIN_SIDE,
+    PNG,
+    TOO_LARGE,
+    decode_file,
+    has_16_bits,
+    has_another,
+    opened,
+    reading,
+    to_channels,
+)
+from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
+
+NPY = b"\x93NUMPY"  # how one begins
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+EXACT = 1 << 24  # whole numbers up to here are exact as floats of 32 bits
+STRAIGHT, DEFLATE = (2,), (1, 8, 32946)  # of TIFF: straight alpha in ExtraSamples; not compressed, or by zlib
+GREY = ("1", "L", "LA", "La")  # Pillow's modes
+
+
+class Values(NamedTuple):
+    """An image as its file has it."""
+
+    pixels: np.ndarray  # uint8, uint16 or float32 [H, W, C]
+    alpha: bool = False  # the last channel is transparency
+
+
+Content: TypeAlias = "bytes | np.ndarray | Values"  # a file, or pixels [H, W, C], with alpha as Values
+
+
+def decode_image(content: Content, spec: ImageSpec) -> np.ndarray:
+    """An image with the channels and the depth of `spec`: [H, W, C], any size. Raises ImageError."""
+    if spec.plain and isinstance(content, bytes) and content[:6] != NPY:
+        return decode_file(content, spec.channels)
+    if spec.plain and isinstance(content, np.ndarray) and content.dtype == np.uint8:
+        return to_channels(content, spec.channels)
+    return bring(native(content), spec)
+
+
+def kind(content: Content) -> ImageSpec:
+    """Channels, alpha and depth of an image, by a file's header where that tells them. Raises ImageError."""
+    if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
+        with reading(content), Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            grey, alpha = image.mode in GREY or image.mode.startswith("I"), image.has_transparency_data
+            grey = content[25] in (0, 4) if content[:8] == PNG else grey  # Pillow has RGBA for grey of 16 bits
+            depth = "uint16" if has_16_bits(content) else "uint8"
+            return ImageSpec.of((1 if grey else 3) + alpha, 0, {"alpha": alpha, "depth": depth})
+    pixels, alpha = native(content)
+    return ImageSpec.of(pixels.shape[2], 0, {"alpha": alpha, "depth": pixels.dtype.name})
+
+
+def native(content: Content) -> Values:
+    """An image's values as they are. Raises ImageError for what cannot be read and for values without a meaning."""
+    if isinstance(content, Values):
+        return content
+    if isinstance(content, np.ndarray):
+        return Values(known(content))
+    if content[:6] == NPY:
+        return Values(known(_channels_last(npy_array(content))))
+    if content[:4] in TIFF and (pages := _tiff(content)) is not None:
+        return pages
+    with reading(content), opened(content) as image:
+        if content[:8] != PNG or not has_16_bits(content):
+            return of_pillow(image)
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            raise ImageError("has 16 bits and is stored turned; save it upright")
+        return _png_16(content, image.info.get("transparency"))
+
+
+def of_pillow(image: Image.Image) -> Values:
+    """The values of an image that Pillow has opened. Raises ImageError."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F" or image.mode.startswith("I"):
+        array = np.asarray(image)[:, :, None]
+        whole = array.dtype.kind != "f" and 0 <= array.min() <= array.max() < 65536
+        return Values(known(array.astype(np.uint16) if whole else array))
+    grey = image.mode in GREY
+    if image.has_transparency_data:
+        pixels = np.asarray(image.convert("RGBA"))
+        return Values(known(pixels[:, :, [0, 3]] if grey else pixels), True)
+    return Values(known(np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))))
+
+
+def _png_16(content: bytes, clear: int | None) -> Values:
+    """A PNG of 16 bits; `clear`: the grey value that stands for transparency."""
+    pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        raise ImageError("cannot be decoded")
+    pixels, colours = known(np.atleast_3d(pixels)), content[25]  # of its header: 0 grey, 4 grey and alpha
+    if colours == 0 and clear is not None:
+        return Values(np.dstack([pixels[:, :, :1], (pixels[:, :, :1] != clear) * np.uint16(65535)]), True)
+    order = {0: [0], 4: [0, -1]}.get(colours, [2, 1, 0, 3][: pixels.shape[2]])
+    return Values(np.ascontiguousarray(pixels[:, :, order]), len(order) % 2 == 0)
+
+
+# --- arrays
+
+
+def npy_array(content: bytes) -> np.ndarray:
+    """The array of a .npy file, a view into its bytes. Raises ImageError."""
+    shape, fortran, dtype, start = npy_header(io.BytesIO(content), len(content))
+    return np.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+
+
+def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, whether it is in Fortran's order, type and first byte of the array of a .npy file of `size` bytes. Raises
+    ImageError for one that is none, or has other bytes.
+    """
+    try:
+        version = np.lib.format.read_magic(stream)
+        read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, fortran, dtype = read[version](stream)
+    except Exception as error:  # whatever Python's own parser raises
+        raise ImageError(f"is no array of NumPy's ({' '.join(str(error).split())[:80]})") from None
+    if dtype.hasobject or dtype.kind not in "iuf":
+        raise ImageError(f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32")
+    start, told = stream.tell(), math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 1 or size - start != told:
+        raise ImageError(f"has {size - start:,} bytes of values, by its header {list(shape)[:8]} of {dtype}")
+    return shape, fortran, dtype, start
+
+
+def _channels_last(array: np.ndarray) -> np.ndarray:
+    """An array of an image as [H, W, C]: the last axis holds channels if there are few enough, else the first."""
+    if array.ndim == 2:
+        return array[:, :, None]
+    if array.ndim == 3 and min(array.shape[0], array.shape[2]) <= MOST_CHANNELS:
+        return array if array.shape[2] <= MOST_CHANNELS else array.transpose(1, 2, 0)
+    told = f"[H, W], [H, W, C] or [C, H, W] with at most {MOST_CHANNELS} channels"
+    raise ImageError(f"is of shape {list(array.shape)[:8]}; an image is {told}")
+
+
+def known(array: np.ndarray) -> np.ndarray:
+    """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change them, for numbers
+    that are not finite, and for sizes that no image has.
+    """
+    height, width, channels = array.shape
+    if height * width > MOST_PIXELS:
+        raise ImageError(TOO_LARGE)
+    if min(height, width) < MIN_SIDE:
+        raise ImageError(f"is only {width}x{height} px")
+    if not 1 <= channels <= MOST_CHANNELS:
+        raise ImageError(f"has {channels} channels; at most {MOST_CHANNELS} are read")
+    kept = array.dtype.newbyteorder("=")
+    if kept.name not in RANGES:
+        if kept.kind == "f" and (np.abs(array) > np.finfo(np.float32).max).any():
+            raise ImageError("has values that no float of 32 bits holds")
+        if kept.kind in "iu" and (int(array.max()) > EXACT or int(array.min()) < -EXACT):
+            raise ImageError(f"has whole numbers above {EXACT:,}, which floats of 32 bits round")
+        kept = np.dtype(np.float32)
+    found = np.ascontiguousarray(array, kept)
+    if found.dtype == np.float32 and not np.isfinite(found).all():
+        raise ImageError("has values that are not finite (NaN or infinite)")
+    return found
+
+
+# --- TIFF files
+
+
+def tifffile() -> Any:
+    """Raises UserError if it is not installed."""
+    try:
+        import tifffile as module
+
+        logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
+    except ImportError:
+        told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed"
+        raise UserError(f"{told}: pip install tifffile") from None
+    return module
+
+
+def _tiff(content: bytes) -> Values | None:
+    """The pages of a TIFF file as channels, in their order; None: one page as Pillow reads it."""
+    with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:  # others: tifffile knows
+        few = set(image.tag_v2.get(258, (1,))) <= {1, 8}  # type: ignore[attr-defined]  # BitsPerSample
+        if (few or image.mode.startswith("I;16")) and not has_another(image):
+            return None
+    pages: list[Values] = []
+    with open_tiff(content) as file:
+        for page in file.pages:
+            if len(pages) == MOST_CHANNELS:
+                raise ImageError(f"has more than {MOST_CHANNELS} pages; a page is a channel here")
+            pages.append(page_values(page, len(content)))
+            if pages[-1].pixels.shape[:2] != pages[0].pixels.shape[:2]:
+                raise ImageError("has pages of several sizes; save one of them as an image")
+    if len({(page.pixels.dtype, page.pixels.shape[2]) for page in pages}) > 1 or (len(pages) > 1 and pages[0].alpha):
+        raise ImageError("has pages of several kinds; save one of them as an image")
+    if len(pages) == 1:
+        return pages[0]
+    return Values(known(np.dstack([page.pixels for page in pages])))
+
+
+def open_tiff(content: Any) -> Any:
+    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError."""
+    module, stream = tifffile(), io.BytesIO(content) if isinstance(content, bytes) else content
+    try:
+        return module.TiffFile(stream, name="it")  # a name, since that of an open file is its number
+    except Exception as error:  # tifffile raises whatever comes up
+        raise ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})") from None
+
+
+def page_values(page: Any, size: int) -> Values:
+    """A page of a TIFF file of `size` bytes. Raises ImageError, before anything is decoded if it is too large."""
+    try:
+        shape, dtype = tuple(page.shape), page.dtype
+        described = page.axes in ("YX", "YXS", "SYX") and dtype is not None
+        if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
+            raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
+        samples = math.prod(shape) // max(1, page.imagelength * page.imagewidth)
+        if page.imagelength * page.imagewidth > MOST_PIXELS:
+            raise ImageError(TOO_LARGE)
+        if not 1 <= samples <= MOST_CHANNELS:
+            raise ImageError(f"has {samples} channels; at most {MOST_CHANNELS} are read")
+        if page.tags.get(274) is not None and page.tags[274].value != 1:
+            raise ImageError("is stored turned (orientation); save it upright")
+        _check_segments(page, size)
+        values = page.asarray(maxworkers=1)
+    except ImageError:
+        raise
+    except Exception as error:
+        raise ImageError(f"is truncated or damaged ({' '.join(str(error).split())[:120]})") from None
+    extra = tuple(map(int, page.extrasamples))
+    if 1 in extra:
+        raise ImageError("has colours multiplied by alpha; save it with straight alpha")
+    values = values[:, :, None] if values.ndim == 2 else values
+    values = values.transpose(1, 2, 0) if page.axes == "SYX" else values
+    return Values(known(values), extra == STRAIGHT)
+
+
+def _check_segments(page: Any, size: int) -> None:
+    """Raise ImageError unless each strip or tile lies in the file and unpacks to no more than it may."""
+    if int(page.compression) not in DEFLATE:
+        name = getattr(page.compression, "name", page.compression)
+        raise ImageError(f"is compressed by {name}; save it without compression, or by deflate")
+    most = math.prod(page.chunks) * page.dtype.itemsize
+    for start, count in zip(page.dataoffsets, page.databytecounts, strict=True):
+        if start < 0 or count < 0 or start + count > size or (page.compression == 1 and count > 2 * most + 64):
+            raise ImageError("is truncated: a part lies beyond its end")
+        if page.compression != 1:
+            page.parent.filehandle.seek(start)
+            if len(zlib.decompressobj().decompress(page.parent.filehandle.read(count), most + 1)) > most:
+                raise ImageError("holds more than it declares")
+
+
+# --- from one form to another
+
+
+def bring(values: Values, spec: ImageSpec) -> np.ndarray:
+    """Values with the channels and depth of `spec`: [H, W, C].
+
+    8 bits become 16 by repetition (x 257), 16 become 8 by their high ones, and whole numbers floats as they are. Grey
+    is repeated to RGB, RGB weighed to grey (ITU-R 601); an image without alpha is opaque; with alpha, where none is
+    wanted, it is put on white. Raises ImageError for all else.
+    """
+    pixels, alpha = values
+    if pixels.dtype != spec.depth:
+        if pixels.dtype == np.float32:
+            raise ImageError("has floating-point pixels; pass --depth float")
+        if spec.depth == "uint16":
+            pixels = pixels.astype(np.uint16) * np.uint16(257)
+        else:
+            pixels = (pixels >> 8).astype(np.uint8) if spec.depth == "uint8" else pixels.astype(np.float32)
+    most = RANGES[spec.depth][1]
+    if alpha and spec.depth == "float32" and not 0 <= pixels[:, :, -1].min() <= pixels[:, :, -1].max() <= 1:
+        raise ImageError("has alpha outside 0 to 1")
+    if alpha and not spec.alpha:
+        floats = pixels.astype(np.float64)
+        opacity = floats[:, :, -1:] / most
+        pixels, alpha = _rounded(floats[:, :, :-1] * opacity + most * (1 - opacity), pixels.dtype), False
+    colours = pixels[:, :, : pixels.shape[2] - alpha]
+    if colours.shape[2] != spec.colours:
+        if {colours.shape[2], spec.colours} != {1, 3}:
+            given = f"{colours.shape[2]} channels{' and alpha' * alpha}"
+            raise ImageError(f"has {given} where {spec.words} was expected; pass --channels {pixels.shape[2]}")
+        grey = spec.colours == 1
+        colours = _luma(colours) if grey else np.repeat(colours, 3, axis=2)
+    if not spec.alpha:
+        return np.ascontiguousarray(colours)
+    opacity = pixels[:, :, -1:] if alpha else np.full_like(pixels[:, :, :1], most)
+    return np.ascontiguousarray(np.dstack([colours, opacity]))
+
+
+def _luma(colours: np.ndarray) -> np.ndarray:
+    if colours.dtype == np.uint8:
+        return to_channels(colours, 1)
+    return _rounded(colours @ np.array([0.299, 0.587, 0.114]), colours.dtype)[:, :, None]
+
+
+def _rounded(floats: np.ndarray, dtype: Any) -> np.ndarray:
+    return (floats if np.dtype(dtype) == np.float32 else floats.round()).astype(dtype)

@@ -1,0 +1,327 @@
+"""Images of any depth and number of channels, from their files to what a network is given, and what is refused."""
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from duetgan.data.errors import ImageError
+from duetgan.data.images import fit
+from duetgan.data.pack import main, pack
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import InfiniteLoader, read_batch
+from duetgan.data.reading.sampler import GlobalSampler
+from duetgan.data.sources import open_source
+from duetgan.data.values import Values, bring, decode_image, kind, native
+from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.images import visible
+from tests.conftest import assert_raises
+from tests.data.conftest import as_file
+from tests.data.values_files import FLOATS, NUMBERS, ODD, npy, pages, png, tiff
+
+MOST = {"uint8": 255, "uint16": 65535, "float32": 1}
+
+
+def folder_of(place: Path, files: dict[str, bytes]) -> Path:
+    place.mkdir()
+    for name, content in files.items():
+        (place / name).write_bytes(content)
+    return place
+
+
+def packed(place: Path, files: dict[str, bytes], **options: Any) -> Dataset:
+    folder = folder_of(place, files)
+    with open_source(str(folder)) as source:
+        pack(source, place.with_suffix(".lmdb"), duplicates=False, workers=0, **options)
+    return Dataset(place.with_suffix(".lmdb"))
+
+
+# --- an obvious, slow implementation
+
+
+def slow_half(image: np.ndarray, alpha: bool) -> np.ndarray:
+    """The mean of 2x2 pixels [C, H, W], one after the other; colours weighed by their alpha."""
+    channels, height, width = image.shape
+    smaller = np.zeros((channels, height // 2, width // 2))
+    for c, y, x in np.ndindex(smaller.shape):
+        four = image[c, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].astype(float)
+        weights = np.ones((2, 2))
+        if alpha and c < channels - 1:
+            weights = image[-1, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].astype(float)
+        total = weights.sum()
+        smaller[c, y, x] = (four * weights).sum() / total if total else 0
+    return smaller
+
+
+def slow_floats(image: np.ndarray, spec: ImageSpec) -> np.ndarray:
+    """[C, H, W] as the network is given it."""
+    floats = np.zeros(image.shape)
+    for c, y, x in np.ndindex(image.shape):
+        share = (float(image[c, y, x]) - spec.low) / (spec.high - spec.low)
+        if spec.alpha and c < len(image) - 1:
+            share *= (float(image[-1, y, x]) - spec.low) / (spec.high - spec.low)
+        floats[c, y, x] = 2 * share - 1
+    return floats
+
+
+@st.composite
+def image_sets(draw: st.DrawFn) -> dict[str, Any]:
+    depth = draw(st.sampled_from(["uint8", "uint16", "float32"]))
+    kind = draw(st.sampled_from(["png", "npy", "tif"] if depth != "float32" else ["npy", "tif"]))
+    several = [1, 2, 5, 7, 32] + [3] * ((kind, depth) != ("tif", "uint8"))  # three pages of 8 bits are no RGB
+    channels = draw(st.integers(1, 4) if kind == "png" else st.sampled_from(several))
+    encodings = ["raw", "png"] if depth != "float32" and channels in (1, 3, 4) else ["raw"]
+    return {
+        "depth": depth,
+        "kind": kind,
+        "channels": channels,
+        "size": (2 * draw(st.integers(2, 8)), 2 * draw(st.integers(2, 8))),
+        "count": draw(st.integers(2, 4)),
+        "encoding": draw(st.sampled_from(encodings)),
+        "seed": draw(st.integers(0, 1000)),
+        "bits": draw(st.sampled_from([9, 12, 16])),
+    }
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(image_sets())
+def test_packed_and_read_as_an_obvious_implementation_has_it(
+    tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]
+) -> None:
+    rng, channels, (height, width) = np.random.default_rng(given["seed"]), given["channels"], given["size"]
+    shape = (given["count"], height, width, channels)
+    depth, alpha = given["depth"], given["kind"] == "png" and channels in (2, 4)
+    if depth == "float32":
+        images = (rng.normal(size=shape) * 100).astype(np.float32)
+    else:
+        images = rng.integers(0, 256 if depth == "uint8" else 1 << given["bits"], shape).astype(depth)
+    if alpha:
+        images[..., -1][rng.random(shape[:3]) < 0.3] = 0
+        images[..., -1][rng.random(shape[:3]) < 0.3] = MOST[depth]
+    write: Any = {"png": png, "npy": npy, "tif": lambda image: pages(image.transpose(2, 0, 1).copy())}[given["kind"]]
+    place = tmp_path_factory.mktemp("property") / "set"
+    files = {f"{number}.{given['kind']}": write(image) for number, image in enumerate(images)}
+    smallest = min(height, width) // 2 if given["encoding"] == "raw" and min(height, width) >= 8 else None
+    size = f"{width}x{height}"
+    more: dict[str, Any] = {"channels": channels, "depth": {"uint8": "8", "uint16": "16", "float32": "float"}[depth]}
+    with packed(place, files, size=size, encoding=given["encoding"], smallest=smallest, **more) as reader:
+        assert (reader.spec.channels, reader.spec.alpha, reader.spec.depth) == (channels, alpha, depth)
+        wanted = images.transpose(0, 3, 1, 2)
+        order = rng.permutation(len(images))
+        read, _ = reader.read(order)
+        assert read.dtype == depth
+        np.testing.assert_array_equal(read, wanted[order])
+        sampler = GlobalSampler(len(reader), batch_size=2, seed=1)
+        with_loader, expected = (
+            InfiniteLoader(reader, sampler, device="cpu", prefetch=0),
+            GlobalSampler(len(reader), batch_size=2, seed=1),
+        )
+        for _ in range(3):
+            batch, (indices, _) = next(with_loader), expected.next_batch()
+            assert torch.equal(batch.images, torch.from_numpy(np.ascontiguousarray(wanted[indices])))
+        floats = reader.spec.to_float(read_batch(reader, order).images).double().numpy()
+        slow = np.stack([slow_floats(image, reader.spec) for image in read])
+        scale = max(1.0, np.abs(slow).max())
+        np.testing.assert_allclose(floats, slow, atol=4e-7 * scale, rtol=0)
+        if smallest is not None:
+            with Dataset(place.with_suffix(".lmdb"), resolution=f"{width // 2}x{height // 2}") as smaller:
+                half = smaller.read(range(len(images)))[0]
+            slow = np.stack([slow_half(image, alpha) for image in wanted])
+            if alpha:  # what is hardly seen has no exact colour
+                slow, half = slow * (slow[:, -1:] >= 0.5), half * (slow[:, -1:] >= 0.5)
+            unit = 0 if depth == "float32" else 0.5001
+            np.testing.assert_allclose(half, slow, atol=unit + np.abs(slow).max() * 1e-6, rtol=0)
+        if depth == "uint16" and not alpha:
+            low, high = reader.spec.low, reader.spec.high
+            assert low == 0
+            assert images.max() <= high <= 2 * int(images.max())
+        share = (wanted.astype(float) - reader.spec.low) / (reader.spec.high - reader.spec.low)
+        np.testing.assert_allclose(reader.meta.mean, share.mean((0, 2, 3)), rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(reader.meta.std, share.std((0, 2, 3)), rtol=1e-5, atol=1e-7)
+
+
+RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.npy"])
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+def test_a_ramp_of_12_bits_keeps_its_levels_to_the_network(tmp_path: Path, name: str, encoding: str) -> None:
+    write: Any = {"a.png": lambda ramp: png(ramp[:, :, None]), "a.tif": tiff, "a.npy": npy}[name]
+    files = {name: write(RAMP), f"b{name[1:]}": write(RAMP[::-1].copy())}
+    with packed(tmp_path / "ramp", files, channels=1, depth="16", encoding=encoding) as reader:
+        assert reader.spec == ImageSpec.of(1, 64, {"depth": "uint16", "high": 4095.0})
+        loader = InfiniteLoader(reader, GlobalSampler(2, batch_size=2, seed=0), device="cpu")
+        batch = next(loader)
+        loader.close()
+        for image in reader.spec.to_float(batch.images):
+            levels = image.flatten().sort().values
+            assert (levels.diff() > 0).all()
+            assert (levels[0], levels[-1]) == (-1, 1)
+        assert torch.equal(reader.spec.from_float(reader.spec.to_float(batch.images)), batch.images)
+
+
+# --- what is asked for, and what is found
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "words", "told"),
+    [
+        ({"a.png": png(NUMBERS)}, {}, "RGB", ""),
+        ({"a.png": png(NUMBERS)}, {"depth": "16"}, "RGB, 16 bits (0 to 65535)", ""),
+        (
+            {"a.png": png(NUMBERS), "b.png": png(NUMBERS[..., :1] >> 8)},
+            {"depth": "auto"},
+            "RGB, 16 bits",
+            "1 of grey, 16",
+        ),
+        ({"a.png": png((NUMBERS >> 8).astype(np.uint8))}, {"channels": "auto", "depth": "auto"}, "RGB", "taken as RGB"),
+        ({"a.npy": npy(FLOATS)}, {}, "5 channels, floats", "1 of 5 channels, floats: taken as"),
+        ({"a.npy": npy(FLOATS)}, {"value_range": (-4.0, 4.0)}, "5 channels, floats (-4 to 4)", ""),
+        ({"a.npy": npy(FLOATS[..., :4])}, {"channels": 4}, "4 channels, floats", ""),
+        ({"a.png": png(np.zeros((8, 8, 3), np.uint8))}, {"channels": 4}, "RGB + alpha", ""),
+        ({"a.png": png(np.zeros((8, 8, 2), np.uint16))}, {"channels": 2, "depth": "auto"}, "grey + alpha, 16 bits", ""),
+        ({"a.png": png(np.zeros((8, 8, 2), np.uint8)), "b.png": png(NUMBERS)}, {"channels": "auto"}, "RGB + alpha", ""),
+        ({"a.tif": pages(NUMBERS.transpose(2, 0, 1).copy())}, {"depth": "16"}, "RGB, 16 bits", ""),
+        ({"a.npy": npy(NUMBERS), "b.png": png(NUMBERS)}, {}, "RGB", ""),  # beside images arrays are something else
+    ],
+)
+def test_what_is_packed(
+    files: dict[str, bytes], options: Any, words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with packed(tmp_path / "x", files, **options) as reader:
+        assert reader.spec.words.startswith(words)
+        assert len(reader) == len(files) - ("a.npy" in files and "b.png" in files)
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "told"),
+    [
+        ({"a.npy": npy(FLOATS), "b.npy": npy(NUMBERS)}, {}, "floats and whole numbers have no range in common"),
+        (
+            {"a.npy": npy(FLOATS), "b.npy": npy(FLOATS[..., :2])},
+            {},
+            "1 of 2 channels, floats: these do not go together",
+        ),
+        ({"a.npy": npy(FLOATS), "b.npy": npy(FLOATS[..., :2])}, {"channels": 5}, "2 channels where 5 channels, floats"),
+        ({"a.npy": npy(FLOATS)}, {"depth": "8"}, "floating-point pixels; pass --depth float"),
+        ({"a.npy": npy(FLOATS)}, {"encoding": "png"}, "png does not keep images of 5 channels, floats: take raw"),
+        ({"a.npy": npy(FLOATS)}, {"encoding": "jpeg"}, "encoding jpeg does not keep"),
+        ({"a.npy": npy(FLOATS)}, {"value_range": (3.0, 3.0)}, "--range 3,3: .* do not fit float32"),
+        ({"a.png": png(NUMBERS)}, {"value_range": (0.0, 9.0)}, "--range 0,9: .* do not fit uint8"),
+        ({"a.png": png(NUMBERS)}, {"channels": 4, "encoding": "source"}, "encoding source does not keep images of RGB"),
+        ({"a.png": png(NUMBERS)}, {"channels": 7}, "has 3 channels where 7 channels was expected; pass --channels 3"),
+        ({"a.tif": tiff(FLOATS[..., 0].copy())}, {}, "floating-point pixels; .* or pack it with --depth float"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(files: dict[str, bytes], options: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        packed(tmp_path / "x", files, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
+
+
+def test_from_one_form_to_another() -> None:
+    eight, sixteen = (NUMBERS >> 8).astype(np.uint8), NUMBERS
+    for values, spec, wanted in (
+        (Values(eight), ImageSpec.of(3, 0, {"depth": "uint16"}), eight.astype(int) * 257),
+        (Values(sixteen), ImageSpec(3, 0, 0), eight),
+        (Values(sixteen), ImageSpec.of(3, 0, {"depth": "float32"}), sixteen),
+        (Values(eight[..., :1]), ImageSpec(3, 0, 0), np.repeat(eight[..., :1], 3, 2)),
+        (Values(eight), ImageSpec(4, 0, 0, alpha=True), np.dstack([eight, np.full((8, 8), 255)])),
+    ):
+        np.testing.assert_array_equal(bring(values, spec), wanted)
+    grey = bring(Values(sixteen), ImageSpec.of(1, 0, {"depth": "uint16"}))
+    np.testing.assert_allclose(grey[..., 0], sixteen @ [0.299, 0.587, 0.114], atol=0.5001)
+    rgba = np.random.default_rng(0).integers(0, 256, (8, 8, 4), dtype=np.uint8)
+    pillow = Image.alpha_composite(Image.new("RGBA", (8, 8), "white"), Image.fromarray(rgba)).convert("RGB")
+    on_white = bring(Values(rgba, True), ImageSpec(3, 0, 0)).astype(int)
+    assert np.abs(on_white - np.asarray(pillow)).max() <= 1
+    far = np.array([[[0.5, 2.0]] * 8] * 8, np.float32)
+    assert_raises(
+        ImageError,
+        "alpha outside 0 to 1",
+        bring,
+        Values(far, True),
+        ImageSpec.of(2, 0, {"depth": "float32", "alpha": True}),
+    )
+
+
+def test_every_png_is_read_as_it_was_written() -> None:
+    rng = np.random.default_rng(5)
+    for depth in ("uint8", "uint16"):
+        for channels in (1, 2, 3, 4):
+            pixels = rng.integers(0, MOST[depth] + 1, (6, 5, channels)).astype(depth)
+            found = native(png(pixels))
+            np.testing.assert_array_equal(found.pixels, pixels)
+            assert found.alpha == (channels in (2, 4))
+            spec = kind(png(pixels))
+            assert (spec.channels, spec.alpha, spec.depth) == (channels, channels in (2, 4), depth)
+    palette = Image.fromarray(rng.integers(0, 4, (6, 5), dtype=np.uint8), "P")
+    palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90, 1, 2, 3])
+    found = native(as_file(palette, transparency=2))
+    assert found.alpha
+    np.testing.assert_array_equal(found.pixels[..., 3] == 0, np.asarray(palette) == 2)
+    assert (found.pixels[np.asarray(palette) == 1] == (40, 50, 60, 255)).all()
+
+
+def test_transparent_colours_do_not_bleed_where_images_are_scaled() -> None:
+    """A red disc whose surroundings are green but transparent stays red to its edge."""
+    pixels = np.zeros((32, 32, 4), np.uint8)
+    inside = np.hypot(*(np.indices((32, 32)) - 15.5)) < 10
+    pixels[inside], pixels[~inside] = (255, 0, 0, 255), (0, 255, 0, 0)
+    for size in (12, 20, 48):
+        scaled = fit(pixels, size, "crop", alpha=True)
+        seen = scaled[..., 3] > 20
+        assert scaled[seen][:, 1].max() <= 2
+        assert scaled[seen][:, 0].min() >= 250
+
+
+def test_people_see_the_range() -> None:
+    spec = ImageSpec.of(5, 0, {"depth": "uint16", "low": 100.0, "high": 200.0})
+    pixels = np.full((4, 4, 5), 150, np.uint16)
+    pixels[0, 0] = 0, 100, 200, 9, 9
+    seen = np.asarray(visible(pixels.transpose(2, 0, 1), spec, 255)).transpose(1, 2, 0)
+    assert seen[0, 0].tolist() == [0, 0, 255]
+    assert seen[1, 1].tolist() == [128, 128, 128]
+    clear = np.asarray(visible(np.zeros((2, 4, 4), np.uint8), ImageSpec(2, 0, 0, alpha=True), 255)).transpose(1, 2, 0)
+    assert clear.shape == (4, 4, 1)
+    assert (clear == 255).all()
+
+
+# --- odd files
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files_are_refused_in_one_line(name: str, tmp_path: Path, refused: Any) -> None:
+    make, told = ODD[name]
+    content = make()
+    folder = folder_of(tmp_path / "images", {name: content})
+    options = ["--channels", "5", "--depth", "float"] if name.endswith("npy") else ["--depth", "16"]
+    tracemalloc.start()
+    try:
+        line = refused(main, folder, tmp_path / "x.lmdb", *options)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < (32 << 20) + 4 * len(content)
+    assert name in line
+    with pytest.raises(ImageError, match=told):
+        decode_image(
+            content,
+            ImageSpec.of(5, 0, {"depth": "float32"})
+            if name.endswith("npy")
+            else ImageSpec.of(3, 0, {"depth": "uint16"}),
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
+    good = {"npy": npy(FLOATS), "tif": png(NUMBERS), "png": png(NUMBERS)}[name[-3:]]
+    for number in range(2):
+        (folder / f"good{number}.{'npy' if name.endswith('npy') else 'png'}").write_bytes(good)
+    main([str(folder), str(tmp_path / "x.lmdb"), *options, "--on-error", "skip"])
+    assert len(Dataset(tmp_path / "x.lmdb")) == 2

@@ -1,0 +1,104 @@
+"""Images of every kind through the commands: trained, judged, drawn, packed, exported, predicted."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import duetgan
+import evaluate
+import export
+import generate
+import predict
+import train
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import add_image
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.script import run_cli
+from tests.end_to_end.test_kinds import spec_of, stored
+from tests.end_to_end.test_rectangles import SMALL
+
+CASES = {
+    "RGBA": (spec_of(4, alpha=True, side=16), "stylegan2"),
+    "13 channels": (spec_of(13, depth="uint16", side=16, high=10000.0), "r3gan"),
+    "float": (spec_of(1, depth="float32", side=16), "dcgan"),
+}
+RECIPE = """task: gan
+architecture: {architecture}
+generator: {generator}
+discriminator: {discriminator}
+loss: {{r1_interval: 2, style_mixing: 0, feature_matching_weight: 0.1, feature_matching_group: 2}}
+ada: {{mode: fixed, p: 0.5, operations: {{blit: 1, geometry: 1, colour: 1, filter: 1, noise: 1, cutout: 1}}}}
+"""
+
+
+def pack(path: Path, spec: ImageSpec, n: int, seed: int) -> None:
+    with LMDBWriter(path, Layout.of(spec), classes=["a", "b"], source=path.stem) as writer:
+        for number, image in enumerate(stored(spec, n, seed).numpy()):
+            add_image(writer, np.ascontiguousarray(image.transpose(1, 2, 0)), number % 2)
+        writer.finish()
+
+
+@pytest.mark.usefixtures("slim")
+@pytest.mark.parametrize("name", CASES)
+def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
+    spec, architecture = CASES[name]
+    for part, count in (("train", 24), ("val", 12)):
+        pack(tmp_path / f"{part}.lmdb", spec, count, len(part))
+    nets = dict(zip(("generator", "discriminator"), map(json.dumps, SMALL[architecture]), strict=True))
+    recipes = {
+        "gan": RECIPE.format(architecture=architecture, **nets),
+        "classifier": "task: classifier\nmodel: {stem: small}\noptimizer: {lr: 0.02, warmup_steps: 1}\n",
+    }
+    data = f"data: {{path: {tmp_path}/train.lmdb, val_path: {tmp_path}/val.lmdb}}\n"
+    more = "steps: 4\nbatch_size: 8\nlog: {every: 2, samples_every: 2}\ncheckpoint: {every: 2}\n"
+    for task, recipe in recipes.items():
+        (tmp_path / f"{task}.yaml").write_text(recipe + more + data + "evaluation: {every: 4, n: 8}\n")
+        options = ["--config", str(tmp_path / f"{task}.yaml"), "--run-dir", str(tmp_path / task)]
+        options += ["--evaluation.extractor", "pixels"] * (task == "gan")
+        assert run_cli(train.main, [*options, "--max-steps", "2"]) == 0
+        assert run_cli(train.main, options) == 0
+    gan, judge = ["--checkpoint", str(tmp_path / "gan")], str(tmp_path / "classifier")
+    judged = [
+        "--data",
+        str(tmp_path / "val.lmdb"),
+        "--classifier",
+        judge,
+        "--n",
+        "8",
+        "--extractor",
+        "pixels,classifier",
+    ]
+    capsys.readouterr()
+    assert run_cli(evaluate.main, [*gan, *judged, "--json"]) == 0
+    assert all(np.isfinite(row["frechet"]) for row in json.loads(capsys.readouterr().out)["distances"])
+    assert run_cli(evaluate.main, ["--checkpoint", judge, "--data", str(tmp_path / "val.lmdb")]) == 0
+    assert run_cli(generate.main, ["grid", *gan, "--out", str(tmp_path / "grid.png")]) == 0
+    assert run_cli(generate.main, ["grid", *gan, "--out", str(tmp_path / "one"), "--n", "4"]) == 0
+    assert len(list((tmp_path / "one").iterdir())) == 4
+    assert (
+        run_cli(generate.main, ["interpolate", *gan, "--out", str(tmp_path / "x.gif"), "--frames", "2", "--n", "2"])
+        == 0
+    )
+    assert run_cli(generate.main, ["dataset", *gan, "--out", str(tmp_path / "drawn.lmdb"), "--n", "6"]) == 0
+    with Dataset(tmp_path / "drawn.lmdb") as drawn:
+        assert drawn.spec == spec
+        samples = duetgan.load_generator(tmp_path / "gan", device="cpu").sample(6).images
+        difference = torch.from_numpy(drawn.read(range(6))[0]).double() - samples.double()
+        assert difference.abs().max() <= (1e-4 if spec.depth == "float32" else 1)
+    for task in ("gan", "classifier"):
+        assert (
+            run_cli(
+                export.main,
+                ["--checkpoint", str(tmp_path / task), "--format", "folder", "--out", str(tmp_path / f"{task}-hub")],
+            )
+            == 0
+        )
+    sample = next((tmp_path / "one").iterdir())
+    assert (
+        run_cli(predict.main, ["--checkpoint", judge, str(sample), "--json", "--gradcam", str(tmp_path / "maps")]) == 0
+    )
