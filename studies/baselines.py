@@ -16,6 +16,7 @@ from duetgan.data.reading.loader import read_batch
 from duetgan.metrics.samples.neighbours import neighbours, own_neighbours
 from duetgan.models.classifier import Classifier, ModelConfig, scaled
 from duetgan.training.classifier.frozen import blocks, image_features
+from duetgan.training.classifier.network import load_discriminator
 from duetgan.training.classifier.probe import fit
 from duetgan.utils.seeding import forked
 
@@ -37,12 +38,17 @@ def pixels(reader: Dataset) -> Tensor:
     return torch.cat([scaled(images, side).flatten(1) for images in parts])
 
 
-def untrained(config: ModelConfig) -> Features:
-    """The pooled features of a classifier's network as it is drawn: key (0, "init", "classifier")."""
+def before_training(**about: Any) -> Features:
+    """What the head takes of a classifier's network (keys of ModelConfig) before its first step: as it is drawn, key
+    (0, "init", "classifier"), or a discriminator's.
+    """
 
     def features(reader: Dataset) -> Tensor:
+        config = ModelConfig(**about)  # a GAN's run must be there
         with forked(0, "init", "classifier"):
             model = Classifier(config, channels=reader.spec.channels, classes=2, resolution=reader.resolution)
+        if config.discriminator is not None:
+            load_discriminator(model)
         with torch.no_grad():
             return image_features(model, reader, mirror=False)[0][:, 0]
 
@@ -72,10 +78,10 @@ def spread(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Ten
 
 def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
     """Name -> what it is, features, learner."""
-    before = "a logistic regression on what the recipe's network gives before its first step"
+    before, untrained = "a logistic regression on what the recipe's network gives", model.model_dump()
     return {
         "pixels": ("a logistic regression on the pixels", pixels, readout),
-        "untrained features": (before, untrained(model), readout),
+        "untrained features": (f"{before} before its first step", before_training(**untrained), readout),
         "neighbours": ("labels spread over neighbours, by their pixels", pixels, spread),
     }
 

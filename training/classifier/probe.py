@@ -126,7 +126,10 @@ def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[fl
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     usual = x if like is None else like
     mean, deviation = usual.mean(0), usual.std(0, correction=0).clamp_min(1e-6)
-    x = (x - mean) / deviation
+    x, basis = (x - mean) / deviation, None
+    if len(x) < x.shape[1]:  # with its penalty the solution lies in the span of the images
+        basis = torch.linalg.qr(x.T)[0]
+        x = x @ basis
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
     for strength in strengths:
@@ -140,5 +143,5 @@ def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[fl
 
         with torch.enable_grad():
             optimizer.step(loss)
-        scaled = weight.detach() / deviation
+        scaled = (weight.detach() if basis is None else weight.detach() @ basis.T) / deviation
         yield scaled, bias.detach() - scaled @ mean
