@@ -13,7 +13,7 @@ from duetgan.inference.samples import Sampler
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.studies.baselines import before_training, readout, spread
-from duetgan.studies.images import HELD_OUT, TEST, TRAIN, StudyConfig, write_subset
+from duetgan.studies.images import HELD_OUT, TEST, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Result, Results, Subject, of_seed
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import PositiveFloat, PositiveInt, Probability
@@ -43,14 +43,7 @@ class LabelsConfig(StudyConfig):
         "optimizer.lr": 0.002,
         "optimizer.weight_decay": 0.0,
     }
-    # of those that learn from the images without labels too, on top
-    consistency: dict[str, Any] = {
-        "model.head": "readout",
-        "finetune.probe": True,
-        "optimizer.lr": 0.01,
-        "steps": 2000,
-        "batch_size": 32,
-    }
+    few: Recipe = Recipe(config="configs/few_labels.yaml")  # of those that learn from all images besides
 
     def check(self) -> None:
         super().check()
@@ -88,14 +81,12 @@ class Labels(Subject):
                 judge = partial(self._judge, first, figure)
                 self.training(named(way), what, recipe, family=family, images=first / f"{kind}.lmdb", judge=judge)
             for run, suffix, family in ((self.run, "", "more"), (untrained, f", {OF_UNTRAINED}", "control")):
-                own = {**config.discriminator, "model.name": "discriminator", "model.weights": run}
-                for way, what, more in (
-                    (TUNED, "a network that starts as D", {}),
-                    (CONSISTENT, "and learns from all images", {**config.consistency, "unlabelled.path": images}),
+                start = {"model.name": "discriminator", "model.weights": run}
+                for way, what, how, more in (
+                    (TUNED, "a network that starts as D", recipe, config.discriminator | start),
+                    (CONSISTENT, "one that learns from all images", config.few, start | {"unlabelled.path": images}),
                 ):
-                    self.training(
-                        named(way + suffix), what + suffix, recipe, own | more, family, images=first / "few.lmdb"
-                    )
+                    self.training(named(way + suffix), what + suffix, how, more, family, images=first / "few.lmdb")
                 maps = before_training(name="discriminator", weights=str(run), head="readout")
                 for way, what, learn in (
                     (READ, "a logistic regression on D's maps", readout),
@@ -185,7 +176,7 @@ class Labels(Subject):
             choices=choices,
             notes=[
                 "every seed draws its own labelled images, the same for all arms; the generator has seen no label",
-                "networks have the same number of steps, but for `consistency`; nothing was chosen on the test images",
+                "networks have the same number of steps, but for those of `few`; nothing was chosen on the test images",
             ],
         )
 

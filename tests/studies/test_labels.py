@@ -110,7 +110,6 @@ def test_the_arms_train_on_what_their_names_say(subject):
         assert given["model.name"] == "discriminator"
         assert given["model.weights"].endswith("jobs/generator/run")
     assert given["unlabelled.path"] == str(subject.place(UNLABELLED) / "images.lmdb")
-    assert given["finetune.probe"]
 
 
 def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subject):
@@ -130,7 +129,7 @@ def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subjec
 
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
-    few = ("--consistency", "{model.head: readout, finetune.probe: true, steps: 4}")
+    few = ("--few.overrides", "{finetune.probe: true, steps: 4, batch_size: 8}")
     found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1", *few)
     assert found["runs"] == {"done": 16, "planned": 16}
     assert [row["second"] for row in found["comparisons"][:2]] == [arm_name(2, GUESSED), arm_name(2, WITH_SAMPLES)]
