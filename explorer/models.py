@@ -21,10 +21,10 @@ from duetgan.inference.influence import checkpoint_files
 from duetgan.inference.influence_scores import Part, check_data, images_of, influence, most, passes, snapshot
 from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
-from duetgan.inference.predictions import default_layer, image_heat, overlay
 from duetgan.inference.projection import find
 from duetgan.inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
 from duetgan.inference.settings import ProjectionConfig
+from duetgan.metrics.classification.grad_cam import default_layer, image_heat, overlay
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
 from duetgan.models.gan import NoiseMode

@@ -26,7 +26,14 @@ from duetgan.metrics.comparison.compare import keep_predictions
 from duetgan.metrics.features.extractors import classifier_input, shared_pass
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.figures import CLASSIFIER, LABELS, measured
-from duetgan.metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
+from duetgan.metrics.images import (
+    save_confused,
+    save_confusion,
+    save_corruptions,
+    save_evidence,
+    save_mistakes,
+    save_reliability,
+)
 from duetgan.metrics.lineage import data_of, leaks, training_images
 from duetgan.metrics.tables import few_images
 from duetgan.models.classifier import Classifier
@@ -143,7 +150,11 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         outside = classify(classifier, others, **how, what="images of others") if others else None
 
     def finish() -> dict[str, Any]:
-        document = speed | _written(checkpoint, reader, out, answers_of(classifier, reader, logits), options.seed)
+        answers = answers_of(classifier, reader, logits)
+        document = speed | _written(checkpoint, reader, out, answers, options.seed)
+        if not isinstance(answers, LabelAnswers):
+            found = save_evidence(classifier_from(checkpoint, device), reader, answers, out / "evidence.png")
+            document["images"] += ["evidence.png"] * found
         if probe := checkpoint["state"].get("probe"):
             document["probe"] = probe
             sure = "{:.3f} ({:.3f} to {:.3f}) by cross-validation".format(probe["accuracy"], *probe["interval"])

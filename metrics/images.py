@@ -12,6 +12,9 @@ from torch import Tensor
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
+from duetgan.metrics.classification.grad_cam import image_heat, overlay
+from duetgan.models.classifier import Classifier
+from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
 
@@ -79,6 +82,29 @@ def save_confused(
         chosen = surest((answers.labels == true) & (answers.predicted == predicted), answers)[:columns]
         rows.append(list(torch.from_numpy(reader.read(chosen)[0])))
     save_table(rows, path, row_heads=[f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs])
+
+
+def save_evidence(classifier: Classifier, reader: Dataset, answers: Answers, path: Path, *, size: int = 4) -> bool:
+    """Draw the surest mistakes, then the surest right answers, each beside the evidence for what was named: Grad-CAM.
+    False for a network without maps, and where there is no mistake.
+    """
+    wrong, right = (surest(which, answers)[:size] for which in (~answers.hits, answers.hits))
+    if not len(wrong):
+        return False
+    chosen = np.concatenate([wrong, right])
+    images = torch.from_numpy(reader.read(chosen)[0])
+    try:
+        heats = image_heat(classifier, images, answers.predicted[chosen])
+    except UserError:
+        return False
+    pictures: list[Tensor] = []
+    captions: list[str] = []
+    for index, image, heat in zip(chosen.tolist(), images, heats, strict=True):
+        pictures += overlay(image, heat)
+        captions += [f"{index}: {answers.words(answers.shown[index])}"]
+        captions += [f"named {answers.words(answers.named[index])} {answers.confidence[index]:.2f}"]
+    save_captioned(pictures, captions, path, columns=4)
+    return True
 
 
 def surest(wanted: Tensor, answers: Answers) -> np.ndarray:

@@ -192,7 +192,10 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
     scratch = plan.training_images >= SCRATCH_FROM
     what, options = advice(classifier, plan.minutes, smallest, weights=bool(weights) or scratch)
     command = ["quickstart.py", plan.survey.source, *weights, *options]
-    return [f"{plan.survey.text()}.", *answers(classifier, gan, smallest), f"Next: {what}. $ {typed(command)}"]
+    packed = json.loads((folder / "gan" / "data.json").read_text())
+    left = plan.survey.count + plan.survey.held_out - sum(packed[role]["count"] for role in ("training", "held-out"))
+    out = f"; {left:,} of them cannot be read and are left out" if left else ""
+    return [f"{plan.survey.text()}{out}.", *answers(classifier, gan, smallest), f"Next: {what}. $ {typed(command)}"]
 
 
 def in_words(summary: dict[str, Any]) -> str:

@@ -124,6 +124,7 @@ CAPTIONS = {  # name of an image in eval/: what it shows
     "reliability": "Accuracy by confidence: on the diagonal the classifier is as often right as it is sure",
     "confused": "The classes that are confused most often: true class as predicted class, and how many images",
     "robustness": "A test image under each corruption, as it is and at each strength",
+    "evidence": "The surest mistakes, then right answers, each beside the evidence for what was named (Grad-CAM)",
     "mistakes": "The most confident mistakes: record and true class, and predicted",
 }
 WITHOUT_CLASSES = {"samples": "Samples", "real": "Real test images"}

@@ -40,6 +40,7 @@ class Commands:
         self.survey, self.machine = SAMPLE.model_copy(update={"source": "sample"}), Fast()
         self.now, self.pace = 0.0, 1.0  # a clock; how much longer than planned the commands take
         self.first: Plan | None = None
+        self.unreadable = 0  # images
 
     def __call__(self, command: list[str]) -> int:
         assert command[0] == sys.executable
@@ -62,6 +63,10 @@ class Commands:
             folder = Path(option(command, "--checkpoint")).parent
             make_classifier(folder / "classifier")
             make_gan(folder / "gan")
+            assert self.first is not None
+            images = self.first.survey.count + self.first.survey.held_out - self.unreadable
+            counts = {"training": {"count": images - 9}, "held-out": {"count": 9}}
+            write(folder / "gan" / "data.json", counts)
         return 0
 
     def seconds(self, command: list[str]) -> float:
@@ -243,6 +248,7 @@ def images(tmp_path):
 
 def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(commands, tmp_path, images):
     commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
+    commands.unreadable = 2
     assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
     assert commands.names == ["data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
     pack, classifier, gan = commands.calls[:3]
@@ -259,6 +265,7 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
     assert notes
     report = (tmp_path / "out" / "report.html").read_text()
     assert all(note.replace("'", "&#39;") in report for note in notes)
+    assert "; 2 of them cannot be read and are left out." in report
 
 
 def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands, tmp_path, images, capsys):

@@ -153,7 +153,7 @@ def measured(
         gc.collect()  # what the preset before has left
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
-    trial = Trial(config.changed(compile="on" if compiled else "off"), samples, reader, device)
+    trial = Trial(config, samples, reader, device, compiled)
     precision = precision_of(config, device)
     trial.precision.switch(precision)
     seconds_of = trial_seconds(setting, trial)

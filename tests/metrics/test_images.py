@@ -13,10 +13,12 @@ from duetgan.metrics.images import (
     save_confused,
     save_confusion,
     save_corruptions,
+    save_evidence,
     save_mistakes,
     save_reliability,
 )
 from duetgan.metrics.tables import classifier_table, gan_table
+from duetgan.utils.errors import UserError
 from duetgan.utils.images import PADDING
 from tests.metrics.conftest import CLASSES, SIDE
 from tests.utils.test_images import pixels, shade
@@ -72,6 +74,35 @@ def test_mistakes_are_the_confident_wrong_ones_with_their_record(test_reader, tm
     np.testing.assert_array_equal(torch.stack(drawn["images"]).numpy(), expected)
     assert not save_mistakes(test_reader, answered([0] * 5, [0] * 5, confidence), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_evidence_is_of_the_surest_mistakes_then_right_answers(test_reader, tmp_path, monkeypatch):
+    def kept(*given: Any, columns: int) -> None:
+        drawn.update(images=given[0], texts=given[1])
+
+    def heat(model: Any, seen: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
+        asked.update(images=seen, named=named.tolist())
+        return torch.zeros(len(seen), 2, 2)
+
+    drawn: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    model: Any = None
+    monkeypatch.setattr(images, "save_captioned", kept)
+    monkeypatch.setattr(images, "image_heat", heat)
+    answers = answered([0] * 5, [0, 1, 2, 1, 0], [0.9, 0.8, 0.95, 0.7, 0.99])
+    assert save_evidence(model, test_reader, answers, tmp_path / "x.png", size=2)
+    assert drawn["texts"][::2] == ["2: dark", "1: dark", "4: dark", "0: dark"]
+    assert drawn["texts"][1::2] == ["named light 0.95", "named grey 0.80", "named dark 0.99", "named dark 0.90"]
+    assert asked["named"] == [2, 1, 0, 0]
+    np.testing.assert_array_equal(asked["images"].numpy(), test_reader.read([2, 1, 4, 0])[0])
+    assert len(drawn["images"]) == 8
+    assert not save_evidence(model, test_reader, answered([0] * 5, [0] * 5, [0.9] * 5), tmp_path / "x.png")
+
+    def no_maps(*_: Any) -> torch.Tensor:
+        raise UserError("layer 'fc' gives no maps")
+
+    monkeypatch.setattr(images, "image_heat", no_maps)
+    assert not save_evidence(model, test_reader, answers, tmp_path / "x.png")
 
 
 def test_confused_pairs_have_a_row_each_surest_first(test_reader, tmp_path):

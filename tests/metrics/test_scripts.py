@@ -69,7 +69,8 @@ class TestEvaluate:
         assert np.sum(found["confusion"]) == 60
         for name in found["images"]:
             assert pixels(runs["classifier"] / "eval" / name).size
-        assert {"confusion.png", "reliability.png", "mistakes.png", "confused.png"} == set(found["images"])
+        drawn = {f"{name}.png" for name in ("confusion", "reliability", "mistakes", "confused", "evidence")}
+        assert drawn == set(found["images"])
         for name in ("accuracy", "balanced_accuracy", "auroc", "average_precision", "ece", "nll"):
             low, high = found[f"{name}_interval"]
             assert low <= found[name] <= high

@@ -66,7 +66,7 @@ class ClassifierConfig(RunConfig):
 
     def for_trial(self, samples: int) -> Self:
         model = self.model.changed(weights=None, split="off")
-        return super().for_trial(samples).changed(compile="off", model=model)
+        return super().for_trial(samples).changed(model=model)
 
     @property
     def several_devices(self) -> bool:

@@ -88,9 +88,12 @@ class Deadline(TorchDispatchMode):
 class Trial:
     """A task of its own for the steps that are measured: it draws by key, so nothing random is used up."""
 
-    def __init__(self, config: RunConfig, samples: int, reader: Dataset, device: torch.device) -> None:
+    def __init__(
+        self, config: RunConfig, samples: int, reader: Dataset, device: torch.device, compiled: bool = False
+    ) -> None:
         self.samples, self.device = samples, device
-        self.task: Task = TASKS[config.task].task(config.for_trial(samples), reader, None, device)
+        trial = config.for_trial(samples).changed(compile="on" if compiled else "off")
+        self.task: Task = TASKS[config.task].task(trial, reader, None, device)
         self.precision = next(part for part in self.task.registry().values() if isinstance(part, Precision))
         self.shares = self.task.typical_steps(config.steps)
         shape = (samples, *reader.spec.shape)

@@ -167,7 +167,7 @@ class GanConfig(RunConfig):
 
     def for_trial(self, samples: int) -> Self:
         """Of the full networks, as in a growing run's last stage."""
-        return super().for_trial(samples).changed(compile="off", progressive=ProgressiveConfig())
+        return super().for_trial(samples).changed(progressive=ProgressiveConfig())
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""

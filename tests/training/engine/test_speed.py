@@ -17,7 +17,9 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.fast import native
+from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.config import RunConfig
+from duetgan.training.classifier import task as classifier_task
 from duetgan.training.classifier.resizing import side_at
 from duetgan.training.engine import run, speed
 from duetgan.training.engine.speed import (
@@ -31,6 +33,7 @@ from duetgan.training.engine.speed import (
     times,
 )
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan import context
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.config.recipes import STUDIES
 from duetgan.utils.config.yaml_files import read_yaml
@@ -113,10 +116,10 @@ def test_a_slower_one_by_hand_is_taken_with_a_warning(chosen, faster, given, by,
 
 def test_the_environment_may_say_what_auto_means(chosen, faster, monkeypatch):
     compared = faster("bf16")
-    assert chosen("gan", "--precision", "fp32") [:2] == ("fp32", "fp32")  # nothing to compare with
+    assert chosen("gan", "--precision", "fp32")[:2] == ("fp32", "fp32")  # nothing to compare with
     monkeypatch.setenv(speed.FORCED, "bf16")
     assert chosen("gan")[:2] == ("bf16", "bf16 (auto: DUET_PRECISION says so)")
-    assert chosen("gan", "--precision", "fp16") [:2] == ("fp16", "fp16")
+    assert chosen("gan", "--precision", "fp16")[:2] == ("fp16", "fp16")
     assert compared == []
     monkeypatch.setenv(speed.FORCED, "int8")
     with pytest.raises(UserError, match="DUET_PRECISION=int8: must be fp32, bf16 or fp16"):
@@ -228,6 +231,23 @@ def test_typical_steps_are_of_every_kind(config_of, reader):
     config = config_of("gan", "--loss.path_length_weight", "2", "--loss.r1_interval", "16")
     assert Trial(config, 4, reader, CPU).shares == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
     assert Trial(config_of("classifier"), 4, reader, CPU).shares == {8: 1.0}
+
+
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_a_trial_is_compiled_where_that_is_asked_for(config_of, reader, monkeypatch, task):
+    """Whatever the run's own setting: what is measured as compiled was compiled."""
+    made: list[bool] = []
+
+    def spied(function: Any, name: str, *, setting: str, device: torch.device) -> Compiled:
+        made.append(setting == "on")
+        return Compiled(function, name, setting="off", device=device)
+
+    for user in (context, classifier_task):
+        monkeypatch.setattr(user, "Compiled", spied)
+    for setting, compiled in (("on", False), ("off", True)):
+        made.clear()
+        Trial(config_of(task, "--compile", setting), 4, reader, CPU, compiled).seconds("fp32")
+        assert set(made) == {compiled}
 
 
 RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.name.startswith(STUDIES))
