@@ -18,6 +18,8 @@ from duetgan.inference.settings import DATASET
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.lineage import provenance_of
 from duetgan.models.classifier import Classifier
+from duetgan.training.classifier.frozen import image_features
+from duetgan.training.classifier.spreading import UNKNOWN, spreading
 from duetgan.utils.checkpoint import file_sha256
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
@@ -82,6 +84,17 @@ def guesses(classifier: Classifier, reader: Dataset, *, batch_size: int) -> tupl
             bar.update(len(batch))
     sure, labels = (torch.cat(column).numpy() for column in zip(*rows, strict=True))
     return labels, sure
+
+
+def spread_guesses(classifier: Classifier, reader: Dataset, labelled: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """As `guesses`, by labels that spread from `labelled` images over neighbours in the classifier's features; for a
+    probability stands a class's share of what arrives at an image.
+    """
+    (known, labels), (others, _) = (image_features(classifier, each, mirror=False) for each in (labelled, reader))
+    x, unknown = torch.cat([known, others])[:, 0], torch.full((len(others),), UNKNOWN)
+    found = spreading(x, torch.cat([labels, unknown]), x[:1], len(labelled.classes))[0][len(known) :]
+    sure, likeliest = (found / found.sum(1, keepdim=True).clamp_min(1e-300)).max(1)
+    return likeliest.numpy(), sure.numpy()
 
 
 def write_labelled(

@@ -25,6 +25,7 @@ def parser() -> Parser:
     add_model_options(options)
     add("--data", required=True, metavar="X.lmdb", help="the images without labels")
     add("--labelled", metavar="X.lmdb", help="images with labels, which come first with their own")
+    add("--spread", action="store_true", help="by neighbours of --labelled in its features; threshold: a share, 0.5")
     add("--threshold", type=number(float, 0, 1), default=THRESHOLD, metavar="P", help="least probability")
     add("--out", required=True, type=Path, metavar="FILE.lmdb", help="the file to make")
     add("--overwrite", action="store_true", help="replace it if it exists")
@@ -35,10 +36,12 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
+    if options.spread and not options.labelled:
+        raise UserError("--spread needs the images whose labels spread: give --labelled X.lmdb")
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.data.lmdb.writer import check_target
     from duetgan.data.reading.dataset import dataset_for_model
-    from duetgan.inference.dataset import guesses, write_labelled
+    from duetgan.inference.dataset import guesses, spread_guesses, write_labelled
     from duetgan.models.restore import classifier_from, read
     from duetgan.utils.distributed.collectives import choose_device
 
@@ -46,8 +49,14 @@ def main(argv: list[str]) -> int:
     checkpoint = read(path)
     classifier = classifier_from(checkpoint, choose_device(options.device))
     classes: list[str] = checkpoint["classes"]
+    first = dataset_for_model(options.labelled, checkpoint) if options.labelled else None
     with dataset_for_model(options.data, checkpoint) as reader:
-        labels, sure = guesses(classifier, reader, batch_size=options.batch_size)
+        if first is not None:
+            require_same_classes(options.labelled, first.classes, "the classifier", classes)
+        if options.spread and first is not None:
+            labels, sure = spread_guesses(classifier, reader, first)
+        else:
+            labels, sure = guesses(classifier, reader, batch_size=options.batch_size)
         kept = (sure >= options.threshold).nonzero()[0]
         if not len(kept):
             raise UserError(f"--threshold {options.threshold:g}: no image of {options.data} reaches it; lower it")
@@ -60,9 +69,7 @@ def main(argv: list[str]) -> int:
             "right": float((reader.labels() == labels)[kept].mean()) if known else None,
         }
         parts = [(reader, kept, labels[kept])]
-        if options.labelled:
-            first = dataset_for_model(options.labelled, checkpoint)
-            require_same_classes(options.labelled, first.classes, "the classifier", classes)
+        if first is not None:
             parts.insert(0, (first, range(len(first)), first.labels()))
             summary["labelled"] = len(first)
         by = "/".join(path.parts[-3:]) + (f" sha256 {file_sha256(path)[:16]}" if path.is_file() else "")

@@ -18,7 +18,7 @@ from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table
+from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table, visible
 
 SHOWN = 24  # images of a picture of single ones
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
@@ -108,7 +108,7 @@ def save_evidence(classifier: Classifier, reader: Dataset, answers: Answers, pat
         return False
     pictures: list[Tensor] = []
     captions: list[str] = []
-    for index, image, heat in zip(chosen.tolist(), images, heats, strict=True):
+    for index, image, heat in zip(chosen.tolist(), visible(images, reader.spec), heats, strict=True):
         pictures += overlay(image, heat)
         captions += [f"{index}: {answers.words(answers.shown[index])}"]
         captions += [f"named {answers.words(answers.named[index])} {answers.confidence[index]:.2f}"]

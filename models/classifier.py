@@ -1,6 +1,7 @@
 """A classifier: a backbone with a stem for small images, any number of input channels and a head that fits."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -23,6 +24,7 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
 
 Stem = Literal["imagenet", "small", "small-stride2"]
+PARTS = 4  # a side, of each map, whose largest values a readout takes
 
 
 class ModelConfig(Config):
@@ -34,7 +36,8 @@ class ModelConfig(Config):
     stem: Stem | None = "imagenet"
     he_strides: bool = False  # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights
     classes: PositiveInt | None = None  # outputs of the head; None: as many as the data has
-    head: Literal["linear", "hidden"] = "linear"  # hidden: linear, ReLU, linear
+    # hidden: linear, ReLU, linear; readout: linear, of the maps of all stages (`read_out`)
+    head: Literal["linear", "hidden", "readout"] = "linear"
     head_width: PositiveInt = 128  # of the hidden head's layer
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: as with the weights, else [-1, 1] as it is
@@ -56,6 +59,8 @@ class ModelConfig(Config):
                 f"activation_checkpointing and split are not for {self.name}: leave them out; "
                 "micro_batch saves memory too"
             )
+        if self.head == "readout" and not (self.backbone.in_turn and self.split == "off"):
+            raise UserError(f"head readout takes the maps of all stages: not of {self.name}, or with model.split")
 
     @property
     def imagenet_normalised(self) -> bool:
@@ -101,8 +106,25 @@ class Classifier(ImageNetwork):
         self.network: Any = self.backbone.build(
             config.name, channels=channels, stem=config.stem or "imagenet", he_strides=config.he_strides
         )
+        # px that images are scaled to, None: as they come; less for a while in a training with progressive resizing
+        self.side = config.input_size
+        self._cut: tuple[int, tuple[int, ...]] | None = None  # of a readout's row: what it takes, then a stage's maps
+        self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
+        self.check_side(self.side or self.spec.side)
+        wanted = config.imagenet_normalised
+        pair = normalisation(self.spec.colours, self.backbone.mean, self.backbone.std) if wanted else (None, None)
+        self.register_buffer("thresholds", None)
+        for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
+            if value is not None and self.spec.alpha:  # its values stay as they are
+                value = torch.cat([value, value.new_full((1, 1, 1, 1), name == "input_scale")], dim=1)
+            self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
         self.feature_dim: int = self.head.in_features
-        wide, bias = config.head_width if config.head == "hidden" else classes, self.backbone.head_bias
+        bias = self.backbone.head_bias or config.head == "readout"
+        if config.head == "readout":
+            with torch.no_grad():
+                self.feature_dim = self.eval().features(torch.zeros(1, *self.spec.shape)).shape[1]
+            self.train()
+        wide = config.head_width if config.head == "hidden" else classes
         head: nn.Module = nn.Linear(self.feature_dim, wide, bias=bias)
         if config.head == "hidden":
             head = nn.Sequential(head, nn.ReLU(inplace=True), nn.Linear(config.head_width, classes))
@@ -114,17 +136,6 @@ class Classifier(ImageNetwork):
         self.block_of = {f"network.{name}": block for name, block in self.backbone.block_of(self.network).items()}
         # from the images to the logits
         self.stages = list(dict.fromkeys(block.partition(".")[0] for block in self.block_of.values()))
-        # px that images are scaled to, None: as they come; less for a while in a training with progressive resizing
-        self.side = config.input_size
-        self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
-        self.check_side(self.side or self.spec.side)
-        wanted = config.imagenet_normalised
-        pair = normalisation(self.spec.colours, self.backbone.mean, self.backbone.std) if wanted else (None, None)
-        self.register_buffer("thresholds", None)
-        for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
-            if value is not None and self.spec.alpha:  # its values stay as they are
-                value = torch.cat([value, value.new_full((1, 1, 1, 1), name == "input_scale")], dim=1)
-            self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
 
     def add_thresholds(self) -> None:
         """Let an image have several labels or none: each one's probability is the sigmoid of its logit."""
@@ -158,8 +169,30 @@ class Classifier(ImageNetwork):
         return x * self.input_scale + self.input_shift
 
     def features(self, x: Tensor, end: int | None = None) -> Tensor:
-        """Pooled features [N, F] before the head; `end`: the output of so many of the first stages."""
-        return self.backbone.features(self.network, x if self.begin else self.prepare(x), self._stage, self.begin, end)
+        """Pooled features [N, F] before the head; `end`: the output of so many of the first stages, before which a
+        readout has what it takes of them, in one row.
+        """
+        maps: list[Tensor] = []
+        taken: list[Tensor] = []
+
+        def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+            maps.append(self._stage(modules, x))
+            if self.config.head == "readout":
+                taken.append(read_out(maps[-1]))
+            return maps[-1]
+
+        if not self.begin:
+            x = self.prepare(x)
+        elif self._cut and self.begin < len(self.backbone.stages):
+            width, shape = self._cut
+            taken, x = [x[:, :width]], x[:, width:].unflatten(1, shape)
+        found = self.backbone.features(self.network, x, stage, self.begin, end)
+        if not maps or self.config.head != "readout":
+            return found
+        if self.begin + len(maps) < len(self.backbone.stages):
+            self._cut = sum(each.shape[1] for each in taken), tuple(found.shape[1:])
+            taken.append(found.flatten(1))
+        return torch.cat(taken, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
@@ -202,6 +235,15 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
     return found.to(images.dtype)
 
 
+def read_out(maps: Tensor) -> Tensor:
+    """What a readout takes of a stage's maps [N, C, H, W]: [N, F], of each map the largest value of each of up to
+    PARTS x PARTS equal parts.
+    """
+    size = [int(side) for side in maps.shape[2:]]
+    return F.max_pool2d(maps, [side // math.gcd(side, PARTS) for side in size]).flatten(1)
+
+
+torch.fx.wrap("read_out")
 torch.fx.wrap("scaled")  # folding (models/fast.py) traces the network; what depends on the size is not looked into
 
 

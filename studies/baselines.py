@@ -13,17 +13,14 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
-from duetgan.metrics.samples.neighbours import neighbours, own_neighbours
 from duetgan.models.classifier import Classifier, ModelConfig, scaled
 from duetgan.training.classifier.frozen import blocks, image_features
+from duetgan.training.classifier.network import load_discriminator
 from duetgan.training.classifier.probe import fit
+from duetgan.training.classifier.spreading import UNKNOWN, spreading
 from duetgan.utils.seeding import forked
 
-NEIGHBOURS, DIRECTIONS = 15, 100  # of the graph, and of principal components in which they are near
-UNKNOWN = -1  # a label
 SIDE = 32  # px of images whose pixels are features, at most
-KEPT = 0.99  # share of its neighbours' labels in an image's, alpha of Zhou et al.
-ROUNDS = 50  # of spreading
 
 Features = Callable[[Dataset], Tensor]  # -> float32 [n, F]
 # (features [n, F], labels int64 [n], some UNKNOWN, those asked for [m, F], classes) -> their classes int64 [m]
@@ -37,12 +34,17 @@ def pixels(reader: Dataset) -> Tensor:
     return torch.cat([scaled(images, side).flatten(1) for images in parts])
 
 
-def untrained(config: ModelConfig) -> Features:
-    """The pooled features of a classifier's network as it is drawn: key (0, "init", "classifier")."""
+def before_training(**about: Any) -> Features:
+    """What the head takes of a classifier's network (keys of ModelConfig) before its first step: as it is drawn, key
+    (0, "init", "classifier"), or a discriminator's.
+    """
 
     def features(reader: Dataset) -> Tensor:
+        config = ModelConfig(**about)  # a GAN's run must be there
         with forked(0, "init", "classifier"):
             model = Classifier(config, channels=reader.spec.channels, classes=2, resolution=reader.resolution)
+        if config.discriminator is not None:
+            load_discriminator(model)
         with torch.no_grad():
             return image_features(model, reader, mirror=False)[0][:, 0]
 
@@ -57,25 +59,16 @@ def readout(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Te
 
 
 def spread(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
-    """By labels that spread over a graph of neighbours (Zhou et al. 2004, section 4): F <- KEPT P F + (1 - KEPT) Y. P F
-    is the mean over an image's neighbours, and the answer for an image that is no part of the graph.
-    """
-    directions = torch.linalg.eigh(torch.cov(features.T))[1][:, -DIRECTIONS:]
-    points, count = features @ directions, min(NEIGHBOURS, len(features) - 1)
-    near = own_neighbours(points, count)[1]
-    found = given = F.one_hot(labels.clamp_min(0), classes) * (labels != UNKNOWN).double()[:, None]
-    for _ in range(ROUNDS):
-        found = KEPT * found[near].mean(1) + (1 - KEPT) * given
-    found = found / found.sum(0).clamp_min(1e-12)  # every class has as much to give
-    return found[neighbours(asked @ directions, points, count)[1]].mean(1).argmax(1)
+    """By labels that spread over a graph of neighbours."""
+    return spreading(features, labels, asked, classes)[1].argmax(1)
 
 
 def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
     """Name -> what it is, features, learner."""
-    before = "a logistic regression on what the recipe's network gives before its first step"
+    before, untrained = "a logistic regression on what the recipe's network gives", model.model_dump()
     return {
         "pixels": ("a logistic regression on the pixels", pixels, readout),
-        "untrained features": (before, untrained(model), readout),
+        "untrained features": (f"{before} before its first step", before_training(**untrained), readout),
         "neighbours": ("labels spread over neighbours, by their pixels", pixels, spread),
     }
 

@@ -12,7 +12,8 @@ from duetgan.inference.dataset import guesses, write_dataset, write_labelled
 from duetgan.inference.samples import Sampler
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, generator_from
-from duetgan.studies.images import HELD_OUT, TEST, TRAIN, StudyConfig, write_subset
+from duetgan.studies.baselines import before_training, readout, spread
+from duetgan.studies.images import HELD_OUT, TEST, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Result, Results, Subject, of_seed
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import PositiveFloat, PositiveInt, Probability
@@ -23,7 +24,7 @@ from duetgan.utils.seeding import numpy_generator
 SAMPLES, UNLABELLED = "samples without labels", "images without labels"
 ALL = "all labels"
 GUESSED, WITH_SAMPLES, WRONG = "pseudo-labels", "pseudo-labels and samples", "labels by chance"
-HEAD, TUNED = "features of D", "from D on"
+READ, SPREAD, TUNED, CONSISTENT = "readout of D", "spread by D", "from D on", "consistency from D"
 OF_UNTRAINED = "untrained"  # D, in the controls of these
 BASE = "best without"  # of the arms without another model
 BATCH = 250  # images that are labelled at a time
@@ -42,6 +43,7 @@ class LabelsConfig(StudyConfig):
         "optimizer.lr": 0.002,
         "optimizer.weight_decay": 0.0,
     }
+    few: Recipe = Recipe(config="configs/few_labels.yaml")  # of those that learn from all images besides
 
     def check(self) -> None:
         super().check()
@@ -79,14 +81,19 @@ class Labels(Subject):
                 judge = partial(self._judge, first, figure)
                 self.training(named(way), what, recipe, family=family, images=first / f"{kind}.lmdb", judge=judge)
             for run, suffix, family in ((self.run, "", "more"), (untrained, f", {OF_UNTRAINED}", "control")):
-                own = {**config.discriminator, "model.name": "discriminator", "model.weights": run}
-                for way, what, more in (
-                    (HEAD, "a linear head on D's features", {"finetune.freeze": ["backbone"]}),
-                    (TUNED, "a network that starts as D", {}),
+                start = {"model.name": "discriminator", "model.weights": run}
+                for way, what, how, more in (
+                    (TUNED, "a network that starts as D", recipe, config.discriminator | start),
+                    (CONSISTENT, "one that learns from all images", config.few, start | {"unlabelled.path": images}),
                 ):
-                    self.training(
-                        named(way + suffix), what + suffix, recipe, own | more, family, images=first / "few.lmdb"
-                    )
+                    self.training(named(way + suffix), what + suffix, how, more, family, images=first / "few.lmdb")
+                maps = before_training(name="discriminator", weights=str(run), head="readout")
+                for way, what, learn in (
+                    (READ, "a logistic regression on D's maps", readout),
+                    (SPREAD, "labels spread over neighbours, by D's maps", spread),
+                ):
+                    known = partial(few_labels, per_class=count)
+                    self.untrained(named(way + suffix), what + suffix, maps, learn, family, known, {"run": run})
         self.training(ALL, "every training image with its label", recipe, family="control")
         least = arm_name(config.per_class[0])
         self.controls = (
@@ -159,8 +166,7 @@ class Labels(Subject):
             for way, controls in {
                 GUESSED: [WRONG],
                 WITH_SAMPLES: [WRONG, GUESSED],
-                HEAD: [f"{HEAD}, {OF_UNTRAINED}"],
-                TUNED: [f"{TUNED}, {OF_UNTRAINED}"],
+                **{way: [f"{way}, {OF_UNTRAINED}"] for way in (READ, SPREAD, TUNED, CONSISTENT)},
             }.items():
                 comparisons.append(
                     Comparison(named(BASE), named(way), controls=tuple(map(named, controls)), asked=True)
@@ -170,7 +176,7 @@ class Labels(Subject):
             choices=choices,
             notes=[
                 "every seed draws its own labelled images, the same for all arms; the generator has seen no label",
-                "every network has the same number of steps; nothing was chosen on the test images",
+                "networks have the same number of steps, but for those of `few`; nothing was chosen on the test images",
             ],
         )
 

@@ -291,17 +291,29 @@ class Subject(ABC):
         """
         recipe = self.config.classifier
         model = recipe.settings().model
-
-        def make(features: Features, learn: Learner, _place: Path, seed: int) -> Result:
-            return scored(hits_of(features, learn, self.part(TRAIN), known and partial(known, seed=seed), asked))
-
-        asked = {name: self.part(name) for name in self.sets}
         for way, (what, features, learn) in ways(model.changed(weights=None)).items():
-            key = {**recipe.key(), "images": self.part(TRAIN), "known": images}
-            self.add(named(way), what, partial(make, features, learn), key, family)
+            self.untrained(named(way), what, features, learn, family, known, {**recipe.key(), "known": images})
         if model.weights is not None:
             what = "the recipe without its weights"
             self.training(named("from scratch"), what, recipe, {"model.weights": None}, family, images=images)
+
+    def untrained(
+        self,
+        name: str,
+        what: str,
+        features: Features,
+        learn: Learner,
+        family: str,
+        known: Callable[..., np.ndarray] | None,  # as for `bases`
+        key: Settings,
+    ) -> None:
+        """Declare an arm that learns from features of a network that is not trained for it."""
+
+        def make(_place: Path, seed: int) -> Result:
+            asked = {part: self.part(part) for part in self.sets}
+            return scored(hits_of(features, learn, self.part(TRAIN), known and partial(known, seed=seed), asked))
+
+        self.add(name, what, make, {**key, "images": self.part(TRAIN)}, family)
 
     def selector(self, recipe: Recipe, own: Settings) -> Path:
         """The classifier of the training images by which samples are selected: its run."""

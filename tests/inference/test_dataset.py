@@ -15,6 +15,8 @@ from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.training.base.config import DataConfig
 from duetgan.training.base.data import open_training
+from duetgan.training.classifier.frozen import image_features
+from duetgan.training.classifier.spreading import UNKNOWN, spreading
 from duetgan.utils.checkpoint import file_sha256, load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
@@ -182,6 +184,29 @@ def test_sure_images_come_with_their_class_behind_the_labelled_ones(folder, prob
         assert (images[9:] == rest.read(kept)[0]).all()
         assert (labels[9:] == probabilities.argmax(1)[kept]).all()
         assert "labelled by" in out.meta.source
+
+
+def test_labels_spread_from_the_labelled_images_in_the_classifiers_features(folder, tmp_path, capsys):
+    more = ["--spread", "--threshold", 0.36, "--json"]
+    assert label(folder, tmp_path / "out.lmdb", *more) == 2
+    assert "--spread needs the images whose labels spread: give --labelled" in capsys.readouterr().err
+    assert label(folder, tmp_path / "out.lmdb", *more, "--labelled", folder / "few.lmdb", data="known.lmdb") == 0
+    told = json.loads(capsys.readouterr().out)
+    model = classifier_from(load(resolve(folder / "run")))
+    with (
+        Dataset(folder / "few.lmdb") as few,
+        Dataset(folder / "known.lmdb") as known,
+        Dataset(tmp_path / "out.lmdb") as out,
+    ):
+        (x, given), (others, _) = (image_features(model, each, mirror=False) for each in (few, known))
+        labels = torch.cat([given, torch.full((60,), UNKNOWN)])
+        arrived = spreading(torch.cat([x, others])[:, 0], labels, others[:, 0], 3)[0][9:].numpy()
+        shares = arrived / arrived.sum(1, keepdims=True)
+        kept = np.flatnonzero(shares.max(1) >= 0.36)
+        assert 0 < told["kept"] == len(kept) <= 60
+        assert (out.labels()[9:] == shares.argmax(1)[kept]).all()
+        assert told["right"] == (shares.argmax(1) == known.labels())[kept].mean() > 0.5
+        assert (out.read(range(9, len(out)))[0] == known.read(kept)[0]).all()
 
 
 def test_known_labels_are_only_compared_with_and_encoded_images_are_kept(folder, probabilities, tmp_path, capsys):

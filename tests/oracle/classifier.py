@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from duetgan.data.augment.transforms import draw_mixing
+from duetgan.data.augment.transforms import Augment, draw_and_apply, draw_mixing
+from duetgan.utils.seeding import numpy_generator
 from tests.oracle.optimizer import Optimizer
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "loss": {"kind": "cross-entropy", "label_smoothing": 0.1, "class_weights": None},
     "ema": {"decay": 0.999},
     "augment": {"mixup": 0.0, "cutmix": 0.0},
+    "unlabelled": {"path": None, "ratio": 4, "weight": 1.0, "threshold": 0.95, "adaptive": True},
 }
 
 
@@ -51,6 +53,8 @@ class ClassifierReference:
         }  # fmt: skip
         head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
         self.optimizer = Optimizer(self.names, tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
+        self.unlabelled: Any = None if task.unlabelled is None else task.unlabelled.images
+        self.thought = torch.full((self.model.classes + 1,), 1 / self.model.classes)
         self.weights = self.class_weights(task.reader.classes, task.reader.meta.histogram)
 
     def last(self, parts: Mapping[str, Any], name: str, otherwise: Any) -> Any:
@@ -98,13 +102,15 @@ class ClassifierReference:
                 mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
 
     def loss(self, batch: Any, step: int) -> Tensor:
-        images, labels = batch.images.to(torch.get_default_dtype()) / 127.5 - 1, batch.labels
+        drawn_as: Any = {"seed": self.seed, "step": step, "start": 0, "global_batch": self.batch}
+        images = draw_and_apply(batch.images, self.augment, **drawn_as).to(torch.get_default_dtype()) / 127.5 - 1
+        labels = batch.labels
         targets = F.one_hot(labels, self.model.classes).to(images)
         counted = torch.ones(len(images))
         if batch.synthetic is not None:
             counted = torch.where(batch.synthetic, self.synthetic_weight, 1.0).to(images)
         if self.tree["augment"]["mixup"] or self.tree["augment"]["cutmix"]:
-            size = tuple(images.shape[2:])
+            size = (images.shape[2], images.shape[3])
             how: Any = {"seed": self.seed, "step": step, "start": 0, "count": len(images), "global_batch": self.batch}
             drawn = draw_mixing(self.augment, size=size, device=images.device, **how)
             pair = torch.arange(len(images)) ^ 1  # rows 2k and 2k + 1
@@ -118,6 +124,10 @@ class ClassifierReference:
             images = torch.stack(mixed)
             targets = share[:, None] * targets + (1 - share[:, None]) * targets[pair]
             counted = share * counted + (1 - share) * counted[pair]
+        if self.unlabelled is not None and self.tree["unlabelled"]["weight"]:
+            more, named, used = self.sure_of(step)
+            images, targets = torch.cat([images, more]), torch.cat([targets, named])
+            counted = torch.cat([counted, used])
         smoothing = self.tree["loss"]["label_smoothing"]
         smooth = (1 - smoothing) * targets + smoothing / self.model.classes
         logits = self.model(images)
@@ -126,3 +136,29 @@ class ClassifierReference:
         else:
             losses = -(self.weights * smooth * logits.log_softmax(1)).sum(1)
         return (counted * losses).sum() / self.batch
+
+    def sure_of(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """FixMatch with FreeMatch's thresholds: images under strong augmentation, what the average says of them under
+        weak one, and what each counts.
+        """
+        given, count = self.tree["unlabelled"], len(self.unlabelled)
+        size = self.batch * given["ratio"]
+        places = [divmod(place, count) for place in range(step * size, (step + 1) * size)]
+        orders = {e: numpy_generator(self.seed, "unlabelled", "order", e).permutation(count) for e, _ in places}
+        images = torch.from_numpy(self.unlabelled.read([int(orders[epoch][place]) for epoch, place in places])[0])
+        how: Any = {"seed": self.seed, "step": step, "start": 0, "global_batch": size}
+        weakly = Augment(flip=bool(self.augment.flip), shift=self.augment.shift)
+        strongly = Augment(flip=weakly.flip, shift=weakly.shift, trivial_augment=True, erase=1.0)
+        weak, strong = (
+            draw_and_apply(images, augment, phase=phase, **how).to(torch.get_default_dtype()) / 127.5 - 1
+            for augment, phase in ((weakly, "weak"), (strongly, "strong"))
+        )
+        with torch.no_grad():
+            p = self.average.eval()(weak).softmax(1)
+        least = torch.full((self.model.classes,), given["threshold"])
+        if given["adaptive"]:
+            now = torch.tensor([*p.mean(0).tolist(), p.amax(1).mean().item()])
+            self.thought = 0.99 * self.thought + 0.01 * now
+            least = given["threshold"] * self.thought[-1] * self.thought[:-1] / self.thought[:-1].max()
+        named = F.one_hot(p.argmax(1), self.model.classes).to(p)
+        return strong, named, (p.amax(1) >= named @ least) * given["weight"] / given["ratio"]

@@ -39,6 +39,7 @@ UNFREEZE = {
     **{"stage_lr": {"backbone": 0.3, "layer4": 0.5}, "layer_decay": 0.7},
 }
 CONVNEXT = {"name": "convnext_tiny", "input_size": 32}  # of more than one block a stage
+UNLABELLED = {"path": "synthetic.lmdb"}
 TREES: dict[str, dict[str, Any]] = {
     "plain": COMMON,
     "fine-tuning": COMMON | {"finetune": UNFREEZE, "optimizer": ADAMW},
@@ -53,6 +54,9 @@ TREES: dict[str, dict[str, Any]] = {
     "mixed": COMMON
     | {"augment": {"mixup": 0.7, "cutmix": 1.0}}
     | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
+    "unlabelled": COMMON
+    | {"augment": {"flip": True, "shift": 1}, "unlabelled": UNLABELLED | {"ratio": 3, "weight": 0.7, "threshold": 0.9}},
+    "sure": COMMON | {"unlabelled": UNLABELLED | {"ratio": 1, "threshold": 0.34, "adaptive": False}},
     "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
 }
 
@@ -76,6 +80,8 @@ def made(folder: Any, tree: dict[str, Any]) -> tuple[ClassifierTask, Any, dict[s
     if "synthetic" in data:
         data["synthetic"] = data["synthetic"] | {"path": str(folder / "synthetic.lmdb")}
     tree = tree | {"data": data}
+    if "unlabelled" in tree:
+        tree = tree | {"unlabelled": tree["unlabelled"] | {"path": str(folder / "synthetic.lmdb")}}
     config: Any = build_run_config(tree, [], "test")
     task = ClassifierTask(config, open_training(config.data), None, CPU)
     return task, make_loader(config, task.reader, CPU), tree

@@ -14,7 +14,7 @@ from tests.oracle.test_classifier import folder as classifier_folder
 from tests.oracle.test_gan import folder as gan_folder
 
 __all__ = ["classifier_folder", "gan_folder"]  # fixtures
-SECTIONS = ("loss", "ema", "ada", "progressive", "generator_optimizer", "optimizer", "finetune")
+SECTIONS = ("loss", "ema", "ada", "progressive", "generator_optimizer", "optimizer", "finetune", "unlabelled")
 FREE = {"name": "schedulefree-adamw", "schedule": "constant", "warmup_steps": 0}
 MUON = {"name": "muon", "lr": 0.02, "schedule": "constant", "warmup_steps": 0}
 PLAIN = {"name": "adam", "lr": 0.01, "betas": [0.5, 0.9], "schedule": "constant", "warmup_steps": 0}
@@ -63,9 +63,12 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"finetune.freeze": (["stem"], "fine-tuning"), "finetune.unfreeze": ({"head": 0, "backbone": 1}, "fine-tuning")},
     **{"finetune.freeze_at": ({"head": 1}, "fine-tuning"), "finetune.unfreeze_by": ("epoch", "fine-tuning")},
     **{"finetune.freeze_bn": (True, "plain"), "finetune.stage_lr": ({"head": 0.1}, "fine-tuning")},
+    **{"unlabelled.ratio": (2, "unlabelled"), "unlabelled.weight": (0.2, "unlabelled")},
+    **{"unlabelled.threshold": (1.0, "sure"), "unlabelled.adaptive": (False, "unlabelled")},
     **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
 }
 CLASSIFIER_ELSEWHERE = {
+    "unlabelled.path": "which images: tests/training/classifier/test_consistency.py",
     "finetune.cache": "whether what is frozen is computed again: tests/training/classifier/test_frozen.py",
     "finetune.probe": "where the head begins: tests/training/classifier/test_probe.py",
 }

@@ -13,7 +13,17 @@ from duetgan.inference.dataset import guesses
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN
-from duetgan.studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMPLES, Labels, LabelsConfig, arm_name
+from duetgan.studies.labels import (
+    CONSISTENT,
+    GUESSED,
+    SAMPLES,
+    TUNED,
+    UNLABELLED,
+    WITH_SAMPLES,
+    Labels,
+    LabelsConfig,
+    arm_name,
+)
 from duetgan.studies.runner import packed
 from duetgan.studies.subject import of_seed
 from duetgan.studies.teach import PLAIN, SHORT, WRONG_TEACHER, Teach, TeachConfig
@@ -94,11 +104,12 @@ def test_the_arms_train_on_what_their_names_say(subject):
     )
     assert "data.synthetic.path" not in guessed
     assert made_by(subject, WITH_SAMPLES)[1]["data.path"] == str(draws / "mixed.lmdb")
-    _, head = made_by(subject, HEAD)
-    assert head["data.path"] == str(draws / "few.lmdb")
-    assert head["model.name"] == "discriminator"
-    assert head["model.weights"].endswith("jobs/generator/run")
-    assert head["finetune.freeze"] == ["backbone"]
+    for way in (TUNED, CONSISTENT):
+        _, given = made_by(subject, way)
+        assert given["data.path"] == str(draws / "few.lmdb")
+        assert given["model.name"] == "discriminator"
+        assert given["model.weights"].endswith("jobs/generator/run")
+    assert given["unlabelled.path"] == str(subject.place(UNLABELLED) / "images.lmdb")
 
 
 def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subject):
@@ -118,8 +129,9 @@ def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subjec
 
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
-    found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1")
-    assert found["runs"] == {"done": 12, "planned": 12}
+    few = ("--few.overrides", "{finetune.probe: true, steps: 4, batch_size: 8}")
+    found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1", *few)
+    assert found["runs"] == {"done": 16, "planned": 16}
     assert [row["second"] for row in found["comparisons"][:2]] == [arm_name(2, GUESSED), arm_name(2, WITH_SAMPLES)]
     assert {row["first"] for row in found["comparisons"]} == {"2 labels, best without"}
     assert found["choices"]["2 labels, best without"].endswith("(1 of 1 seeds)")

@@ -52,11 +52,11 @@ def open_training(config: DataConfig) -> Dataset:
     elif synthetic.path is not None:
         remedy, size = "make it with `python generate.py dataset`", training.resolution or None
         like: Any = {"crop": crop, "workers": training.workers, "on_damage": config.on_damage}
-        training.synthetic = _open_images("data.synthetic.path", synthetic.path, remedy, resolution=size, **like)
+        training.synthetic = open_images("data.synthetic.path", synthetic.path, remedy, resolution=size, **like)
     return training
 
 
-def _open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
+def open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
     try:
         return Dataset(path, **options)
     except UserError as error:
@@ -100,7 +100,7 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
         "--val-share 0.1` makes both files), or leave it out: --data.val_path null"
     )
     size = training.resolution or None
-    return _open_images("data.val_path", config.val_path, remedy, resolution=size, workers=training.workers)
+    return open_images("data.val_path", config.val_path, remedy, resolution=size, workers=training.workers)
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
@@ -120,7 +120,7 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             images.labels()
         remedy = "draw samples from a generator of these images"
         sized = scaled and isinstance(second, Dataset)
-        _require_same_images(second.path, second, training.path, training, remedy, scaled=sized)
+        require_same_images(second.path, second, training.path, training, remedy, scaled=sized)
         remedy = "draw samples from a generator that was trained on these classes"
         require_same_classes(second.path, second.classes, training.path, training.classes, remedy)
         fill_weights(config.data, training)
@@ -128,14 +128,14 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
         return
     held_out.label_numbers()
     path, remedy = config.data.val_path, "pack both alike"
-    _require_same_images(path, held_out, config.data.path, training, remedy, scaled=scaled)
+    require_same_images(path, held_out, config.data.path, training, remedy, scaled=scaled)
     if collectives.is_main():
         _warn_of_leaks(training, held_out)
         if isinstance(second, Dataset):
             _warn_of_leaks(second, held_out)
 
 
-def _require_same_images(
+def require_same_images(
     path: object, images: SyntheticSource, like: object, training: Dataset, remedy: str, *, scaled: bool
 ) -> None:
     """Raise UserError unless images have the channels and, where they are not `scaled`, the size of the training's."""

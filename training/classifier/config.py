@@ -9,6 +9,7 @@ from duetgan.models.weights import trained_symmetric
 from duetgan.training.base.compiled import CompileSetting
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import check_same_classes
+from duetgan.training.classifier.consistency import UnlabelledConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
 from duetgan.training.classifier.resizing import ResizingConfig
@@ -42,6 +43,7 @@ class ClassifierConfig(RunConfig):
     ema: ClassifierEmaConfig = ClassifierEmaConfig()
     augment: MixingAugment = MixingAugment()
     resizing: ResizingConfig = ResizingConfig()
+    unlabelled: UnlabelledConfig = UnlabelledConfig()
 
     def check(self) -> None:
         super().check()
@@ -51,8 +53,16 @@ class ClassifierConfig(RunConfig):
             reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
             raise UserError(f"compile on cannot be combined with model.split: {reason}")
 
-        if self.finetune.probe and not (self.model.head == "linear" and self.model.backbone.head_bias):
+        if self.finetune.probe and not (
+            self.model.head == "readout" or (self.model.head == "linear" and self.model.backbone.head_bias)
+        ):
             raise UserError("finetune.probe fits a linear head with a bias: set model.head linear, or leave it out")
+        if self.model.head == "readout" and self.resizing != ResizingConfig():
+            raise UserError("model.head readout has as many inputs as its maps have parts: leave resizing out")
+
+        several = self.augment.mixes or self.loss.several
+        if self.unlabelled.path and self.unlabelled.weight and (several or self.loss.kind != "cross-entropy"):
+            raise UserError("unlabelled images learn by cross-entropy of one label: leave augment.mixup and cutmix out")
 
     def for_trial(self, samples: int) -> Self:
         model = self.model.changed(weights=None, split="off")

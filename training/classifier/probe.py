@@ -95,18 +95,19 @@ def fit(
     Features are standardised as `like` [m, F] are, such as those of images without labels (None: as they are).
     """
     n, _, width = features.shape
+    scale = None if like is None else _scale(like)
     folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed, np.arange(n) if groups is None else groups))
     most = max(FOLDS * classes, int(WORK / width / classes))
     some = torch.from_numpy(np.sort(numpy_generator(seed, "probe", "images").permutation(n)[:most]))
     right = torch.zeros(len(STRENGTHS), FOLDS, dtype=torch.int64)
     for fold in range(FOLDS):
         train, held = (some[folds[some] == fold] if out else some[folds[some] != fold] for out in (False, True))
-        for row, (weight, bias) in enumerate(_path(features[train], labels[train], classes, STRENGTHS, like)):
+        for row, (weight, bias) in enumerate(_path(features[train], labels[train], classes, STRENGTHS, scale)):
             answers = F.linear(features[held, 0], weight, bias).argmax(1)
             right[row, fold] = (answers == labels[held]).sum()
     best = int(right.sum(1).argmax())
     unseen = sum(int(right[(right.sum(1) - right[:, fold]).argmax(), fold]) for fold in range(FOLDS))
-    *_, (weight, bias) = _path(features, labels, classes, STRENGTHS[: best + 1], like)
+    *_, (weight, bias) = _path(features, labels, classes, STRENGTHS[: best + 1], scale)
     interval = wilson(unseen, len(some)) or [0.0, 1.0]
     return Probe(weight, bias, unseen / len(some), interval, len(some), STRENGTHS[best])
 
@@ -121,12 +122,19 @@ def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
     return folds[group]
 
 
-def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float], like: Tensor | None) -> Any:
+def _scale(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation [F]."""
+    return features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
+
+
+def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float], scale: Any) -> Any:
     """Weight [K, F] and bias [K] for features as they come, for each strength in turn."""
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
-    usual = x if like is None else like
-    mean, deviation = usual.mean(0), usual.std(0, correction=0).clamp_min(1e-6)
-    x = (x - mean) / deviation
+    mean, deviation = scale or _scale(x)
+    x, basis = (x - mean) / deviation, None
+    if len(x) < x.shape[1]:  # with its penalty the solution lies in the span of the images
+        basis = torch.linalg.qr(x.T)[0]
+        x = x @ basis
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
     for strength in strengths:
@@ -140,5 +148,5 @@ def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[fl
 
         with torch.enable_grad():
             optimizer.step(loss)
-        scaled = weight.detach() / deviation
+        scaled = (weight.detach() if basis is None else weight.detach() @ basis.T) / deviation
         yield scaled, bias.detach() - scaled @ mean

@@ -3,9 +3,8 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, Source, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier
 from duetgan.metrics.figures import CLASSIFIER, LABELS, history
+from duetgan.metrics.lineage import lineage_of
 from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier
 from duetgan.models.model_parallel import Share, place
@@ -27,9 +27,11 @@ from duetgan.training.base.data import label_shares
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Task
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
+from duetgan.training.classifier.consistency import Unlabelled
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.frozen import Frozen, image_features
 from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
+from duetgan.training.classifier.micro_batch import MicroBatch
 from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
 from duetgan.training.classifier.probe import Probe, Probed, alike, fit, looked_at
 from duetgan.training.classifier.resizing import Resizing
@@ -37,60 +39,12 @@ from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.collectives import Snapshot, by_kind
-from duetgan.utils.errors import TrainingHalted, UserError
+from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
 from duetgan.utils.memory import ran_out
-from duetgan.utils.provenance import Lineage
+from duetgan.utils.provenance import Lineage, join
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
-
-
-class MicroBatch:
-    """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share and is halved when
-    memory runs out, with several processes in the first steps only; what was found is its state.
-    """
-
-    optional = True  # a run that was started with a number has no such state
-    tries = 0  # steps that several processes first try without sending
-
-    def __init__(self, setting: int | Literal["auto"] | None, share: int) -> None:
-        self.auto, self.share = setting == "auto", share
-        self.size = share if setting is None or setting == "auto" else min(setting, share)
-
-    def parts(self) -> list[slice]:
-        """The share in as few slices as possible, as equal as can be: a short last one would give BatchNorm poor
-        statistics.
-        """
-        count = -(-self.share // self.size)
-        ends = [self.share * number // count for number in range(count + 1)]
-        return [slice(start, end) for start, end in pairwise(ends)]
-
-    def look_again(self) -> None:
-        """Other parameters train from now on, or images are larger: two steps tell what memory that takes, the
-        optimizer's state included.
-        """
-        self.tries = 2 if self.auto else 0
-
-    def halve(self) -> str:
-        """Go on with half of it; returns what to say. Raises TrainingHalted when a single sample is too much."""
-        if self.size == 1:
-            raise TrainingHalted(
-                "memory ran out with a single sample per forward pass; take smaller images (--data.resolution), a "
-                "smaller model, or model.activation_checkpointing"
-            )
-        before, self.size = self.size, -(-self.size // 2)
-        return (
-            f"micro_batch: memory ran out with {before} samples per forward pass and process; going on with "
-            f"{self.size}. The global batch and its gradient's mean stay, but BatchNorm normalises by, and averages, "
-            f"the statistics of {self.size} samples instead of {before}"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self.size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size = min(int(state["size"]), self.share)
-
 
 # a process's share of a step: augmented images, of 8 bits uint8, what they show, and with which and how they are mixed
 Prepared = tuple[Tensor, Targets, tuple[Tensor, Mixing] | None]
@@ -111,7 +65,12 @@ class ClassifierTask(Task):
         if config.early_stopping.patience is not None and val_reader is None:
             raise UserError("early_stopping.patience needs held-out images; give data.val_path")
         self.share = config.share(world)
-        self.micro = MicroBatch(config.micro_batch, self.share)
+        self.unlabelled: Unlabelled | None = None
+        if config.unlabelled.path is not None:
+            self.unlabelled = Unlabelled(config.unlabelled, config, config.augment, reader)
+        self.beside = self.unlabelled if config.unlabelled.weight else None
+        rows = self.share + (self.beside.share if self.beside else 0)
+        self.micro = MicroBatch(config.micro_batch, rows)
         self.first = collectives.rank() * self.share
         meta = reader.meta
         self.shape = config.shape(reader)
@@ -170,6 +129,7 @@ class ClassifierTask(Task):
     def registry(self) -> dict[str, Any]:
         parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.precision}
         parts |= {"probe": self.probe} if self.config.finetune.probe else {}
+        parts |= {"unlabelled": self.beside} if self.beside else {}
         return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
 
     def begin(self, folder: Path) -> None:
@@ -188,14 +148,19 @@ class ClassifierTask(Task):
 
             def fitted() -> Probe:
                 features, labels = self.frozen.features(source)
-                return fit(features, labels, classes, seed=seed, groups=groups)
+                like = None
+                if self.unlabelled is not None:
+                    with self.precision.autocast():
+                        like = image_features(self.model, self.unlabelled.images, mirror=False)[0][:, 0]
+                return fit(features, labels, classes, seed=seed, groups=groups, like=like)
 
             self.probe.take(collectives.from_main_process(fitted), [self.model.head, self.ema.model.head])
             self.probe.seconds = round(time.perf_counter() - begun, 1)
             say_main(f"probe: {self.probe}; training begins there")
 
     def lineage(self) -> Lineage:
-        return self.model.lineage
+        more = [] if self.unlabelled is None else [lineage_of(self.unlabelled.images)]
+        return join(self.model.lineage, *more)
 
     def networks(self) -> Networks:
         inputs = torch.zeros(1, *self.reader.spec.shape, device=self.device)
@@ -208,6 +173,7 @@ class ClassifierTask(Task):
         self._wrap()
         self.model.begin = self.frozen.begin if batch.images.shape[2] == 1 else 0
         before = Snapshot(self.statistics)
+        used = self.beside.look(step, self.ema.model, self.precision, self.device) if self.beside else {}
         loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
             update = self.updater.step(step)
@@ -221,7 +187,7 @@ class ClassifierTask(Task):
             decay = min(self.config.ema.decay, (1 + step) / (10 + step))
             self.ema.update(self.model, decay, update.skipped, average)
         figures = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
-        return figures | update.metrics("classifier")
+        return figures | used | update.metrics("classifier")
 
     def source(self, step: int, folder: Path) -> Source | None:
         self._set_up(step)
@@ -293,6 +259,8 @@ class ClassifierTask(Task):
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         with phase("augment"):
             prepared = self._prepared(batch, step, self.first)
+            if self.beside:
+                prepared = (*self.beside.beside(*prepared[:2]), None)
         parts = self.micro.parts()
         for rows in parts:
             with phase("augment"):
@@ -308,7 +276,8 @@ class ClassifierTask(Task):
                 with phase("backward"):
                     self.precision.backward(loss)
             loss_sum += loss.detach()
-            correct += targets.correct(logits.detach())
+            own = slice(0, max(0, self.share - rows.start))  # labelled ones
+            correct += targets.rows(own).correct(logits[own].detach())
         if send and self.replica is not None:
             self._sum_gradients()
         return loss_sum, correct

@@ -272,7 +272,7 @@ def _read(hint: Any, value: Any, place: str = "") -> Any:
     """A value for a field of this type, where text may stand for what is no text, and a number for a name."""
     if isinstance(value, str) and not _is_text(hint, value):
         value = from_text(value)
-    if isinstance(value, bool) and bool not in arms(hint) and _is_text(hint, word := "on" if value else "off"):
+    if isinstance(value, bool) and not {bool, Any} & {*arms(hint)} and _is_text(hint, word := "on" if value else "off"):
         return word  # YAML reads it so without quotes
     if isinstance(value, (int, float)) and not abs(value) < LIMIT:  # nan is none either
         raise Unfit(place, value, "a finite number below 2^63")

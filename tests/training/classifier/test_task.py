@@ -52,6 +52,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "micro_batch": 20,
         "early_stopping": {"patience": 9},
     },
+    "unlabelled": {  # six of their batches are more than an epoch
+        "augment": {"flip": True, "shift": 1},
+        "unlabelled": {"path": "test.lmdb", "ratio": 1, "threshold": 0.5},
+        "micro_batch": 20,
+    },
     "schedule-free": {
         "optimizer": {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},
         "resizing": {"initial_scale": 0.5},
@@ -64,6 +69,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def config_of(packed: Path, *overrides: str, **more: Any) -> Any:
     data = {"path": str(packed / "train.lmdb"), "val_path": str(packed / "test.lmdb")}
+    if "unlabelled" in more:
+        more["unlabelled"] = more["unlabelled"] | {"path": str(packed / more["unlabelled"]["path"])}
     return build_run_config(TREE | {"data": data} | more, list(overrides), "x")
 
 
