@@ -108,7 +108,6 @@ class Classifier(ImageNetwork):
         )
         # px that images are scaled to, None: as they come; less for a while in a training with progressive resizing
         self.side = config.input_size
-        self._cut: tuple[int, tuple[int, ...]] | None = None  # of a readout's row: what it takes, then a stage's maps
         self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
         self.check_side(self.side or self.spec.side)
         wanted = config.imagenet_normalised
@@ -169,30 +168,16 @@ class Classifier(ImageNetwork):
         return x * self.input_scale + self.input_shift
 
     def features(self, x: Tensor, end: int | None = None) -> Tensor:
-        """Pooled features [N, F] before the head; `end`: the output of so many of the first stages, before which a
-        readout has what it takes of them, in one row.
-        """
+        """Pooled features [N, F] before the head; `end`: the output of so many of the first stages."""
         maps: list[Tensor] = []
-        taken: list[Tensor] = []
 
         def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
             maps.append(self._stage(modules, x))
-            if self.config.head == "readout":
-                taken.append(read_out(maps[-1]))
             return maps[-1]
 
-        if not self.begin:
-            x = self.prepare(x)
-        elif self._cut and self.begin < len(self.backbone.stages):
-            width, shape = self._cut
-            taken, x = [x[:, :width]], x[:, width:].unflatten(1, shape)
-        found = self.backbone.features(self.network, x, stage, self.begin, end)
-        if not maps or self.config.head != "readout":
-            return found
-        if self.begin + len(maps) < len(self.backbone.stages):
-            self._cut = sum(each.shape[1] for each in taken), tuple(found.shape[1:])
-            taken.append(found.flatten(1))
-        return torch.cat(taken, 1)
+        found = self.backbone.features(self.network, x if self.begin else self.prepare(x), stage, self.begin, end)
+        every = self.config.head == "readout" and len(maps) == len(self.backbone.stages)
+        return torch.cat([read_out(each) for each in maps], 1) if every else found
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))

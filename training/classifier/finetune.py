@@ -139,7 +139,8 @@ class FineTuning:
             return 0
         trained = {self.model.stage_of(name) for name in self.parameters if self.trains(name, step)}
         first = next((place for place, stage in enumerate(stages) if stage in trained), len(stages))
-        return first if first == len(stages) or self.model.backbone.in_turn else 0
+        begins = self.model.backbone.in_turn and self.model.config.head != "readout"  # which takes every stage's output
+        return first if first == len(stages) or begins else 0
 
     def at(self, step: int) -> None:
         """Set the model up for update number `step`: what does not train wants no gradient, and a BatchNorm all of

@@ -37,18 +37,15 @@ def network(name: str = "resnet18", side: int = 32, **config: Any) -> Classifier
         return Classifier(ModelConfig(name=name, **config), channels=1, classes=10, resolution=side)
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet18", "resnet18 readout", "convnext_tiny", "efficientnet_b0", "airbench", "timm:test_resnet"]
-)
+@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "efficientnet_b0", "airbench", "timm:test_resnet"])
 def test_a_network_cut_after_any_stage_is_the_whole_one(name):
-    name, _, head = name.partition(" ")
-    model, images = network(name, head=head or "linear").eval(), draw(4, 1, 32, 32).float()
+    model, images = network(name).eval(), draw(4, 1, 32, 32).float()
     expected = model(images)
     last = len(model.stages) - 1
     for end in range(1, last + 1) if model.backbone.in_turn else [last]:
         model.begin = 0
         between = model.features(images, end)
-        assert between.ndim == (2 if end == last or head else 4)
+        assert between.ndim == (2 if end == last else 4)
         model.begin = end
         assert torch.equal(model(between), expected)
 
@@ -91,14 +88,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "statistics": {"finetune": {"freeze": ["stem", "layer1"], "freeze_bn": True}, "precision": "fp16"},
     "balanced": {"data": {"sampling": "balanced"}, "augment": {"flip": "alternating"}},
     "one stage": {"model": {"name": "timm:test_resnet"}},
-    "readout": {
-        "model": {"stem": "small-stride2", "head": "readout"},
-        "finetune": {"freeze": ["stem", "layer1"], "freeze_bn": True},
-        "augment": {"flip": True},
-    },
-    "readout, all frozen": {"model": {"stem": "small-stride2", "head": "readout"}},
 }
-BORDERS = {"maps": 3, "bf16": 1, "statistics": 2, "readout": 2}
+BORDERS = {"maps": 3, "bf16": 1, "statistics": 2}
 
 
 def config_of(packed: Path, **more: Any) -> Any:

@@ -15,8 +15,7 @@ import predict
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
-from duetgan.metrics.classification.grad_cam import image_heat
-from duetgan.models.backbones.base import in_turn
+from duetgan.inference.predictions import image_heat
 from duetgan.models.classifier import Classifier, ModelConfig, read_out
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.restore import classifier_from
@@ -56,7 +55,7 @@ def test_it_takes_the_largest_values_of_the_maps_of_all_stages(name):
     model = network(name).eval()
     images, maps = torch.rand(3, *model.spec.shape) * 2 - 1, []
     for end in range(1, len(model.stages) - 1):
-        maps.append(model.backbone.features(model.network, model.prepare(images), in_turn, 0, end))
+        maps.append(model.features(images, end))
     last = model.network.get_submodule(model.backbone.stages[model.stages[-2]][-1].removesuffix(".*"))
     last.register_forward_hook(lambda *call: maps.append(call[-1]))
     found = model.features(images)
