@@ -196,7 +196,7 @@ def make_plan(
             if value is not None:
                 remedy = f"drop {option} or choose raw, jpeg or png"
                 raise UserError(f"--encoding source keeps the files as they are: {remedy}")
-        if source.shape is not None:
+        if source.shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda why: f"{source.name}: {why}"):
             check_encoding(form := _form(source, channels or 3, depth or "8"), encoding)

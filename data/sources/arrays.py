@@ -161,5 +161,7 @@ class StackSource(Source):
     def item_name(self, index: int) -> str:
         return self.stacks[index][0]
 
-    def stored_name(self, index: int) -> str:
-        return self.stacks[index][0]
+    stored_name = item_name
+
+    def __exit__(self, *error: object) -> None:
+        self.files.__exit__(*error)

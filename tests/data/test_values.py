@@ -217,6 +217,7 @@ def test_what_is_packed(
         ({"a.npy": npy(FLOATS)}, {"value_range": (3.0, 3.0)}, "--range 3,3: .* do not fit float32"),
         ({"a.png": png(NUMBERS)}, {"value_range": (0.0, 9.0)}, "--range 0,9: .* do not fit uint8"),
         ({"a.png": png(NUMBERS)}, {"channels": 4, "encoding": "source"}, "encoding source does not keep images of RGB"),
+        ({"a.npy": npy(NUMBERS)}, {"encoding": "source"}, "has no files to keep: choose --encoding raw or png"),
         ({"a.png": png(NUMBERS)}, {"channels": 7}, "has 3 channels where 7 channels was expected; pass --channels 3"),
         ({"a.tif": tiff(FLOATS[..., 0].copy())}, {}, "floating-point pixels; .* or pack it with --depth float"),
     ],
