@@ -241,7 +241,7 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     beside whole numbers, or numbers of channels that do not go together.
     """
     own = _own(source)
-    if own is not None and channels in (None, own.channels) and depth in (None, "auto", SHORT[own.depth]):
+    if own is not None and channels in (None, "auto", own.channels) and depth in (None, "auto", SHORT[own.depth]):
         return own
     given = "auto" if source.as_is else None
     channels, depth = channels or (own.channels if own else given or 3), depth or (SHORT[own.depth] if own else given)

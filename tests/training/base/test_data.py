@@ -288,3 +288,21 @@ def test_a_class_that_yaml_reads_as_a_number(tmp_path, tokens):
     config = build(ClassifierConfig, read_yaml(str(recipe)), tokens)
     found = class_weights(np.array([0, 1]), ["0", "1"], config.data.class_rates)
     np.testing.assert_array_equal(found, [1, 2])
+
+
+def test_values_of_more_than_8_bits_are_told_and_must_mean_the_same(folder):
+    for name, most in (("deep", 4000), ("other", 60_000)):
+        images = np.random.default_rng(0).integers(0, most, (4, 3, 8, 8)).astype(np.uint16)
+        pack_arrays(folder / f"{name}.lmdb", images, [0, 1, 2, 0], CLASSES)
+    section = DataConfig(path=str(folder / "deep.lmdb"), val_path=str(folder / "other.lmdb"))
+    config = ClassifierConfig(data=section)
+    training = data.open_training(section)
+    assert "8 px, RGB, 16 bits (0 to 4095), 3 classes" in data.data_text(training)
+    assert config.shape(training)["pixel_format"] == {"depth": "uint16", "high": 4095.0}
+    with pytest.raises(UserError, match=r"RGB, 16 bits \(0 to 65535\), those of .* 16 bits \(0 to 4095\); pack both"):
+        data.check_data(config, training, data.open_held_out(section, training))
+    config.augment.trivial_augment = True
+    with pytest.raises(
+        UserError, match=r"trivial_augment means 8-bit grey or RGB.* 16 bits \(0 to 4095\): set it false"
+    ):
+        data.check_data(config, training, None)
