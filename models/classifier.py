@@ -99,8 +99,7 @@ class Classifier(ImageNetwork):
         if classes < 2:
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
         self.config = config
-        self.channels, self.classes, self.resolution = channels, classes, resolution
-        self.pixel_format = pixel_format
+        self.channels, self.classes, self.resolution, self.pixel_format = channels, classes, resolution, pixel_format
         self.lineage = Lineage.of()  # what its weights have seen before this training
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
@@ -111,11 +110,9 @@ class Classifier(ImageNetwork):
         self.begin = 0  # stages that come first and have been computed: `forward` takes what they give, not images
         self.check_side(self.side or self.spec.side)
         wanted = config.imagenet_normalised
-        pair = normalisation(self.spec.colours, self.backbone.mean, self.backbone.std) if wanted else (None, None)
+        pair = normalisation(channels, self.backbone.mean, self.backbone.std) if wanted else (None, None)
         self.register_buffer("thresholds", None)
         for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
-            if value is not None and self.spec.alpha:  # its values stay as they are
-                value = torch.cat([value, value.new_full((1, 1, 1, 1), name == "input_scale")], dim=1)
             self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
         self.feature_dim: int = self.head.in_features
         bias = self.backbone.head_bias or config.head == "readout"
@@ -195,10 +192,10 @@ class Classifier(ImageNetwork):
 def normalisation(channels: int, means: Sequence[float], stds: Sequence[float]) -> tuple[Tensor, Tensor]:
     """(scale, shift), each [1, channels, 1, 1]: scale x + shift of x in [-1, 1] is ((x + 1) / 2 - mean) / std.
 
-    Grey takes the mean over the channels of mean and deviation; more than three channels repeat them.
+    Grey, with alpha or not, takes the mean over the channels of mean and deviation; more than three repeat them.
     """
     mean, std = torch.tensor(means, dtype=torch.float64), torch.tensor(stds, dtype=torch.float64)
-    if channels == 1:
+    if channels < 3:
         mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
     index, dtype = torch.arange(channels) % len(mean), torch.get_default_dtype()
     scale, shift = 0.5 / std[index], (0.5 - mean[index]) / std[index]

@@ -229,6 +229,26 @@ def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
     return (labels if labels.is_floating_point() else F.one_hot(labels, classes)).to(dtype)
 
 
+def asked(labels: Tensor, sets: Tensor | None) -> Tensor:
+    """What networks are conditioned on: labels int64 [n]; where these are numbers of `sets`, float [labels, classes],
+    their rows.
+    """
+    return labels if sets is None else sets[labels]
+
+
+def label_loss(logits: Tensor, labels: Tensor, sets: Tensor | None) -> Tensor:
+    """Sum over the images of the cross entropy of logits [n, classes]; of sets the binary one, the classes' mean."""
+    if sets is None:
+        return F.cross_entropy(logits, labels, reduction="sum")
+    return F.binary_cross_entropy_with_logits(logits, sets[labels].to(logits)) * len(labels)
+
+
+def told(logits: Tensor, labels: Tensor, sets: Tensor | None) -> Tensor:
+    """How many images' classes are told; of sets, of each image the share of the classes that are told rightly."""
+    right = logits.argmax(1) == labels if sets is None else ((logits > 0) == (sets[labels] > 0)).float().mean(1)
+    return right.sum()
+
+
 def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
     """`function(*arguments)`; with `recompute` its activations are not kept but computed again when they are needed.
 

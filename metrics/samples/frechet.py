@@ -45,8 +45,7 @@ def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: 
     """Frechet distance within each class (Miyato and Koyama 2018, 1802.05637: intra-FID), and their mean.
 
     A generator that ignores its labels may have a small distance over all classes together, but not within them. Args:
-    features [n, F] of both, `labels` int64 [n] of both, or bool [n, classes]. A class of fewer than two images a side
-    has none.
+    features [n, F] and `labels`, int64 [n] or bool [n, classes], of both. A class of fewer than two images has none.
     """
     counts = [int(of_class(labels, label).sum()) for label in range(classes)]
     results = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.reading.loader import Batch
-from duetgan.models.gan import Alpha, StyledGenerator
+from duetgan.models.gan import Alpha, StyledGenerator, asked, label_loss, told
 from duetgan.models.layers import upsample_fir
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.phases import phase
@@ -160,24 +160,13 @@ class Context:
         self._compiled_synthesis = Compiled(self.synthesis, "the generator", **how)
         self._compiled_hidden = Compiled(self.discriminator.hidden, "the discriminator", **how)
 
-    def asked(self, labels: Tensor) -> Tensor:
-        """What the networks are conditioned on: labels int64 [n] as they are, of several an image [n, classes]."""
-        return labels if self.sets is None else self.sets[labels]
-
-    def label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Sum over the samples of the cross entropy; of several labels an image the binary one, its classes' mean."""
-        if self.sets is None:
-            return F.cross_entropy(logits, labels, reduction="sum")
-        return F.binary_cross_entropy_with_logits(logits, self.asked(labels).to(logits)) * len(labels)
-
     def reals(self, batch: Batch, share: StepShare, name: str | None = None) -> list[Images]:
         """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
         config, spec, micro_batches = self.config, self.generator.spec, []
         for rows in share.micro_batches():
             here = slice(rows.start - share.first, rows.stop - share.first)
             draw: Any = {"seed": config.seed, "step": share.step, "start": rows.start, "phase": name}
-            images = batch.images[here]
-            images = spec.to_float(images, config.channels_last) if spec.deep else images
+            images = spec.to_float(batch.images[here], config.channels_last) if spec.deep else batch.images[here]
             images = draw_and_apply(images, config.augment, global_batch=share.batch_size, **draw)
             images = images if spec.deep else spec.to_float(images, config.channels_last)  # a quarter of the memory
             assert min(images.shape[2:]) == share.stage.resolution  # the loader is where the stages are
@@ -214,10 +203,10 @@ class Context:
         generator, maps = self.generator, [layer[rows] for layer in noise]
         run = self._compiled_synthesis if compiled else self.synthesis
         grown = {"resolution": stage.resolution, "alpha": self._alpha(stage, run)} if generator.can_grow else {}
-        latents = replace(latents, labels=self.asked(latents.labels))
+        latents = replace(latents, labels=asked(latents.labels, self.sets))
         if not generator.has_styles:
-            labels = latents.labels[rows] if generator.classes else None
-            return run(latents.z[rows], labels, noise=maps, **grown), None, None
+            named = latents.labels[rows] if generator.classes else None
+            return run(latents.z[rows], named, noise=maps, **grown), None, None
         ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
         return run(ws, maps, **grown), ws, w
 
@@ -235,7 +224,7 @@ class Context:
         with self.precision.autocast():
             hidden = run(images, alpha=self._alpha(share.stage, run)) if self.generator.can_grow else run(images)
         features = self.discriminator.output(hidden)
-        logits = self.discriminator.project(features, self.asked(batch.labels))
+        logits = self.discriminator.project(features, asked(batch.labels, self.sets))
         return DiscriminatorOutput(name, *batch, hidden, features, logits)
 
     def auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor | float:
@@ -243,13 +232,10 @@ class Context:
         if not self.config.loss.auxiliary_weight:
             return 0.0
         class_logits = self.discriminator.auxiliary(output.hidden)
-        loss = self.label_loss(class_logits, output.labels) / share.batch_size
+        loss = label_loss(class_logits, output.labels, self.sets) / share.batch_size
         if output.name == "real":
             share.add("loss/auxiliary_real", loss)
-            right = class_logits.argmax(1) == output.labels
-            if self.sets is not None:  # of an image the share of its classes that are told rightly
-                right = ((class_logits > 0) == (self.asked(output.labels) > 0)).float().mean(1)
-            share.add("accuracy/auxiliary", right.sum() / share.batch_size)
+            share.add("accuracy/auxiliary", told(class_logits, output.labels, self.sets) / share.batch_size)
         elif output.name == "generator":
             share.add("loss/auxiliary", loss)
         return loss * self.config.loss.auxiliary_weight

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duetgan.models.gan import asked
 from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
 from duetgan.training.gan import losses
@@ -80,7 +81,7 @@ class DiscriminatorStep:
         context, kinds = self.context, len(self.context.draws.class_weights)
         if self.loss.mismatch_weight and context.discriminator.classes and kinds > 1:
             wrong = (real.labels + context.draws.label_offsets(share.step, share.batch_size)[rows]) % kinds
-            logits = context.discriminator.project(output.features, context.asked(wrong))
+            logits = context.discriminator.project(output.features, asked(wrong, context.sets))
             mismatch = self.objective.fake(logits).sum() * (self.loss.mismatch_weight / share.batch_size)
         self._backward(share, rows, self.objective.real(output.logits), [output], mismatch)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from duetgan.models.classifier import Classifier, fit_images
+from duetgan.models.gan import label_loss
 from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
 from duetgan.training.gan import losses
@@ -204,7 +205,7 @@ class GeneratorStep:
         if self.teacher is not None and loss.classifier_weight:
             with context.precision.autocast():
                 class_logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
-            wrong = context.label_loss(class_logits.to(fake.images.dtype), fake.labels) / batch
+            wrong = label_loss(class_logits.to(fake.images.dtype), fake.labels, context.sets) / batch
             share.add("loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight
         if isinstance(auxiliary := context.auxiliary_loss(output, share), Tensor):
