@@ -26,12 +26,11 @@ DECAY = 0.99  # a step, of what the thresholds follow
 class UnlabelledConfig(Config):
     """Images without labels that a classifier learns from as well."""
 
-    path: str | None = None  # LMDB made by `python -m data.pack`; labels in it are not looked at; null: none
-    ratio: PositiveInt = 4  # of them in a step, for each labelled image
-    weight: NonNegativeFloat = 1.0  # of their loss; 0: they only standardise what finetune.probe is fitted to
-    threshold: Probability = 0.95  # the average network's least probability of what becomes a label
-    # the threshold is that share of the mean largest probability, less in classes that come seldom (FreeMatch)
-    adaptive: bool = True
+    path: str | None = None  # packed; labels are not looked at
+    ratio: PositiveInt = 4  # of them for each labelled image
+    weight: NonNegativeFloat = 1.0  # of their loss; 0: they standardise finetune.probe alone
+    threshold: Probability = 0.95  # the average network's least probability of a label
+    adaptive: bool = True  # threshold: a share of the mean largest probability, less in seldom classes (FreeMatch)
 
 
 class Unlabelled(Fields):
