@@ -17,7 +17,7 @@ from duetgan.studies.runner import Study
 from duetgan.studies.subject import Comparison, Conclusion, Subject, scored
 from duetgan.training.classifier.probe import fit
 
-REAL, FEW, CHANCE = "real images", 10, "more images, labels by chance"
+REAL, FEW, EXTRA, CHANCE = "real images", 10, 20, "more images, labels by chance"
 TRUTHS = {
     "copies": "cannot tell",
     "noise": ("hurts", "cannot tell"),
@@ -32,7 +32,7 @@ def images_of(file):
 
 
 class Planted(Subject):
-    """Each seed draws FEW images of each class; an arm adds what its generator gives."""
+    """Each seed draws FEW images of each class; an arm adds what its generator gives, about EXTRA a class if real."""
 
     title = "Do samples help?"
 
@@ -42,6 +42,8 @@ class Planted(Subject):
 
     def learn(self, name, _place, seed):
         (x, y), (more, named) = images_of(self.part(TRAIN)), images_of(self.part(HELD_BACK))
+        few = slice(None, None, len(more) // (EXTRA * 10))
+        more, named = more[few], named[few]
         rows = torch.from_numpy(few_labels(y.numpy(), FEW, seed))
         x, y = x[rows], y[rows]
         draws = torch.Generator().manual_seed(seed)

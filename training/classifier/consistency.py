@@ -13,7 +13,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.metrics.features.precision import evaluating
-from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import open_images, require_same_images
 from duetgan.training.base.monitors import Fields
 from duetgan.training.classifier.loss import Targets
@@ -41,7 +40,8 @@ class Unlabelled(Fields):
     STATE = ("means",)
     optional = True  # a run that was begun without has no such state
 
-    def __init__(self, about: UnlabelledConfig, config: RunConfig, augment: MixingAugment, reader: Dataset) -> None:
+    def __init__(self, config: Any, reader: Dataset) -> None:  # config: a ClassifierConfig
+        about, augment = config.unlabelled, config.augment
         path, size, remedy = str(about.path), reader.resolution or None, "pack images without labels alike"
         self.images = open_images("unlabelled.path", path, remedy, resolution=size, workers=reader.workers)
         scaled = config.data.resolution is not None

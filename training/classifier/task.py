@@ -65,12 +65,9 @@ class ClassifierTask(Task):
         if config.early_stopping.patience is not None and val_reader is None:
             raise UserError("early_stopping.patience needs held-out images; give data.val_path")
         self.share = config.share(world)
-        self.unlabelled: Unlabelled | None = None
-        if config.unlabelled.path is not None:
-            self.unlabelled = Unlabelled(config.unlabelled, config, config.augment, reader)
+        self.unlabelled = Unlabelled(config, reader) if config.unlabelled.path else None
         self.beside = self.unlabelled if config.unlabelled.weight else None
-        rows = self.share + (self.beside.share if self.beside else 0)
-        self.micro = MicroBatch(config.micro_batch, rows)
+        self.micro = MicroBatch(config.micro_batch, self.share + (self.beside.share if self.beside else 0))
         self.first = collectives.rank() * self.share
         meta = reader.meta
         self.shape = config.shape(reader)
