@@ -1,6 +1,7 @@
 """Packed data sets of generated images, and of images with other labels, which `train.py` reads like any other."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from duetgan.data.records import add_image
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import DATASET
 from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.features.extractors import classifier_input
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.lineage import provenance_of
+from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.classifier import Classifier
-from duetgan.training.classifier.frozen import image_features
-from duetgan.training.classifier.spreading import UNKNOWN, spreading
 from duetgan.utils.checkpoint import file_sha256
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.progress import Bar
@@ -86,13 +88,17 @@ def guesses(classifier: Classifier, reader: Dataset, *, batch_size: int) -> tupl
     return labels, sure
 
 
-def spread_guesses(classifier: Classifier, reader: Dataset, labelled: Dataset) -> tuple[np.ndarray, np.ndarray]:
+def spread_guesses(
+    classifier: Classifier, reader: Dataset, labelled: Dataset, *, batch_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """As `guesses`, by labels that spread from `labelled` images over neighbours in the classifier's features; for a
     probability stands a class's share of what arrives at an image.
     """
-    (known, labels), (others, _) = (image_features(classifier, each, mirror=False) for each in (labelled, reader))
-    x, unknown = torch.cat([known, others])[:, 0], torch.full((len(others),), UNKNOWN)
-    found = spreading(x, torch.cat([labels, unknown]), x[:1], len(labelled.classes))[0][len(known) :]
+    with evaluating(classifier), full_float32(device_of(classifier)):
+        batches = chain(*(evaluation_batches(each, batch_size) for each in (labelled, reader)))
+        x = torch.cat([classifier.features(classifier_input(classifier, batch.images)).cpu() for batch in batches])
+    labels = torch.cat([torch.tensor(labelled.labels()), torch.full((len(reader),), UNKNOWN)])
+    found = spreading(x, labels, x[:1], len(labelled.classes))[0][len(labelled) :]
     sure, likeliest = (found / found.sum(1, keepdim=True).clamp_min(1e-300)).max(1)
     return likeliest.numpy(), sure.numpy()
 

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         if first is not None:
             require_same_classes(options.labelled, first.classes, "the classifier", classes)
         if options.spread and first is not None:
-            labels, sure = spread_guesses(classifier, reader, first)
+            labels, sure = spread_guesses(classifier, reader, first, batch_size=options.batch_size)
         else:
             labels, sure = guesses(classifier, reader, batch_size=options.batch_size)
         kept = (sure >= options.threshold).nonzero()[0]

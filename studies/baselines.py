@@ -13,11 +13,11 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
+from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.classifier import Classifier, ModelConfig, scaled
 from duetgan.training.classifier.frozen import blocks, image_features
 from duetgan.training.classifier.network import load_discriminator
 from duetgan.training.classifier.probe import fit
-from duetgan.training.classifier.spreading import UNKNOWN, spreading
 from duetgan.utils.seeding import forked
 
 SIDE = 32  # px of images whose pixels are features, at most

@@ -12,11 +12,11 @@ from duetgan.inference import pseudo_labels as command
 from duetgan.inference.dataset import provenance, write_dataset
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.extractors import fingerprint
+from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.training.base.config import DataConfig
 from duetgan.training.base.data import open_training
 from duetgan.training.classifier.frozen import image_features
-from duetgan.training.classifier.spreading import UNKNOWN, spreading
 from duetgan.utils.checkpoint import file_sha256, load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli

@@ -6,10 +6,10 @@ import torch
 from sklearn.decomposition import PCA
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.samples import spreading
+from duetgan.metrics.samples.spreading import UNKNOWN
 from duetgan.models.classifier import ModelConfig
 from duetgan.studies.baselines import hits_of, pixels, readout, spread, ways
-from duetgan.training.classifier import spreading
-from duetgan.training.classifier.spreading import UNKNOWN
 from tests.metrics.conftest import pack
 
 

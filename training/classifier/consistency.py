@@ -13,7 +13,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.metrics.features.precision import evaluating
-from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import open_images, require_same_images
 from duetgan.training.base.monitors import Fields
 from duetgan.training.classifier.loss import Targets
@@ -26,12 +25,11 @@ DECAY = 0.99  # a step, of what the thresholds follow
 class UnlabelledConfig(Config):
     """Images without labels that a classifier learns from as well."""
 
-    path: str | None = None  # LMDB made by `python -m data.pack`; labels in it are not looked at; null: none
-    ratio: PositiveInt = 4  # of them in a step, for each labelled image
-    weight: NonNegativeFloat = 1.0  # of their loss; 0: they only standardise what finetune.probe is fitted to
-    threshold: Probability = 0.95  # the average network's least probability of what becomes a label
-    # the threshold is that share of the mean largest probability, less in classes that come seldom (FreeMatch)
-    adaptive: bool = True
+    path: str | None = None  # packed; labels are not looked at
+    ratio: PositiveInt = 4  # of them for each labelled image
+    weight: NonNegativeFloat = 1.0  # of their loss; 0: they standardise finetune.probe alone
+    threshold: Probability = 0.95  # the average network's least probability of a label
+    adaptive: bool = True  # threshold: a share of the mean largest probability, less in seldom classes (FreeMatch)
 
 
 class Unlabelled(Fields):
@@ -42,7 +40,8 @@ class Unlabelled(Fields):
     STATE = ("means",)
     optional = True  # a run that was begun without has no such state
 
-    def __init__(self, about: UnlabelledConfig, config: RunConfig, augment: MixingAugment, reader: Dataset) -> None:
+    def __init__(self, config: Any, reader: Dataset) -> None:  # config: a ClassifierConfig
+        about, augment = config.unlabelled, config.augment
         path, size, remedy = str(about.path), reader.resolution or None, "pack images without labels alike"
         self.images = open_images("unlabelled.path", path, remedy, resolution=size, workers=reader.workers)
         scaled = config.data.resolution is not None

@@ -65,14 +65,10 @@ class ClassifierTask(Task):
         if config.early_stopping.patience is not None and val_reader is None:
             raise UserError("early_stopping.patience needs held-out images; give data.val_path")
         self.share = config.share(world)
-        self.unlabelled: Unlabelled | None = None
-        if config.unlabelled.path is not None:
-            self.unlabelled = Unlabelled(config.unlabelled, config, config.augment, reader)
+        self.unlabelled = Unlabelled(config, reader) if config.unlabelled.path else None
         self.beside = self.unlabelled if config.unlabelled.weight else None
-        rows = self.share + (self.beside.share if self.beside else 0)
-        self.micro = MicroBatch(config.micro_batch, rows)
+        self.micro = MicroBatch(config.micro_batch, self.share + (self.beside.share if self.beside else 0))
         self.first = collectives.rank() * self.share
-        meta = reader.meta
         self.shape = config.shape(reader)
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
@@ -86,7 +82,7 @@ class ClassifierTask(Task):
         if config.loss.several:
             model.add_thresholds()
             self.rows, self.best_metric = LABELS, "average_precision"
-            self.shown = torch.tensor(meta.multi_hot, dtype=torch.float32, device=device)  # by a batch's label numbers
+            self.shown = torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)  # by label numbers
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         model = model.to(memory_format=layout)
         self.shares: list[Share] = []  # of several devices
@@ -109,8 +105,8 @@ class ClassifierTask(Task):
         self._wrapped_for: list[bool] = []  # which parameters trained when `_wrap` was last called
         shares = np.array(label_shares(config.data, reader))
         if config.loss.several:
-            shares = shares @ meta.multi_hot / shares.sum()
-        weights = class_weight_list(config.loss, meta.classes, shares.tolist())
+            shares = shares @ reader.meta.multi_hot / shares.sum()
+        weights = class_weight_list(config.loss, reader.meta.classes, shares.tolist())
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.precision = Precision(config.precision, device)
         self.probe = Probed()
