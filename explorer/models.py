@@ -24,9 +24,9 @@ from duetgan.inference.interpolate import Journey
 from duetgan.inference.projection import find
 from duetgan.inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
 from duetgan.inference.settings import ProjectionConfig
-from duetgan.metrics.classification.grad_cam import default_layer, image_heat, overlay
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
+from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.gan import NoiseMode
 from duetgan.models.restore import classifier_from, generator_from, read
 from duetgan.reporting import figures

@@ -25,8 +25,8 @@ from duetgan.data.values import native
 from duetgan.inference.inputs import Input, Inputs, Transform
 from duetgan.inference.settings import label_of
 from duetgan.inference.strips import Counterfactuals
-from duetgan.metrics.classification.grad_cam import default_layer, image_heat, overlay
 from duetgan.metrics.evaluate_gan import judge_images
+from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import building, check_writable, write_atomic

@@ -13,7 +13,7 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
-from duetgan.metrics.classification.grad_cam import image_heat, overlay
+from duetgan.metrics.grad_cam import image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic

@@ -13,7 +13,7 @@ from torch import nn
 import predict
 from duetgan.inference import predictions
 from duetgan.inference.predictions import output_files
-from duetgan.metrics.classification.grad_cam import grad_cam, image_heat, overlay
+from duetgan.metrics.grad_cam import grad_cam, image_heat, overlay
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli

@@ -11,7 +11,7 @@ import torchvision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from duetgan.metrics.classification.grad_cam import grad_cam, image_heat
+from duetgan.metrics.grad_cam import grad_cam, image_heat
 from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.metrics.classification.grad_cam import image_heat
+from duetgan.metrics.grad_cam import image_heat
 from duetgan.models.backbones.base import in_turn
 from duetgan.models.backbones.discriminator import Trunk
 from duetgan.models.classifier import Classifier, ModelConfig

@@ -15,7 +15,7 @@ import predict
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
-from duetgan.metrics.classification.grad_cam import image_heat
+from duetgan.metrics.grad_cam import image_heat
 from duetgan.models.classifier import Classifier, ModelConfig, read_out
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.restore import classifier_from
