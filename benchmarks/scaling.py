@@ -84,6 +84,8 @@ PRESETS = {  # recipe -> its images
     "fashion_mnist_classifier": Images(32, 10, 1),
     "fashion_mnist_classifier_gpu": Images(32, 10, 1),
     "fashion_mnist_gan": Images(32, 10, 1),
+    "fashion_mnist_gan_short": Images(32, 10, 1),
+    "few_labels": Images(64, 10, 1, 5_000),  # of 32 px a ResNet leaves one value a channel
     **{f"finetune_resnet50{kind}": Images(96, 10) for kind in ("", "_gradual", "_head", "_last")},
     "gan_128": Images(128),
     "gan_256": Images(256),
@@ -177,7 +179,8 @@ def build_task(config: RunConfig, images: Images, batch: int) -> Any:
         config = config.changed(augment=Augment())
     if isinstance(config, ClassifierConfig):
         model = config.model.changed(weights=None)
-        config = config.changed(model=model, augment=MixingAugment())
+        unlabelled = config.unlabelled.changed(path=None)  # labelled images alone
+        config = config.changed(model=model, augment=MixingAugment(), unlabelled=unlabelled)
     reader: Any = Reader(images)
     return TASKS[config.task].task(config, reader, None, torch.device("cpu"))
 

@@ -212,7 +212,7 @@ def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, refused):
 def test_the_held_out_images_come_first_then_those_of_training(run, tmp_path):
     test, train = run.parent / "test.lmdb", run.parent / "train.lmdb"
     config = {"data": {"path": str(train), "val_path": str(test)}}
-    checkpoint = {"config": config, "shape": {"resolution": 8}}
+    checkpoint = {"config": config, "shape": {"channels": 1, "resolution": 8}}
     gone = str(tmp_path / "gone.lmdb")
     cases = [(None, (test, train), test), (None, (gone, train), train), (str(train), (test,), train)]
     for given, named, expected in cases:

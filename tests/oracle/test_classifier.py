@@ -111,7 +111,7 @@ def assert_equal(folder: Any, tree: dict[str, Any], states: list[State]) -> None
         reference.step(next(batches), step)
         for name, value in reference.state().items():
             difference = float((states[step + 1][name] - value).abs().max())
-            assert difference < 1e-10 * max(1.0, float(value.abs().max())), f"step {step}: {name}, {difference}"
+            assert difference < 1e-10 * max(1.0, float(value.abs().max())), f"step {step}: {name}, {difference}, {tree}"
     assert any(not torch.equal(value, states[0][name]) for name, value in reference.state().items())
 
 

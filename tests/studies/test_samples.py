@@ -35,6 +35,7 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve, save
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
 from duetgan.utils.seeding import generator as keyed_generator
 from tests.conftest import REPOSITORY, assert_raises
@@ -135,6 +136,7 @@ class Known(nn.Module):
     """Its only feature is an image's mean; class 0 is likelier the darker it is."""
 
     resolution, channels, classes, lineage = SIDE, 1, 3, Lineage.of()
+    spec = ImageSpec(1, SIDE, SIDE)
 
     def features(self, x: Tensor) -> Tensor:
         return x.mean((1, 2, 3))[:, None]

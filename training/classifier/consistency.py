@@ -46,6 +46,7 @@ class Unlabelled(Fields):
         self.images = open_images("unlabelled.path", path, remedy, resolution=size, workers=reader.workers)
         scaled = config.data.resolution is not None
         require_same_images(path, self.images, config.data.path, reader, remedy, scaled=scaled)
+        reader.spec.need_plain("unlabelled, with its strong augmentation,")
         self.about, self.seed = about, config.seed
         world, rank, count = collectives.world_size(), collectives.rank(), config.batch_size * about.ratio
         same: Any = {"seed": config.seed, "rank": rank, "world_size": world}

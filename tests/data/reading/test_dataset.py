@@ -109,7 +109,7 @@ def test_sizes_of_their_own_are_cropped_in_the_middle_and_a_model_says_the_side(
     own_sizes(tmp_path / "own.lmdb", 3)
 
     def model(asked: int | None, resolution: int) -> dict[str, Any]:
-        return {"config": {"data": {"resolution": asked}}, "shape": {"resolution": resolution}}
+        return {"config": {"data": {"resolution": asked}}, "shape": {"channels": 3, "resolution": resolution}}
 
     cases = [("pyramid", None, 16, 16), ("own", None, 20, 20), ("pyramid", 12, 12, 12)]  # the last as the config asked
     for name, asked, side, expected in [*cases, ("pyramid", None, 12, 32)]:  # refused later, not rescaled

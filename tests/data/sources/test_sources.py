@@ -114,13 +114,14 @@ def test_own_readers_take_files_and_folders_of_them(tmp_path: Path, monkeypatch:
         return ArraySource(str(path), np.stack([np.load(file) for file in files]), np.zeros(len(files)), [])
 
     for number in range(2):
-        np.save(tmp_path / f"{number}.npy", np.full((8, 8, 3), number, np.uint8))
-    refused(tmp_path, r"only 2 \.npy")
-    monkeypatch.setitem(READERS, ".npy", arrays)
+        with open(tmp_path / f"{number}.own", "wb") as file:
+            np.save(file, np.full((8, 8, 3), number, np.uint8))
+    refused(tmp_path, r"only 2 \.own")
+    monkeypatch.setitem(READERS, ".own", arrays)
     assert len(open_source(str(tmp_path))) == 2
-    assert len(open_source(str(tmp_path / "0.npy"))) == 1
+    assert len(open_source(str(tmp_path / "0.own"))) == 1
     (tmp_path / "a.txt").write_text("text")
-    refused(tmp_path / "a.txt", r"a file \(.*\.npy")
+    refused(tmp_path / "a.txt", r"a file \(.*\.own")
 
 
 def dataset_json(labels: object) -> dict[str, bytes]:
