@@ -22,9 +22,12 @@ SIGNED |= dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.99)
 KINDS = ("identity", *SIGNED, "posterize", "solarize", "autocontrast", "equalize")
 
 
-STRENGTHS = torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS) for kind in KINDS]).double().numpy()
-STRENGTHS[KINDS.index("posterize")] = (8 - torch.arange(BINS) / ((BINS - 1) / 6)).round()  # bits kept
-STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS)  # share of the range from where values are inverted
+FLOAT = torch.float32  # of the strengths, as torchvision has them, whatever the default is
+STRENGTHS = (
+    torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS, dtype=FLOAT) for kind in KINDS]).double().numpy()
+)
+STRENGTHS[KINDS.index("posterize")] = (8 - torch.arange(BINS, dtype=FLOAT) / ((BINS - 1) / 6)).round()  # bits kept
+STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS, dtype=FLOAT)  # share of the range: above, inverted
 
 
 class Draws(NamedTuple):
