@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from duetgan.utils.errors import UserError
-from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.image_spec import ImageSpec, premultiplied
 from duetgan.utils.memory import upload
 from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.text import set_names
@@ -80,6 +80,12 @@ class ImageGenerator(ImageNetwork):
         """(1, H, W) of each noise map, in the order they are taken; an empty list for a generator without noise."""
         return []
 
+    def finished(self, x: Tensor) -> Tensor:
+        """Images of what the last layer gives, which with alpha are straight colours: what is transparent need not be
+        painted black as well.
+        """
+        return premultiplied(x) if (self.pixel_format or {}).get("alpha") else x
+
 
 class PlainGenerator(ImageGenerator):
     """Without styles and noise: `images` of what `linear` makes, without autocast, of z and the label's embedding."""
@@ -105,7 +111,7 @@ class PlainGenerator(ImageGenerator):
             if self.embed is not None:
                 x = torch.cat([x, self.embed(one_hot(labels, self.classes, x.dtype))], dim=1)
             x = self.linear(x)
-        return self.images(x)
+        return self.finished(self.images(x))
 
 
 class StyledGenerator(ImageGenerator):

@@ -157,7 +157,7 @@ class Generator(StyledGenerator):
             x, image = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
             index = stop
         assert image is not None
-        return image
+        return self.finished(image)
 
     def forward(
         self,

@@ -181,7 +181,7 @@ class ImageSpec:
     def to_float(self, images: "Tensor", channels_last: bool = True) -> "Tensor":
         """Values [n, C, H, W] as files have them -> [-1, 1] in torch's default dtype, on the images' device.
 
-        Colours are multiplied by alpha (Porter and Duff 1984): transparent pixels are black, which is -1.
+        Colours are multiplied by alpha, see `premultiplied`.
         """
         import torch
 
@@ -190,9 +190,7 @@ class ImageSpec:
         if floats is images:  # floats need not be copied above
             floats = images.clone()
         floats = (floats.sub_(self.low) if self.low else floats).div_((self.high - self.low) / 2).sub_(1)
-        if self.alpha:
-            floats[:, :-1].add_(1).mul_((floats[:, -1:] + 1) / 2).sub_(1)
-        return floats
+        return premultiplied(floats) if self.alpha else floats
 
     def from_float(self, images: "Tensor") -> "Tensor":
         """[-1, 1] -> values as files have them, in their depth; integers are rounded and, as all with alpha, clipped to
@@ -220,3 +218,12 @@ class ImageSpec:
             return images
         scaled = (images.float() - self.low) / (self.high - self.low) * 255
         return scaled.round().clamp(0, 255).to(torch.uint8)
+
+
+def premultiplied(images: "Tensor") -> "Tensor":
+    """Straight colours and alpha in [-1, 1], [n, C, H, W], alpha last -> colours multiplied by alpha (Porter and Duff
+    1984): transparent pixels are black, which is -1.
+    """
+    result = images.clone()
+    result[:, :-1] = (images[:, :-1] + 1) * ((images[:, -1:] + 1) / 2) - 1
+    return result

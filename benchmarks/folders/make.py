@@ -167,24 +167,31 @@ def textures(packages: Packages) -> Iterator[File]:
                     yield f"{path.stem}/{top:03}-{left:03}.png", png(part)
 
 
-def spectrogram(content: bytes) -> bytes:
-    """A picture of the first 1.3 seconds with sound, 80 dB from black to yellow."""
+def power(content: bytes) -> np.ndarray:
+    """Of the first 1.3 seconds with sound, float64 [frequency, time], low ones below."""
     with wave.open(io.BytesIO(content)) as file:
         sound = np.frombuffer(file.readframes(file.getnframes()), np.int16) / 32768
     begin = int(np.argmax(np.abs(sound) > 0.05 * np.abs(sound).max()))
     sound = np.pad(sound[begin:], (0, MOMENT * HOP + WINDOW))
     frames = np.stack([sound[HOP * frame :][:WINDOW] for frame in range(MOMENT)]) * np.hanning(WINDOW)
-    power = np.abs(np.fft.rfft(frames)[:, 1:].T[::-1]) ** 2  # [frequency, time], low ones below
-    level = 1 + np.log10(power / power.max() + 1e-8) / 8
-    return png((255 * matplotlib.colormaps["inferno"](level)[..., :3]).astype(np.uint8))
+    return np.abs(np.fft.rfft(frames)[:, 1:].T[::-1]) ** 2
 
 
-def spectrograms(packages: Packages) -> Iterator[File]:
+def messages(packages: Packages) -> Iterator[tuple[str, bytes]]:
+    """language/name, sound file"""
     for package, spec in zip(packages, SOUNDS, strict=True):
         for name, content in package():
             path = Path(name)
             if path.suffix == ".wav" and path.parent.name != "silence" and len(content) > 1000:  # some are empty
-                yield f"{spec.split('-')[3]}/{path.parent.name}-{path.stem}.png", spectrogram(content)
+                yield f"{spec.split('-')[3]}/{path.parent.name}-{path.stem}", content
+
+
+def spectrograms(packages: Packages) -> Iterator[File]:
+    """Pictures, 80 dB from black to yellow."""
+    for name, content in messages(packages):
+        levels = power(content)
+        level = 1 + np.log10(levels / levels.max() + 1e-8) / 8
+        yield f"{name}.png", png((255 * matplotlib.colormaps["inferno"](level)[..., :3]).astype(np.uint8))
 
 
 def plots(packages: Packages) -> Iterator[File]:

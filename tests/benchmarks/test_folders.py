@@ -5,9 +5,8 @@ import wave
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from benchmarks.folders.make import broken, png, spectrogram
+from benchmarks.folders.make import broken, png, power
 from benchmarks.folders.run import HEADER, cells, table
 from duetgan.data.errors import ImageError
 from duetgan.data.images import decode_file
@@ -28,7 +27,7 @@ def test_a_tone_is_a_line_at_its_frequency(frequency):
         file.setparams((1, 2, rate, 0, "NONE", ""))
         sound = 20000 * np.sin(2 * np.pi * frequency * np.arange(2 * rate) / rate)
         file.writeframes(np.concatenate([np.zeros(rate), sound]).astype(np.int16).tobytes())
-    picture = np.asarray(Image.open(io.BytesIO(spectrogram(content.getvalue()))).convert("L"))
+    picture = power(content.getvalue())
     brightest = picture.mean(axis=1).argmax()
     assert picture.shape == (128, 128)
     assert abs(brightest - 128 * (1 - frequency / (rate / 2))) <= 1.5

@@ -286,6 +286,21 @@ def test_a_classifier_refuses_images_of_another_kind():
 # --- everything, over kinds
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_generator_multiplies_its_own_colours_by_alpha(architecture):
+    """What is transparent need not be painted black too: by that D would tell samples for thousands of steps."""
+    config, outcomes = SMALL[architecture][0], []
+    for spec in (KINDS["RGBA"], spec_of(4)):
+        torch.manual_seed(0)
+        shape = {"channels": 4, "classes": 0, "resolution": 8, "pixel_format": spec.pixel_format}
+        generator = ARCHITECTURES[architecture].build("generator", config, **shape).double()
+        noise = [torch.randn(2, *each).double() for each in generator.noise_shapes()]
+        outcomes.append((generator(torch.randn(2, 4).double(), noise=noise) + 1) / 2)
+    found, straight = outcomes
+    torch.testing.assert_close(found, torch.cat([straight[:, :3] * straight[:, 3:], straight[:, 3:]], 1))
+    assert not torch.allclose(found, straight)
+
+
 @settings(max_examples=14, deadline=None)
 @given(
     architecture=st.sampled_from(sorted(SMALL)),
