@@ -122,27 +122,26 @@ class Augment(Subject):
 
     def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
         """An arm with overrides of its own, and with the images of a job mixed in."""
-        used: Sequence[Any] = ()
-        file = self._file(job, ratio)
+        file, used = self._file(job, ratio), None
         if job:
             mixed = {"data.synthetic.path": file, "data.synthetic.share": round(ratio / (1 + ratio), 6)}
             own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
-            used = (self.place(job), "used", file.stem) if arm.family == SYNTHETIC else ()
+            used = (self.place(job), file.stem) if arm.family == SYNTHETIC else None
         self.training(arm, self.config.classifier, own, used=used)
 
     def _draw(self, name: str, _place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any) -> Settings:
         """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that the selection keeps,
-        `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and `used`: their
-        share of what was asked for.
+        `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and as `figures`
+        their shares of what was asked for.
         """
         files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
-        kept, counts, used = self.draw(files, seed=seed, **how), {}, {}
-        for file, wanted in files.items():
+        kept, counts = self.draw(files, seed=seed, **how), {}
+        for file in files:
             with Dataset(file) as reader:
                 counts[file.stem] = list(reader.meta.histogram)
-            used[file.stem] = sum(counts[file.stem]) / sum(wanted)
         self.show(PICTURES[name], self._file(name, max(ratios)))
-        return {"kept": kept, "counts": counts, "used": used}
+        figures = {file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()}
+        return {"kept": kept, "counts": counts, "figures": figures}
 
     def _held_back(self, _place: Path, _seed: int, ratio: float, images: Path, tail: bool) -> Settings:
         write_first(images, self._wanted(ratio), self._file(HELD, ratio))

@@ -92,7 +92,7 @@ class Labels(Subject):
                 (WRONG, "labels drawn by chance", "wrong", "pseudo_labels", [chance] * (named() == least)),
             ):
                 arm = Job(named(way), what, "control" if way == WRONG else "more", against)
-                self.training(arm, recipe, images=first / f"{kind}.lmdb", used=(first, "figures", figure))
+                self.training(arm, recipe, images=first / f"{kind}.lmdb", used=(first, figure))
             for run, suffix, family in ((generator, "", "more"), (untrained, f", {OF_UNTRAINED}", "control")):
                 start = {"model.name": "discriminator", "model.weights": run}
                 maps = partial(before_training, name="discriminator", weights=run, head="readout")

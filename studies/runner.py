@@ -152,24 +152,19 @@ class Study:
         """
         place, key = of_seed(job.place, seed), self._key(job, seed)
         file, note = record(place), place.with_name(f"{place.name}.key")
+        files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
+        left = any(each.is_file() and each.suffix not in (".key", ".log") for each in files)
+        if left and note.is_file() and note.read_text() != key:
+            raise UserError(
+                f"{place}: was made or begun with other settings, or by an earlier version; remove it and"
+                f" {place.name}.* beside it, or choose another --out"
+            )
         if file.is_file():
-            if _read(file)["key"] != key:
-                raise UserError(
-                    f"{file}: was made with other settings, or by an earlier version; choose another --out, or remove "
-                    "this study's folder"
-                )
             return False
         for other in job.needs:
             self._perform(self.subject.jobs[other], seed)
         if time.monotonic() > self.end:  # and a training was at its last step when it was told
             raise StoppedBySignal("the minutes are over")
-        files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
-        left = any(each.is_file() and each.suffix not in (".key", ".log") for each in files)
-        if left and note.is_file() and note.read_bytes() != key.encode():
-            raise UserError(
-                f"{place}: was begun with other settings; remove it and {place.name}.* beside it, or choose another"
-                " --out"
-            )
         place.mkdir(parents=True, exist_ok=True)
         write_atomic(note, key.encode())
         start = time.monotonic()
@@ -181,7 +176,7 @@ class Study:
             shown = ", ".join(f"{figure} {value:.4g}" for figure, value in outcome.figures.items() if value is not None)
             say(f"{title}: {shown} ({duration(took)})")
             outcome = packed(outcome)
-        told = {"key": key, "told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)}
+        told = {"told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)}
         write_atomic(file, as_json(told))
         if place != job.place and not self.subject.config.keep_runs:
             for run in list(place.rglob(DISCARDED)):
@@ -243,4 +238,4 @@ def _read(file: Path) -> dict[str, Any]:
     remedy = "remove it, and it is made again"
     with explained((ValueError, KeyError, TypeError), lambda why: f"{file}: cannot be read ({why}); {remedy}"):
         tree = json.loads(file.read_text())
-        return {key: tree[key] for key in ("key", "told", "seeds")}
+        return {key: tree[key] for key in ("told", "seeds")}

@@ -9,9 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import chain
-from operator import getitem
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -174,7 +173,7 @@ class Subject(ABC):
                 needs[self.folder.joinpath(*inside.parts[:2])] = None
                 return inside.as_posix()
             if isinstance(value, Config):
-                return value.key() if isinstance(value, Recipe) else value.model_dump()
+                return getattr(value, "key", value.model_dump)()
             return [value.func, value.keywords] if isinstance(value, partial) else value.__name__
 
         key = json.dumps({"name": job.name, **settings}, default=said, sort_keys=True)
@@ -197,7 +196,7 @@ class Subject(ABC):
         images: Path | None = None,  # None: the training images
         fixed: int = SEED,  # seed of what is no arm
         steps: int | None = None,  # None: the recipe's
-        used: Sequence[Any] = (),  # whose outcome, a place, and where in it tells how much an arm could use
+        used: tuple[Path, str] | None = None,  # an arm or job, by its place, and its figure of how much this could use
         **key: Any,  # what else defines it
     ) -> Path:
         """Declare what trains a run, or takes the one that `gan.run` names; returns the folder of the run."""
@@ -212,7 +211,7 @@ class Subject(ABC):
                 run.symlink_to(Path(recipe.run).resolve())
             result: Any = self.judge(run) if job.family else {}
             if used:
-                result.figures["used"] = reduce(getitem, used[1:], self.outcome(of_seed(used[0], seed)))
+                result.figures["used"] = self.outcome(of_seed(used[0], seed))["figures"][used[1]]
             return result
 
         return self.add(job, make, recipe=recipe, own=own, fixed=fixed, steps=steps, **key) / "run"

@@ -93,8 +93,7 @@ class Teach(Subject):
 
     def _arm(self, arm: Job, own: Settings, steps: int | None = None) -> None:
         config = self.config
-        how = {"n": config.n, "extractor": config.extractor, "judge": self.run}
-        self.training(arm, config.gan, own, steps=steps, **how)
+        self.training(arm, config.gan, own, steps=steps, n=config.n, extractor=config.extractor, judge=self.run)
         self.captions[arm.name] = f"{arm.name}: the first seed's samples, a row for each class"
 
     def judge(self, run: Path) -> Result:

@@ -17,6 +17,7 @@ from duetgan.studies.runner import Study
 from duetgan.studies.subject import Job, Subject
 from duetgan.utils.errors import StoppedBySignal, UserError
 from duetgan.utils.script import run_cli
+from duetgan.utils.text import duration
 from tests.reporting.test_report import page
 
 LABELS = np.arange(400) % 4
@@ -138,9 +139,9 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
     assert found["seeds"] == [0, 1, 2]
     assert found["notes"][0].startswith("The study was begun with 2 seeds, and raised to 3 when results were there")
     assert [call for call in subject.calls if call[1] != 2] == []
-    with pytest.raises(UserError, match="made with other settings, or by an earlier version; choose another --out"):
+    with pytest.raises(UserError, match="made or begun with other settings, or by an earlier version; remove it and"):
         study(tmp_path, setting=2)[0].run()
-    with pytest.raises(UserError, match="was made with other settings"):
+    with pytest.raises(UserError, match="was made or begun with other settings"):
         study(tmp_path, shares=SHARES | {"real": 0.4})[0].run()
     (tmp_path / "runs/real-s0.json").write_text("{")
     with pytest.raises(UserError, match="remove it, and it is made again"):
@@ -168,7 +169,7 @@ def test_what_was_begun_with_other_settings_is_not_taken_over(tmp_path, call, pl
 
     for left in (f"{place}/config.yaml", f"{place}.lmdb"):
         begun(f"{place}.log", left)
-        with pytest.raises(UserError, match=f"{place}: was begun with other settings; remove it and {place[5:]}"):
+        with pytest.raises(UserError, match=f"{place}: was made or begun with .*; remove it and {place[5:]}"):
             study(tmp_path, **changed)[0].run()
         (tmp_path / left).unlink()
     begun(f"{place}/run.log")  # refused before it began: a word that is mended
@@ -204,10 +205,12 @@ def test_a_part_of_a_study_runs_what_its_arms_are_compared_with_and_says_what_it
 
 def test_the_verdicts_of_several_studies_make_a_page(tmp_path, capsys):
     study(tmp_path / "good")[0].run()
+    record = tmp_path / "good/runs/real-s0.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"seconds": 7200}))
     study(tmp_path / "void", shares=SHARES | {"held back": 0.5})[0].run()
     assert run_cli(script.main, ["page", str(tmp_path / "good"), str(tmp_path / "void")]) == 0
     first, second = capsys.readouterr().out.split("## Do they help?")[1:]
-    assert "Study `made-up`: 3 seeds, 12 of 12 runs, " in first
+    assert f"Study `made-up`: 3 seeds, 12 of 12 runs, {duration(7200)}." in first
     row = json.loads((tmp_path / "good/study.json").read_text())["comparisons"][0]
     cells = next(line for line in first.splitlines() if line.startswith("| samples")).split("|")
     told = [cell.strip() for cell in cells[1:-1]]
