@@ -1,7 +1,7 @@
 """Answer a question about the generator and the classifier with many runs, controls and intervals.
 
 `python study.py augment`: do samples help the classifier? The same command goes on where it was stopped. It writes
-study.json and a page, report.html.
+study.json and a page, report.html. `python study.py page FOLDER...` prints what studies found, as Markdown.
 """
 
 import json
@@ -36,6 +36,11 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Make what is missing of a study, and print what it found."""
+    if argv[:1] == ["page"] and argv[1:]:
+        from duetgan.reporting.verdicts import verdicts
+
+        print(verdicts([Path(folder) for folder in argv[1:]]))
+        return 0
     options, overrides = parser().parse_known(argv)
     entry(SUBJECTS, options.subject, "study")
     file = Path(recipe_file(options.config)) if options.config else CONFIGS / f"study_{options.subject}.yaml"

@@ -1,22 +1,26 @@
 """Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and augmentation do?"""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts, write_subset
-from duetgan.studies.samples import Drawing, draw_rows, share_of_batch
-from duetgan.studies.subject import UNTRAINED, Comparison, Conclusion, Control, Result, Results, Settings, Subject
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts, write_first
+from duetgan.studies.results import CLASSES, GROUPS, Comparison
+from duetgan.studies.samples import Drawing
+from duetgan.studies.subject import UNTRAINED, Job, Settings, Subject
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from duetgan.utils.errors import UserError
 
 REAL, HELD = "real only", "held-back real images"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
-CHOSEN = {"best classic arm": CLASSIC, "best arm with samples": SYNTHETIC}  # of each seed
+BASE, BEST = "best classic arm", "best arm with samples"
 SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
+EVERY = Comparison(REAL, group=GROUPS, family="all arms")
+PICTURES = {SAMPLES: "Samples", SELECTED: "Selected samples", NOISE: "Samples of the untrained generator"}
 
 
 class SelectionConfig(Config):
@@ -61,14 +65,12 @@ def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[in
 
 
 class Augment(Subject):
-    """The arms, trained alike for as many steps, with the same share of every batch where images are added."""
+    """The arms, trained alike for as many steps, with the same share of every batch where images are added. Choices are
+    made on held-out images; the test images are looked at only by what was chosen.
+    """
 
     title = "Do samples help the classifier?"
     sets = (HELD_OUT, TEST)
-    controls = (
-        Control(UNTRAINED, REAL, "not helps", "samples without any content must not help"),
-        Control(HELD, REAL, "helps", "further real images must help, or the study could not see any help"),
-    )
 
     def declare(self) -> None:
         config, control = self.config, self.config.control_ratio
@@ -76,29 +78,41 @@ class Augment(Subject):
         generator, untrained = self.generators()
         # by a classifier of the training images alone, every class seen equally often
         selector = self.selector(config.classifier, {"data.sampling": "balanced"})
-        band = config.selection.low, config.selection.high
-        selected = {"drawing": Drawing(recognised=True, confidence=band), "pool": config.selection.pool}
-        self._samples(NOISE, untrained, [control])
-        self._samples(SAMPLES, generator, config.ratios)
-        self._samples(SELECTED, generator, config.ratios, **selected, selector=selector)
-        key = {"ratio": control, "tail": self.tail, "images": self.part(HELD_BACK)}
-        self.add(HELD, HELD, self._held_back, key)
+        band = Drawing(recognised=True, confidence=(config.selection.low, config.selection.high))
+        for name, run, ratios, drawing, pool, by in (
+            (NOISE, untrained, [control], Drawing(), None, None),
+            (SAMPLES, generator, config.ratios, Drawing(), None, None),
+            (SELECTED, generator, config.ratios, band, config.selection.pool, selector),
+        ):
+            how = {"generator": run, "drawing": drawing, "pool": pool, "selector": by}
+            job = Job(name, f"{name}, {drawing}")
+            self.add(job, partial(self._draw, name), ratios=ratios, tail=self.tail, **how)
+        back = self.part(HELD_BACK)
+        self.add(Job(HELD, HELD), self._held_back, ratio=control, tail=self.tail, images=back)
+        self.captions = {name: f"{name}, a row for each class" for name in ("Training images", *PICTURES.values())}
 
-        self._arm(REAL, "the training images alone", {}, CLASSIC)
+        answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
+        self.best(BASE, CLASSIC)
+        self.best(BEST, SYNTHETIC, [answer, Comparison(BASE, group=CLASSES, family="classes"), EVERY])
+        self._arm(Job(REAL, "the training images alone", CLASSIC), {})
         if self.tail:
             weights, sampling = {"loss.class_weights": "balanced"}, {"data.sampling": "balanced"}
-            self._arm("class weights", "each class's loss by 1 / its frequency", weights, CLASSIC)
-            self._arm("balanced sampling", "every class is seen equally often", sampling, CLASSIC)
-        self.bases(CLASSIC)
-        self._arm("stronger augmentation", _settings(config.stronger), config.stronger, CLASSIC)
+            self._arm(Job("class weights", "each class's loss by 1 / its frequency", CLASSIC, [EVERY]), weights)
+            self._arm(Job("balanced sampling", "every class is seen equally often", CLASSIC, [EVERY]), sampling)
+        self.bases(Job("", family=CLASSIC, against=[EVERY]))
+        self._arm(Job("stronger augmentation", _settings(config.stronger), CLASSIC, [EVERY]), config.stronger)
         mixing = f", {_settings(config.mixing)}" if config.mixing else ""
         for kind in [SELECTED if selected else SAMPLES for selected in config.selected]:
             for ratio in config.ratios:
                 name, what = synthetic_name(ratio, kind == SELECTED), f"{ratio:g} {kind} per real image{mixing}"
-                self._arm(name, what, config.mixing, SYNTHETIC, kind, ratio)
+                self._arm(Job(name, what, SYNTHETIC, [EVERY]), config.mixing, kind, ratio)
+        why = "samples without any content must not help"
+        nothing = Comparison(REAL, expected="not helps", why=why)
         what = f"{control:g} samples of an untrained generator per real image"
-        self._arm(UNTRAINED, what, {}, CONTROL, NOISE, control)
-        self._arm(HELD, f"{control:g} further real images per real image", {}, CONTROL, HELD, control)
+        self._arm(Job(UNTRAINED, what, CONTROL, [nothing, EVERY]), {}, NOISE, control)
+        why = "further real images must help, or the study could not see any help"
+        real, what = Comparison(REAL, expected="helps", why=why), f"{control:g} further real images per real image"
+        self._arm(Job(HELD, what, CONTROL, [real, EVERY]), {}, HELD, control)
 
     def _file(self, job: str, ratio: float) -> Path:
         return self.place(job) / f"ratio-{ratio:g}.lmdb"
@@ -106,79 +120,36 @@ class Augment(Subject):
     def _wanted(self, ratio: float) -> list[int]:
         return sample_counts(self.counts(TRAIN), ratio, fill=self.tail)
 
-    def _arm(self, name: str, what: str, own: Settings, family: str, job: str = "", ratio: float = 0.0) -> None:
+    def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
         """An arm with overrides of its own, and with the images of a job mixed in."""
+        file, used = self._file(job, ratio), None
         if job:
-            mixed = {"data.synthetic.path": self._file(job, ratio), "data.synthetic.share": share_of_batch(ratio)}
+            mixed = {"data.synthetic.path": file, "data.synthetic.share": round(ratio / (1 + ratio), 6)}
             own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
+            used = (self.place(job), file.stem) if arm.family == SYNTHETIC else None
+        self.training(arm, self.config.classifier, own, used=used)
 
-        def judge(run: Path, _seed: int) -> Result:
-            result = self.judge(run)
-            if job in (SAMPLES, SELECTED):
-                made = self.outcome(self.place(job))["counts"][self._file(job, ratio).stem]
-                result.figures["used"] = sum(made) / sum(self._wanted(ratio))
-            return result
-
-        self.training(name, what, self.config.classifier, own, family, judge=judge)
-
-    def _samples(
-        self,
-        name: str,
-        generator: Path,
-        ratios: Sequence[float],
-        drawing: Drawing = Drawing(),  # noqa: B008
-        pool: int | None = None,
-        selector: Path | None = None,
-    ) -> None:
+    def _draw(self, name: str, _place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any) -> Settings:
         """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that the selection keeps,
-        and `counts`: what each file holds, fewer than asked for where the selection's pool has no more.
+        `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and as `figures`
+        their shares of what was asked for.
         """
+        files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
+        kept, counts = self.draw(files, seed=seed, **how), {}
+        for file in files:
+            with Dataset(file) as reader:
+                counts[file.stem] = list(reader.meta.histogram)
+        self.show(PICTURES[name], self._file(name, max(ratios)))
+        figures = {file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()}
+        return {"kept": kept, "counts": counts, "figures": figures}
 
-        def make(_place: Path, seed: int) -> Settings:
-            files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
-            kept, counts = self.draw(files, generator, drawing, seed, pool=pool), {}
-            for file in files:
-                with Dataset(file) as reader:
-                    counts[file.stem] = list(reader.meta.histogram)
-            return {"kept": kept, "counts": counts}
+    def _held_back(self, _place: Path, _seed: int, ratio: float, images: Path, tail: bool) -> Settings:
+        write_first(images, self._wanted(ratio), self._file(HELD, ratio))
+        self.show("Training images", self.part(TRAIN))
+        return {}
 
-        key = {"generator": generator, "ratios": ratios, "tail": self.tail, "selector": selector, "pool": pool}
-        self.add(name, f"{name}, {drawing}", make, key | {"drawing": drawing.model_dump()})
-
-    def _held_back(self, _place: Path, _seed: int) -> Settings:
-        with Dataset(self.part(HELD_BACK)) as reader:
-            wanted = enumerate(self._wanted(self.config.control_ratio))
-            rows = [np.flatnonzero(reader.labels() == label)[:count] for label, count in wanted]
-            out = self._file(HELD, self.config.control_ratio)
-            write_subset(reader, np.sort(np.concatenate(rows)), out)
-        return {"counts": list(map(len, rows))}
-
-    # --- answers
-
-    def conclude(self, results: Results) -> Conclusion:
-        """Choices are made on held-out images; the test images are looked at only by what was chosen."""
-        of_family = {name: [arm.name for arm in self.arms if arm.family == name] for name in (CLASSIC, SYNTHETIC)}
-        groups = self.class_groups(results)
-        choices = {name: results.choose(name, of_family[family]) for name, family in CHOSEN.items()}
-        best, samples = CHOSEN
-        asked = [Comparison(best, samples, of, (UNTRAINED,), asked=True) for of in groups]
-        by_class = [Comparison(best, samples, name, family="classes") for name in self.classes()]
-        arms = [samples, *(arm.name for arm in self.arms if arm.name != REAL)]
-        rest = [Comparison(REAL, arm, of, family="all arms") for arm in arms for of in groups]
-        return Conclusion([*asked, *by_class, *rest], choices, self._drawn(), self._notes())
-
-    def _drawn(self) -> dict[str, str]:
-        """Real images and samples of every kind, a row for each class; drawn once."""
-        most, control = max(self.config.ratios), self.config.control_ratio
-        files = {"Training images": self.part(TRAIN), "Samples": self._file(SAMPLES, most)}
-        files |= {"Selected samples": self._file(SELECTED, most)}
-        files |= {"Samples of the untrained generator": self._file(NOISE, control)}
-        for name, file in files.items():
-            if file.is_file() and not self.picture(name).is_file():
-                draw_rows(file, self.picture(name))
-        return {name: f"{name}, a row for each class" for name in files}
-
-    def _notes(self) -> list[str]:
+    @property
+    def notes(self) -> list[str]:  # type: ignore[override]
         steps = self.config.classifier.overrides.get("steps")
         notes = [
             f"every arm has the same recipe and number of steps{'' if steps is None else f', {steps}'}: where samples "

@@ -3,6 +3,7 @@ labels standardise, and labels that spread over neighbours.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,17 @@ def pixels(reader: Dataset) -> Tensor:
     return torch.cat([scaled(images, side).flatten(1) for images in parts])
 
 
-def before_training(**about: Any) -> Features:
+def before_training(reader: Dataset, **about: Any) -> Tensor:
     """What the head takes of a classifier's network (keys of ModelConfig) before its first step: as it is drawn, key
     (0, "init", "classifier"), or a discriminator's.
     """
-
-    def features(reader: Dataset) -> Tensor:
-        config = ModelConfig(**about)  # a GAN's run must be there
-        with forked(0, "init", "classifier"):
-            model = Classifier(config, channels=reader.spec.channels, classes=2, resolution=reader.resolution)
-        if config.discriminator is not None:
-            load_discriminator(model)
-        with torch.no_grad():
-            return image_features(model, reader, mirror=False)[0][:, 0]
-
-    return features
+    config = ModelConfig(**about | {"weights": about["weights"] and str(about["weights"])})  # a GAN's run must be there
+    with forked(0, "init", "classifier"):
+        model = Classifier(config, channels=reader.spec.channels, classes=2, resolution=reader.resolution)
+    if config.discriminator is not None:
+        load_discriminator(model)
+    with torch.no_grad():
+        return image_features(model, reader, mirror=False)[0][:, 0]
 
 
 def readout(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
@@ -68,13 +65,13 @@ def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
     before, untrained = "a logistic regression on what the recipe's network gives", model.model_dump()
     return {
         "pixels": ("a logistic regression on the pixels", pixels, readout),
-        "untrained features": (f"{before} before its first step", before_training(**untrained), readout),
+        "untrained features": (f"{before} before its first step", partial(before_training, **untrained), readout),
         "neighbours": ("labels spread over neighbours, by their pixels", pixels, spread),
     }
 
 
 def hits_of(
-    features: Features, learn: Learner, training: Path, known: Any, files: Mapping[str, Path]
+    training: Path, files: Mapping[str, Path], features: Features, learn: Learner, known: Any
 ) -> dict[str, np.ndarray]:
     """Which images of each file are told right, bool [n], where of the training images `known` (labels -> records;
     None: all) have labels.

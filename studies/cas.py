@@ -3,20 +3,23 @@ to as many real images, and what each ingredient of GaFi (2305.10118) does to it
 """
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig, write_subset
-from duetgan.studies.samples import Drawing, draw_rows, last_checkpoints
-from duetgan.studies.subject import NOTHING, Comparison, Conclusion, Control, Result, Results, Settings, Subject, ended
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig, write_first
+from duetgan.studies.results import GROUPS, Comparison, Result
+from duetgan.studies.samples import Drawing, last_checkpoints
+from duetgan.studies.subject import Job, Subject, ended
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.model import PositiveInt
 from duetgan.utils.errors import UserError
-from duetgan.utils.seeding import numpy_generator
 
 REAL, CONTROL, PLAIN, TOGETHER, NOISE = "real", "real again", "plain", "together", "untrained"  # arms
+GAP, EFFECT = "gap to real images", "effect of an ingredient"  # families of answers
 
 
 class CasConfig(StudyConfig):
@@ -33,26 +36,35 @@ class Cas(Subject):
 
     title = "How good a training set are samples?"
 
-    controls = (
-        Control(CONTROL, REAL, "same", "real images passed off as samples train like real ones"),
-        Control(NOISE, REAL, "not helps", "noise is no training set"),
+    notes = (
+        "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"
+        " the same number of images; test images choose nothing.",
+        "The generator was trained once: intervals are over the classifiers' seeds, the draws of images and the"
+        " test images, not over generators.",
+        "Selection knows real images: its classifier was trained on all training images of the generator.",
     )
 
     def declare(self) -> None:
         config = self.config
         self._check_checkpoints()
-        self.drawings = {PLAIN: Drawing(), **config.drawing.alone()}
-        if len(self.drawings) > 2:
-            self.drawings[TOGETHER] = config.drawing
+        drawings = {PLAIN: Drawing(), **config.drawing.alone()}
+        if len(drawings) > 2:
+            drawings[TOGETHER] = config.drawing
+        *_, last = drawings
         generator, untrained = self.generators()
         recipe = config.selector if config.selector.config else config.classifier
         selector = self.selector(recipe, {"data.val_path": self.part(HELD_OUT)})
-        self._arm(REAL, "as many real images: the floor", "real", self.part(TRAIN))
-        self._arm(CONTROL, "other real images, passed off as samples", "control", self.part(HELD_BACK))
-        for name, drawing in self.drawings.items():
-            needs = {"selector": selector} if drawing.selects else {}
-            self._arm(name, f"samples, {drawing}", "samples", generator, drawing, needs)
-        self._arm(NOISE, "samples of an untrained generator", "control", untrained, Drawing())
+        again = Comparison(REAL, expected="same", why="real images passed off as samples train like real ones")
+        nothing = Comparison(REAL, expected="not helps", why="noise is no training set")
+        self._arm(Job(REAL, "as many real images: the floor", "real"), self.part(TRAIN))
+        self._arm(Job(CONTROL, "other real images, passed off as samples", "control", [again]), self.part(HELD_BACK))
+        effect = Comparison(PLAIN, group=GROUPS, controls=(NOISE,), family=EFFECT, asked=True)
+        for name, drawing in drawings.items():
+            gap = Comparison(REAL, group=GROUPS, family=GAP, asked=name in (PLAIN, last))
+            arm = Job(name, f"samples, {drawing}", "samples", [gap, *[effect] * (name != PLAIN)])
+            self._arm(arm, generator, drawing, selector if drawing.selects else None)
+        self._arm(Job(NOISE, "samples of an untrained generator", "control", [nothing]), untrained, Drawing())
+        self.comparisons.sort(key=lambda row: (row.family != GAP, row.family == GAP and row.second != last))
 
     def _check_checkpoints(self) -> None:
         gan, count = self.config.gan, self.config.drawing.checkpoints
@@ -67,29 +79,22 @@ class Cas(Subject):
                 "in gan.overrides"
             )
 
-    def _arm(
-        self,
-        name: str,
-        what: str,
-        family: str,
-        source: Path,  # of its images: a file, or with a drawing a generator's run
-        drawing: Drawing | None = None,
-        needs: Settings = NOTHING,
-    ) -> None:
-        def make(place: Path, seed: int) -> Result:
-            file, shares = place / "images.lmdb", place / "kept.json"
-            if not (ended(place / "run") or (file.exists() and shares.exists())):
-                shares.write_text(json.dumps(self._write(file, source, drawing, seed)))
-                if not self.picture(name).is_file():
-                    draw_rows(file, self.picture(name))
-            self.train(place / "run", self.config.classifier, {"data.path": file, "data.val_path": None}, seed)
-            result, kept = self.judge(place / "run"), json.loads(shares.read_text())
-            result.figures["kept"] = float(np.mean(kept)) if kept else None
-            file.unlink(missing_ok=True)
-            return result
+    def _arm(self, arm: Job, source: Path, drawing: Drawing | None = None, selector: Path | None = None) -> None:
+        """An arm whose images are of a file, or with a drawing of a generator's run."""
+        images = {"n": self.config.n, "source": source, "drawing": drawing, "selector": selector}
+        self.add(arm, partial(self._make, arm.name), recipe=self.config.classifier, **images)
+        self.captions[arm.name] = f"{arm.name}, seed {self.config.first_seed}"
 
-        key = {"source": source, "drawing": drawing and drawing.model_dump(), "n": self.config.n, **needs}
-        self.add(name, what, make, {**self.config.classifier.key(), **key}, family)
+    def _make(self, name: str, place: Path, seed: int, recipe: Recipe, n: int | None, **images: Any) -> Result:
+        file, shares = place / "images.lmdb", place / "kept.json"
+        if not (ended(place / "run") or (file.exists() and shares.exists())):
+            shares.write_text(json.dumps(self._write(file, seed, **images)))
+            self.show(name, file)
+        self.train(place / "run", recipe, {"data.path": file, "data.val_path": None}, seed)
+        result, kept = self.judge(place / "run"), json.loads(shares.read_text())
+        result.figures["kept"] = float(np.mean(kept)) if kept else None
+        file.unlink(missing_ok=True)
+        return result
 
     def _wanted(self) -> np.ndarray:
         """Images of each class, the same for every arm: `n` of them with the training images' shares. Raises UserError
@@ -106,50 +111,19 @@ class Cas(Subject):
             )
         return counts
 
-    def _write(self, file: Path, source: Path, drawing: Drawing | None, seed: int) -> list[float | None]:
-        """The images that an arm is trained on; returns the share of the samples that was kept, by class. Of real ones
-        of each class the first of a permutation with the key (seed, "study", "real", class).
-        """
+    def _write(
+        self, file: Path, seed: int, source: Path, drawing: Drawing | None, selector: Path | None
+    ) -> Sequence[float | None]:
+        """The images that an arm is trained on; returns the share of the samples that was kept, by class."""
         counts = self._wanted()
-        if drawing is not None:
-            training = self.config.classifier.settings()
-            if drawing.fresh:  # as many as a training sees
-                counts = -(-counts * training.steps * training.batch_size // int(counts.sum()))
-            return self.draw({file: counts.tolist()}, source, drawing, seed, stream=("study", "sample"))
-        with Dataset(source) as reader:
-            rows = []
-            for label, count in enumerate(counts.tolist()):
-                members = np.flatnonzero(reader.labels() == label)
-                rows.append(numpy_generator(seed, "study", "real", label).permutation(members)[:count])
-            write_subset(reader, np.sort(np.concatenate(rows)), file)
-        return []
-
-    # --- what is made of the results
-
-    def conclude(self, results: Results) -> Conclusion:
-        arms, groups = list(self.drawings), self.class_groups(results)
-        first, last = arms[0], arms[-1]
-        gaps = [
-            Comparison(REAL, name, of, family="gap to real images", asked=name in (first, last))
-            for name in (last, *arms[:-1])
-            for of in groups
-        ]
-        effects = [
-            Comparison(PLAIN, name, of, (NOISE,), family="effect of an ingredient", asked=True)
-            for name in arms[1:]
-            for of in groups
-        ]
-        return Conclusion(
-            comparisons=[*gaps, *effects],
-            pictures={arm.name: f"{arm.name}, seed {results.seeds[0]}" for arm in self.arms},
-            notes=[
-                "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"
-                " the same number of images; test images choose nothing.",
-                "The generator was trained once: intervals are over the classifiers' seeds, the draws of images and the"
-                " test images, not over generators.",
-                "Selection knows real images: its classifier was trained on all training images of the generator.",
-            ],
-        )
+        if drawing is None:
+            write_first(source, counts.tolist(), file, seed)
+            return []
+        training = self.config.classifier.settings()
+        if drawing.fresh:  # as many as a training sees
+            counts = -(-counts * training.steps * training.batch_size // int(counts.sum()))
+        stream = "study", "sample"
+        return self.draw({file: counts.tolist()}, source, drawing, seed, selector, stream=stream)
 
 
 CONFIG, SUBJECT = CasConfig, Cas

@@ -18,6 +18,7 @@ from duetgan.data.sources import open_source
 from duetgan.inference.dataset import write_labelled
 from duetgan.training.base.config import RunConfig
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.build import with_value
 from duetgan.utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
@@ -60,13 +61,9 @@ class Recipe(Config):
         """The recipe's file; those of configs/ are found from any folder."""
         return Path(recipe_file(self.config))
 
-    def text(self) -> str:
-        """What the recipe says; empty where there is none. Raises UserError if it cannot be read."""
-        return json.dumps(read_yaml(self.file), sort_keys=True) if self.config else ""
-
     def key(self) -> dict[str, Any]:
-        """What defines a training: what the recipe says, not only its name."""
-        return self.model_dump() | {"recipe": self.text()}
+        """What defines a training: what the recipe says, not only its name. Raises UserError if it cannot be read."""
+        return self.model_dump() | {"recipe": json.dumps(read_yaml(self.file), sort_keys=True) if self.config else ""}
 
     def settings(self) -> RunConfig:
         """Those of its run. Raises UserError for what is wrong in them."""
@@ -78,6 +75,8 @@ class StudyConfig(Config):
 
     seeds: PositiveInt = 5  # trainings of each arm
     first_seed: NonNegativeInt = 0
+    # arms to try, by patterns of their names: "*readout of D"; what they are compared with comes along; none: all
+    only: list[str] = []
     keep_runs: bool = False  # the checkpoints of arms that are done; without them a run takes kilobytes
     data: StudyData = StudyData()
     classifier: Recipe = Recipe()
@@ -107,14 +106,7 @@ def quickened(tree: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(quick, dict) or not quick:
         raise UserError("the recipe has no section quick; leave --quick out, or name the keys that it is to set there")
     for key, value in quick.items():
-        *sections, name = str(key).split(".")
-        place = tree
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise UserError(f"quick.{key}: {section} is no section")
-        before = place.get(name)
-        place[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+        tree = with_value(tree, str(key), value)
     return tree
 
 
@@ -211,23 +203,17 @@ def expected_counts(data: StudyData) -> list[int]:
 
 
 def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
-    """Training images of each class: all, or `largest` at most, and with a long tail those of its `profile`, at least
-    one.
+    """Training images of each class: all, or `largest` at most. With a long tail of K classes, at least one: of class k
+    largest * ratio ** (-k / (K - 1)), rounded down (Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of
+    Samples", section 5.1).
     """
     largest = min(max(available), data.largest or max(available))
     if data.long_tail == 1:
         return [min(count, largest) for count in available]
     largest = min(largest, *available[:1])
-    tail = profile(largest, data.long_tail, len(available)).tolist()
+    steps = np.arange(len(available)) / max(1, len(available) - 1)
+    tail = np.floor(largest * data.long_tail**-steps + ROUNDING).astype(int).tolist()
     return [min(count, max(1, wanted)) for count, wanted in zip(available, tail, strict=True)]
-
-
-def profile(largest: int, ratio: float, classes: int) -> np.ndarray:
-    """Images of each of K classes, int64 [K]: of class k largest * ratio ** (-k / (K - 1)), rounded down (Cui et al.
-    2019, "Class-Balanced Loss Based on Effective Number of Samples", section 5.1).
-    """
-    steps = np.arange(classes) / max(1, classes - 1)
-    return np.floor(largest * float(ratio) ** -steps + ROUNDING).astype(np.int64)
 
 
 def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
@@ -235,6 +221,18 @@ def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path
     source = f"{len(records)} images of {reader.meta.source}"
     images = (reader, records, reader.labels()[records])
     return write_labelled(out, [images], reader.classes, source=source, encoding="raw", overwrite=True)
+
+
+def write_first(source: Path, counts: Sequence[int], out: Path, seed: int | None = None) -> None:
+    """Write so many images of each class of a file: the first ones, or with a seed those of a permutation with the key
+    (seed, "study", "real", class).
+    """
+    with Dataset(source) as reader:
+        rows = [np.flatnonzero(reader.labels() == label) for label in range(len(counts))]
+        if seed is not None:
+            rows = [numpy_generator(seed, "study", "real", label).permutation(of) for label, of in enumerate(rows)]
+        chosen = [of[:count] for of, count in zip(rows, counts, strict=True)]
+        write_subset(reader, np.sort(np.concatenate(chosen)), out)
 
 
 def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[int]]:

@@ -1,6 +1,5 @@
 """A study run by run: what is done is kept, what is missing is made, and the table is a function of the results: of
-differences between arms, Holm's correction and controls comes study.json, what a study found so far, which does not
-depend on how often the study was stopped.
+it comes study.json, what a study found so far, which does not depend on how often the study was stopped.
 """
 
 import fcntl
@@ -14,18 +13,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import numpy as np
-
-from duetgan.metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
-from duetgan.reporting.figures import change, plain
+from duetgan.reporting.figures import percent, plain
 from duetgan.studies.images import TEST
-from duetgan.studies.subject import Comparison, Conclusion, Control, Job, Result, Results, Subject, of_seed, record
+from duetgan.studies.results import Result, Results, checked, compared, in_words, packed, unpacked
+from duetgan.studies.subject import Job, Subject, of_seed, record
 from duetgan.utils.distributed.launch import handling
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
@@ -33,77 +29,8 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
 SCHEMA = 1
-HELPS, HURTS, OPEN, EMPTY = "helps", "hurts", "cannot tell", "not tried"
-PAIRS = 5  # draws, each with and without, that `helps` needs at least
-LEAST_USED = 0.05  # of what an arm should use; one with less was not tried
+LEFT_OUT = "a part of the study: these arms were not asked for (only), and neither run nor compared: {}"
 VOID = "void: a control came out wrong, so the figures below prove nothing"
-
-
-def difference(results: Results, first: str, second: str, group: str, figure: str | None) -> Difference | None:
-    """The second arm less the first; None where a figure is missing, or one seed cannot tell."""
-    if figure is None:
-        return by_seeds_and_images(results.hits(first), results.hits(second), results.weights(group))
-    one, other = results.figures(first, figure), results.figures(second, figure)
-    if None in (*one, *other):
-        return None
-    return by_seeds(one, other) if len(one) > 1 else Difference(other[0] - one[0], None, None, "one seed")
-
-
-def answer(value: float, p: float | None, *, larger_is_better: bool = True) -> str:
-    """`helps`, `hurts`, or `cannot tell`."""
-    if p is None or p >= LEVEL:
-        return OPEN
-    return HELPS if (value > 0) == larger_is_better else HURTS
-
-
-def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """An answer for each comparison: the comparison, both values, `difference`, its 95 % `interval`, `p` (corrected
-    after Holm within the family), `method`, `unbeaten` (controls that are as good), `verdict`.
-
-    An effect in the right direction has the largest p of the tests against the first arm and each control, as an
-    intersection-union test has (Berger 1982). With fewer than PAIRS seeds there is no `helps`. An arm whose figure
-    `used` is below LEAST_USED is not tried, and not tested.
-    """
-    rows: list[dict[str, Any]] = []
-    for each in comparisons:
-        arms, group, figure = (each.first, each.second), each.group, each.figure
-        sign = 1 if each.larger_is_better else -1
-        if (found := difference(results, *arms, group, figure)) is None:
-            continue
-        values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
-        row = asdict(each) | asdict(found) | {"controls": list(each.controls), "unbeaten": []}
-        row |= {"first_value": values[0], "second_value": values[1]}
-        used = results.mean_figure(each.second, "used")
-        if used is not None and used < LEAST_USED:
-            row |= {"p": None, "verdict": EMPTY}
-        elif sign * found.difference > 0 and found.p is not None:
-            tests = {name: difference(results, name, each.second, group, figure) for name in each.controls}
-            chances = {name: test.p if test and sign * test.difference > 0 else None for name, test in tests.items()}
-            row["unbeaten"] = [name for name, p in chances.items() if p is None or p >= LEVEL]
-            row["p"] = max(found.p, *(1.0 if p is None else p for p in chances.values()), 0.0)
-        rows.append(row)
-    for family in dict.fromkeys(row["family"] for row in rows):
-        holm(row for row in rows if row["family"] == family)
-    for row in rows:
-        verdict = answer(row["difference"], row["p"], larger_is_better=row["larger_is_better"])
-        row.setdefault("verdict", OPEN if verdict == HELPS and len(results.seeds) < PAIRS else verdict)
-    return rows
-
-
-def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any]]:
-    """The controls and how they came out: the declaration, `difference`, `interval`, `p` (of each alone), `found` and
-    `ok`. A control that could not be computed has failed.
-    """
-    rows = []
-    for control in controls:
-        found = difference(results, control.against, control.arm, control.group, control.figure)
-        row = asdict(control) | {"difference": None, "interval": None, "p": None, "found": OPEN, "ok": False}
-        if found is not None:
-            verdict = answer(found.difference, found.p, larger_is_better=control.larger_is_better)
-            fine = {"helps": verdict == HELPS, "not helps": verdict != HELPS, "same": verdict == OPEN}
-            row |= asdict(found) | {"found": verdict, "ok": fine[control.expected]}
-        rows.append(row)
-    return rows
 
 
 def means(subject: Subject, results: Results) -> dict[str, Any]:
@@ -117,22 +44,11 @@ def means(subject: Subject, results: Results) -> dict[str, Any]:
     figures = [name for name in dict.fromkeys(chain(*(first.figures for first in firsts))) if name not in accuracies]
     head = ["", *(f"{name}, {group}" for name in sets for group in groups[name]), *figures]
     rows = [
-        [arm, *(cell for name in sets for cell in results.recalls(arm, groups[name], name))]
+        [arm, *(percent(results.mean(arm, group, name)) for name in sets for group in groups[name])]
         + [plain(results.mean_figure(arm, name)) for name in figures]
         for arm in results.by_arm
     ]
     return {"title": "Mean recall of the classes and means of figures, over the seeds", "header": head, "rows": rows}
-
-
-def in_words(row: dict[str, Any]) -> str:
-    scale, unit = (100, " points") if row["figure"] is None else (1, "")
-    ends = [change(scale * end) for end in row["interval"] or []]
-    sure = f", 95 % interval {' to '.join(ends)}" if ends else ""
-    what = f"{row['group']} classes" if row["figure"] is None else row["figure"]
-    p = "not known" if row["p"] is None else "below 0.0001" if row["p"] < 1e-4 else f"{row['p']:.2g}"
-    size = f"{change(scale * row['difference'])}{unit}{sure}, p {p}"
-    size += f"; no better than {', '.join(row['unbeaten'])}" if row["unbeaten"] else ""
-    return f"{what}: {row['verdict']} ({row['second']} against {row['first']}: {size})"
 
 
 def document(
@@ -146,13 +62,14 @@ def document(
     """
     done, wanted = sum(map(len, results.values())), len(results) * len(planned)
     whole = [seed for seed in planned if all(seed in runs for runs in results.values())]
-    conclusion, comparisons, controls, tables = Conclusion(), [], [], []
+    choices, comparisons, controls, tables = {}, [], [], []
     if whole:
         by_arm = {arm: [runs[seed] for seed in whole] for arm, runs in results.items()}
         table = Results(whole, by_arm, subject.labels(), subject.groups())
-        conclusion = subject.conclude(table)
-        tables = [means(subject, table)]
-        comparisons, controls = compared(table, conclusion.comparisons), checked(table, subject.controls)
+        choices = {name: table.choose(name, subject.of_family(family)) for name, family in subject.choices.items()}
+        tables, declared = [means(subject, table)], subject.compared(table)
+        comparisons = compared(table, [row for row in declared if not row.expected])
+        controls = checked(table, [row for row in declared if row.expected])
     asked = [row for row in comparisons if row["asked"]]
     failed = [row for row in controls if not row["ok"]]
     words = ["unfinished: the answers are of the seeds that are done"] * (done < wanted)
@@ -171,7 +88,7 @@ def document(
             | {"figures": {str(seed): result.figures for seed, result in results[arm.name].items()}}
             for arm in subject.arms
         ],
-        "choices": dict(conclusion.choices),
+        "choices": choices,
         "comparisons": comparisons,
         "controls": controls,
         "void": bool(failed) if whole else None,
@@ -180,10 +97,11 @@ def document(
         "tables": tables,
         "pictures": [
             {"file": f"pictures/{subject.picture(picture).name}", "caption": caption}
-            for picture, caption in conclusion.pictures.items()
-            if subject.picture(picture).is_file()
+            for picture, caption in subject.captions.items()
+            if whole and subject.picture(picture).is_file()
         ],
-        "notes": list(conclusion.notes),
+        "notes": [*subject.notes] * bool(whole)
+        + [LEFT_OUT.format("; ".join(subject.left_out))] * bool(subject.left_out),
     }
 
 
@@ -215,19 +133,16 @@ class Study:
         self.end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         with self._alone(), _stopping(minutes):
             try:
-                self._make()
+                runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms]
+                for number, (arm, seed) in enumerate(runs, 1):
+                    if self._perform(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"):
+                        self.write()
             except StoppedBySignal:
                 self.write()
                 if time.monotonic() < self.end:
                     raise
                 say(f"the {minutes:g} minutes are over; the same command goes on")
         return self.write()
-
-    def _make(self) -> None:
-        runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms]
-        for number, (arm, seed) in enumerate(runs, 1):
-            if self._perform(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"):
-                self.write()
 
     # --- jobs and runs
 
@@ -237,24 +152,19 @@ class Study:
         """
         place, key = of_seed(job.place, seed), self._key(job, seed)
         file, note = record(place), place.with_name(f"{place.name}.key")
+        files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
+        left = any(each.is_file() and each.suffix not in (".key", ".log") for each in files)
+        if left and note.is_file() and note.read_text() != key:
+            raise UserError(
+                f"{place}: was made or begun with other settings, or by an earlier version; remove it and"
+                f" {place.name}.* beside it, or choose another --out"
+            )
         if file.is_file():
-            if _read(file)["key"] != key:
-                raise UserError(
-                    f"{file}: was made with other settings, or by an earlier version; choose another --out, or remove "
-                    "this study's folder"
-                )
             return False
         for other in job.needs:
             self._perform(self.subject.jobs[other], seed)
         if time.monotonic() > self.end:  # and a training was at its last step when it was told
             raise StoppedBySignal("the minutes are over")
-        files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
-        left = any(each.is_file() and each.suffix not in (".key", ".log") for each in files)
-        if left and note.is_file() and note.read_bytes() != key.encode():
-            raise UserError(
-                f"{place}: was begun with other settings; remove it and {place.name}.* beside it, or choose another"
-                " --out"
-            )
         place.mkdir(parents=True, exist_ok=True)
         write_atomic(note, key.encode())
         start = time.monotonic()
@@ -266,7 +176,8 @@ class Study:
             shown = ", ".join(f"{figure} {value:.4g}" for figure, value in outcome.figures.items() if value is not None)
             say(f"{title}: {shown} ({duration(took)})")
             outcome = packed(outcome)
-        _write(file, {"key": key, "told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)})
+        told = {"told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)}
+        write_atomic(file, as_json(told))
         if place != job.place and not self.subject.config.keep_runs:
             for run in list(place.rglob(DISCARDED)):
                 shutil.rmtree(run)
@@ -293,7 +204,7 @@ class Study:
         made = document(self.name, self.subject, results, self.seeds)
         if at_first < len(self.seeds):
             made["notes"].insert(0, SEEDS_ADDED.format(at_first, len(self.seeds)))
-        _write(self.folder / "study.json", made)
+        write_atomic(self.folder / "study.json", as_json(made))
         return made
 
     @contextmanager
@@ -327,23 +238,4 @@ def _read(file: Path) -> dict[str, Any]:
     remedy = "remove it, and it is made again"
     with explained((ValueError, KeyError, TypeError), lambda why: f"{file}: cannot be read ({why}); {remedy}"):
         tree = json.loads(file.read_text())
-        return {key: tree[key] for key in ("key", "told", "seeds")}
-
-
-def packed(result: Result) -> dict[str, Any]:
-    """A result ready for JSON: of hits the number, and the bits as hexadecimal digits."""
-    hits = {name: {"n": len(bits), "bits": np.packbits(bits).tobytes().hex()} for name, bits in result.hits.items()}
-    return {"figures": result.figures, "hits": hits}
-
-
-def unpacked(tree: dict[str, Any]) -> Result:
-    """The result in a file's tree."""
-    hits = {
-        name: np.unpackbits(np.frombuffer(bytes.fromhex(hit["bits"]), np.uint8), count=hit["n"]).astype(bool)
-        for name, hit in tree["hits"].items()
-    }
-    return Result(tree["figures"], hits)
-
-
-def _write(file: Path, tree: dict[str, Any]) -> None:
-    write_atomic(file, as_json(tree))
+        return {key: tree[key] for key in ("told", "seeds")}

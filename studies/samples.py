@@ -134,11 +134,6 @@ class Selector:
         return by_class
 
 
-def share_of_batch(ratio: float) -> float:
-    """The share of every batch that is synthetic where there are `ratio` samples per real image."""
-    return round(ratio / (1 + ratio), 6)
-
-
 def last_checkpoints(run: Path, count: int) -> list[Path]:
     """The checkpoints of the `count` last steps of a run. Raises UserError where it kept fewer."""
     files = newest_first(run / "checkpoints")[::-1]
@@ -242,14 +237,6 @@ def _centre(generator: Any, label: int) -> None:
     z, _ = draw(generator, range(MEAN_OF), 0, ("study", "mean"))
     labels = torch.full((MEAN_OF,), label, device=generator.w_avg.device)
     generator.w_avg.copy_(generator.mapping(z.to(labels.device), labels).mean(0))
-
-
-def draw_rows(file: Path, out: Path) -> None:
-    """A picture of a packed file: the first images of each class in a row with its name."""
-    with Dataset(file) as reader:
-        records = [np.flatnonzero(reader.labels() == label)[:COLUMNS] for label in range(len(reader.classes))]
-        rows = {name: reader.read(of)[0] for name, of in zip(reader.classes, records, strict=True) if len(of)}
-    save_table(rows, out)
 
 
 def save_table(rows: Mapping[str, Any], out: Path) -> None:

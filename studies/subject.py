@@ -1,30 +1,32 @@
-"""What a study is made of: jobs, arms, controls and comparisons, each declared once; and what all subjects share: a
-folder with the images, trainings, and how classifiers are judged.
+"""What a study is made of: jobs and arms, each declared once with what it is compared with; and what all subjects
+share: a folder with the images, trainings, and how classifiers are judged.
 """
 
+import fnmatch
 import json
 import re
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
 from duetgan.models.restore import classifier_from
-from duetgan.reporting.figures import percent
-from duetgan.studies.baselines import Features, Learner, hits_of, ways
+from duetgan.studies.baselines import hits_of, ways
 from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens
-from duetgan.studies.samples import Drawing, Selector, draw_samples, last_checkpoints
+from duetgan.studies.results import CLASSES, GROUPS, Comparison, Result, Results
+from duetgan.studies.samples import COLUMNS, Drawing, Selector, draw_samples, last_checkpoints, save_table
 from duetgan.training.engine.run import train
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.config.model import Config
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 
@@ -34,7 +36,7 @@ SEED = 0  # of what is made once
 OF_SEED = "-s{seed}"  # ends the name of an arm's folder, and stands for every seed in settings
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
-Settings = Mapping[str, Any]  # ready for JSON, but for paths inside the study's folder
+Settings = Mapping[str, Any]  # by name; paths inside the study's folder, sections of its config and functions too
 NOTHING: Settings = MappingProxyType({})
 
 
@@ -45,104 +47,14 @@ class Job:
     """
 
     name: str
-    what: str  # a line for people
-    make: Callable[[Path, int], Any]  # (folder, which may hold what an interrupted start left; seed) -> outcome
-    key: str  # what defines it, beside the jobs that it needs
-    needs: tuple[Path, ...]  # places of jobs that come before it
-    family: str
-    place: Path  # its folder; an arm's ends in OF_SEED
-
-
-@dataclass(frozen=True)
-class Control:
-    """A comparison whose answer is known; where it comes out otherwise the study is void.
-
-    `helps`: the arm must be better than `against`, significantly; `not helps`: it must not; `same`: neither.
-    """
-
-    arm: str
-    against: str
-    expected: Literal["helps", "not helps", "same"]
-    why: str  # what it shows, for people
-    group: str = "all"
-    figure: str | None = None  # of the runs' figures; None: hits
-    larger_is_better: bool = True
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Is the second arm better than the first, and than all `controls`? The answer is corrected within the `family`."""
-
-    first: str
-    second: str
-    group: str = "all"  # of classes, or a class; ignored where a figure is named
-    controls: Sequence[str] = ()  # arms without what the second is to owe its effect to
-    figure: str | None = None  # of the runs' figures; None: hits
-    larger_is_better: bool = True
-    family: str = "main"  # Holm's correction is over all answers of a family
-    asked: bool = False  # whether the verdict is of it
-
-
-@dataclass(frozen=True)
-class Conclusion:
-    comparisons: Sequence[Comparison] = ()
-    choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen on held-out images: arm
-    pictures: Mapping[str, str] = field(default_factory=dict)  # name -> caption; see `Subject.picture`
-    notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Result:
-    figures: dict[str, float | None] = field(default_factory=dict)
-    hits: dict[str, np.ndarray] = field(default_factory=dict)  # of each set of images: bool [n], in the file's order
-
-
-@dataclass(frozen=True)
-class Results:
-    """The results of all arms for the same seeds, in the order of the seeds.
-
-    `groups` name sets of labels: groups of classes and the classes themselves; `labels` are each set's, int64 [n].
-    """
-
-    seeds: Sequence[int]
-    by_arm: dict[str, list[Result]]
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
-
-    def hits(self, arm: str, split: str = TEST) -> np.ndarray:
-        """Right or wrong by seed and image, bool [seeds, n]."""
-        return np.stack([result.hits[split] for result in self.by_arm[arm]])
-
-    def figures(self, arm: str, name: str) -> list[Any]:
-        return [result.figures.get(name) for result in self.by_arm[arm]]
-
-    def mean_figure(self, arm: str, name: str) -> float | None:
-        values = [value for value in self.figures(arm, name) if value is not None]
-        return float(np.mean(values)) if values else None
-
-    def weights(self, group: str, split: str = TEST) -> np.ndarray:
-        """What each image counts in the group's figure, float64 [n] of sum 1: the mean of its classes' shares."""
-        labels = self.labels[split]
-        chosen = np.isin(labels, self.groups[group])
-        return chosen / (max(1, len(np.unique(labels[chosen]))) * np.bincount(labels)[labels])
-
-    def mean(self, arm: str, group: str, split: str = TEST) -> float:
-        """The mean recall of the group's classes, over all seeds."""
-        return float(self.hits(arm, split).mean(0) @ self.weights(group, split))
-
-    def choose(self, name: str, arms: Sequence[str]) -> str:
-        """Add an arm: at each seed that one of these with the largest mean recall on held-out images, of equal ones the
-        first. Returns which these were, for people.
-        """
-        weights = self.weights("all", HELD_OUT)
-        best = np.stack([self.hits(arm, HELD_OUT) @ weights for arm in arms]).round(9).argmax(0)
-        chosen = [arms[place] for place in best]
-        self.by_arm[name] = [self.by_arm[arm][seed] for seed, arm in enumerate(chosen)]
-        return ", ".join(f"{arm} ({count} of {len(chosen)} seeds)" for arm, count in Counter(chosen).most_common())
-
-    def recalls(self, arm: str, groups: Iterable[str], split: str = TEST) -> list[str]:
-        """The mean recall of each group in writing."""
-        return [percent(self.mean(arm, group, split)) for group in groups]
+    what: str = ""  # a line for people
+    family: str = ""
+    against: Sequence[Comparison] = ()  # what an arm is compared with
+    # (folder, which may hold what an interrupted start left; seed) -> outcome; this and what follows: of `Subject.add`
+    make: Callable[[Path, int], Any] = field(repr=False, default=print)
+    key: str = ""  # what defines it, beside the jobs that it needs
+    needs: Sequence[Path] = ()  # places of jobs that come before it
+    place: Path = Path()  # its folder; an arm's ends in OF_SEED
 
 
 class Subject(ABC):
@@ -150,27 +62,58 @@ class Subject(ABC):
 
     title: str
     sets: tuple[str, ...] = (TEST,)  # of images that classifiers are judged on
-    controls: Sequence[Control] = ()  # what must come out as it is known to be
+    notes: Sequence[str] = ()  # on how it was made, for people
+    left_out: Sequence[str] = ()  # arms that were not asked for
 
     def __init__(self, config: Any, folder: Path, device: str | None = None) -> None:
         self.config, self.folder, self.device = config, folder, device
         self.jobs: dict[Path, Job] = {}  # by their places
-        data = config.data
+        self.comparisons: list[Comparison] = []
+        self.choices: dict[str, str] = {}  # arms that are at each seed the best of a family, on held-out images: which
+        self.captions: dict[str, str] = {}  # of the pictures, by name
         what = "the images: training, held-out, held-back and test ones"
-        self.add(PARTS, what, lambda place, _: make_parts(data, place), data.model_dump())
+        self.add(Job(PARTS, what), lambda place, _, data: make_parts(data, place), data=config.data)
         self.declare()
+        tried = self._tried()
+        self.left_out = [arm.name for arm in self.arms if arm.name not in tried]
+        self.comparisons = [row for row in self.comparisons if row.second in tried]
+        self.choices = {name: family for name, family in self.choices.items() if name in tried}
 
     @abstractmethod
     def declare(self) -> None:
         """Add the jobs, which are made where an arm needs them, and the arms; the same whatever is done already."""
 
-    @abstractmethod
-    def conclude(self, results: Results) -> Conclusion:
-        """What is compared, given the results of the seeds that are complete."""
-
     @property
     def arms(self) -> list[Job]:
-        return [job for job in self.jobs.values() if job.family]
+        return [job for job in self.jobs.values() if job.family and job.name not in self.left_out]
+
+    def _tried(self) -> set[str]:
+        """What `only` asks for and the controls that must come out, with all that these are compared with: of a base
+        that is the best of a family, the family. Raises UserError for a pattern of no arm's name.
+        """
+        arms, answered = [arm.name for arm in self.arms], {row.second for row in self.comparisons}
+        found = {pattern: fnmatch.filter(arms, pattern) for pattern in self.config.only or ["*"]}
+        for pattern in [pattern for pattern, of in found.items() if not of]:
+            raise UserError(f"only: no arm is called {pattern!r}; there are: {'; '.join(arms)}")
+        asked = {*chain(*found.values())}
+        more = [*asked, *(row.second for row in self.comparisons if row.expected in ("helps", "same"))]
+        more += [name for name in self.choices.keys() & answered if asked & {*self.of_family(self.choices[name])}]
+        tried: set[str] = set()
+        while more:
+            tried.add(name := more.pop())
+            needs = {other for row in self.comparisons if row.second == name for other in (row.first, *row.controls)}
+            if name in self.choices.keys() - answered:
+                needs |= {*self.of_family(self.choices[name])}
+            more += needs - tried
+        return tried
+
+    def of_family(self, family: str) -> list[str]:
+        return [arm.name for arm in self.arms if arm.family == family]
+
+    def compared(self, results: Results) -> list[Comparison]:
+        """The comparisons, one for each group or class that is meant."""
+        groups = {GROUPS: self.class_groups(results), CLASSES: self.classes()}
+        return [replace(row, group=of) for row in self.comparisons for of in groups.get(row.group, (row.group,))]
 
     def labels(self) -> dict[str, np.ndarray]:
         """Of each set of images whose hits the arms return, int64 [n]; asked for once there are results."""
@@ -218,119 +161,122 @@ class Subject(ABC):
 
     # --- what is declared
 
-    def add(
-        self,
-        name: str,
-        what: str,
-        make: Callable[[Path, int], Any],
-        key: Settings,  # of a path in it the job comes first
-        family: str = "",
-    ) -> Path:
-        """Declare a job, or with a family an arm; returns its place."""
+    def add(self, job: Job, make: Callable[..., Any], **settings: Any) -> Path:
+        """Declare a job or an arm; returns its place. It is made by `make(place, seed, **settings)`. These settings
+        define it, and of a path in them the job comes first.
+        """
         needs: dict[Path, None] = {}
 
-        def note(path: Path) -> str:
-            inside = path.relative_to(self.folder)
-            needs[self.folder.joinpath(*inside.parts[:2])] = None
-            return inside.as_posix()
+        def said(value: Any) -> Any:
+            if isinstance(value, Path):
+                inside = value.relative_to(self.folder)
+                needs[self.folder.joinpath(*inside.parts[:2])] = None
+                return inside.as_posix()
+            if isinstance(value, Config):
+                return getattr(value, "key", value.model_dump)()
+            return [value.func, value.keywords] if isinstance(value, partial) else value.__name__
 
-        text = json.dumps({"name": name, **key}, default=note, sort_keys=True)
-        place = self.folder / "runs" / (slug(name) + OF_SEED) if family else self.place(name)
-        self.jobs[place] = Job(name, what, make, text, tuple(needs), family, place)
+        key = json.dumps({"name": job.name, **settings}, default=said, sort_keys=True)
+        place = self.folder / "runs" / (slug(job.name) + OF_SEED) if job.family else self.place(job.name)
+        self.jobs[place] = replace(job, make=partial(make, **settings), key=key, needs=tuple(needs), place=place)
+        self.comparisons += [replace(each, second=job.name) for each in job.against]
         return place
+
+    def best(self, name: str, family: str, against: Sequence[Comparison] = ()) -> None:
+        """Declare an arm that is at each seed the best of a family on held-out images."""
+        self.choices[name] = family
+        self.comparisons += [replace(each, second=name) for each in against]
 
     def training(
         self,
-        name: str,
-        what: str,
+        job: Job,
         recipe: Recipe,
         own: Settings = NOTHING,  # dotted keys of the recipe
-        family: str = "",
         *,
         images: Path | None = None,  # None: the training images
-        seed: int = SEED,  # of a job
+        fixed: int = SEED,  # seed of what is no arm
         steps: int | None = None,  # None: the recipe's
-        judge: Callable[[Path, int], Any] | None = None,  # (run, seed) -> outcome; None: an arm's is a classifier's
-        key: Settings = NOTHING,  # what else defines it
+        used: tuple[Path, str] | None = None,  # an arm or job, by its place, and its figure of how much this could use
+        **key: Any,  # what else defines it
     ) -> Path:
-        """Declare a job that trains a run, or takes the one that `gan.run` names, or with a family an arm; returns the
-        run's folder.
-        """
-        path = self.part(TRAIN) if images is None else images
-        settings = {"data.path": path, **own}
-        answer = judge or (lambda run, _: self.judge(run) if family else {})
+        """Declare what trains a run, or takes the one that `gan.run` names; returns the folder of the run."""
+        own = {"data.path": images or self.part(TRAIN), **own}
 
-        def make(place: Path, given: int) -> Any:
+        def make(place: Path, seed: int, **_key: Any) -> Any:
             run = place / "run"
             if recipe is not self.config.gan or recipe.run is None or steps is not None:
-                self.train(run, recipe, settings, given if family else seed, steps)
+                self.train(run, recipe, own, seed if job.family else fixed, steps)
             elif not run.is_symlink():
-                require_trained_on(recipe.run, path)
+                require_trained_on(recipe.run, own["data.path"])
                 run.symlink_to(Path(recipe.run).resolve())
-            return answer(run, given)
+            result: Any = self.judge(run) if job.family else {}
+            if used:
+                result.figures["used"] = self.outcome(of_seed(used[0], seed))["figures"][used[1]]
+            return result
 
-        own_key = {"own": settings, "seed": seed, "steps": steps, **key}
-        return self.add(name, what, make, recipe.key() | own_key, family) / "run"
+        return self.add(job, make, recipe=recipe, own=own, fixed=fixed, steps=steps, **key) / "run"
 
     def generators(self, images: Path | None = None) -> tuple[Path, Path]:
         """The generator of the training images, or of others, and one as it is before its first step: their runs."""
         gan, own = self.config.gan, {} if images else {"data.val_path": self.part(HELD_OUT)}
         still = {f"{network}_optimizer.lr": STILL for network in ("generator", "discriminator")}
-        trained = self.training(GENERATOR, f"training the generator: {gan.config or gan.run}", gan, own, images=images)
-        return trained, self.training(UNTRAINED, UNTRAINED, gan, own | still, images=images, steps=1)
+        trained = Job(GENERATOR, f"training the generator: {gan.config or gan.run}")
+        first = self.training(trained, gan, own, images=images)
+        return first, self.training(Job(UNTRAINED, UNTRAINED), gan, own | still, images=images, steps=1)
 
-    def bases(
-        self,
-        family: str,
-        images: Path | None = None,
-        named: Callable[[str], str] = str,  # a way -> the arm's name
-        known: Callable[..., np.ndarray] | None = None,
-    ) -> None:
-        """Declare arms of what is cheap without the other model. `known`: (labels, seed=) -> the training images whose
-        labels are known, which `images` holds; None: all.
+    def bases(self, like: Job, images: Path | None = None, known: Callable[..., np.ndarray] | None = None) -> None:
+        """Declare arms of what is cheap without the other model, the way after the name of `like`. `known`: (labels,
+        seed=) -> the training images whose labels are known, which `images` holds; None: all.
         """
         recipe = self.config.classifier
         model = recipe.settings().model
         for way, (what, features, learn) in ways(model.changed(weights=None)).items():
-            self.untrained(named(way), what, features, learn, family, known, {**recipe.key(), "known": images})
+            self.learning(replace(like, name=f"{like.name}, {way}".lstrip(", "), what=what), features, learn, known)
         if model.weights is not None:
-            what = "the recipe without its weights"
-            self.training(named("from scratch"), what, recipe, {"model.weights": None}, family, images=images)
+            arm = replace(like, name=f"{like.name}, from scratch".lstrip(", "), what="the recipe without its weights")
+            self.training(arm, recipe, {"model.weights": None}, images=images)
 
-    def untrained(
-        self,
-        name: str,
-        what: str,
-        features: Features,
-        learn: Learner,
-        family: str,
-        known: Callable[..., np.ndarray] | None,  # as for `bases`
-        key: Settings,
-    ) -> None:
-        """Declare an arm that learns from features of a network that is not trained for it."""
+    def learning(self, arm: Job, features: Any, learn: Any, known: Any) -> None:
+        """Declare an arm that learns from features of what is not trained for it, see `hits_of`; `known`: as above."""
 
-        def make(_place: Path, seed: int) -> Result:
+        def make(_: Path, seed: int, images: Path, **how: Any) -> Result:
             asked = {part: self.part(part) for part in self.sets}
-            return scored(hits_of(features, learn, self.part(TRAIN), known and partial(known, seed=seed), asked))
+            return scored(hits_of(images, asked, **how | {"known": known and partial(known, seed=seed)}))
 
-        self.add(name, what, make, {**key, "images": self.part(TRAIN)}, family)
+        self.add(arm, make, images=self.part(TRAIN), features=features, learn=learn, known=known)
 
     def selector(self, recipe: Recipe, own: Settings) -> Path:
         """The classifier of the training images by which samples are selected: its run."""
-        return self.training(SELECTOR, "training the classifier that selects samples", recipe, own, seed=SELECTOR_SEED)
+        job = Job(SELECTOR, "training the classifier that selects samples")
+        return self.training(job, recipe, own, fixed=SELECTOR_SEED)
 
     # --- what jobs and arms do
 
     def draw(
-        self, files: Mapping[Path, Sequence[int]], generator: Path, drawing: Drawing, seed: int, **how: Any
+        self,
+        files: Mapping[Path, Sequence[int]],
+        generator: Path,
+        drawing: Drawing,
+        seed: int,
+        selector: Path | None,
+        **how: Any,
     ) -> list[float | None]:
-        """Files of samples of a generator's run, selected by the job SELECTOR; see `draw_samples`."""
+        """Files of samples of a generator's run, selected by a classifier's; see `draw_samples`."""
         device = choose_device(self.device)
-        if drawing.selects:
-            classifier = classifier_from(load(resolve(str(self.place(SELECTOR) / "run"))), device)
+        if selector is not None:
+            classifier = classifier_from(load(resolve(str(selector))), device)
             how["rule"] = Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
         checkpoints = last_checkpoints(generator, drawing.checkpoints)
         return draw_samples(files, checkpoints, self.classes(), seed=seed, drawing=drawing, device=device, **how)
+
+    def show(self, name: str, file: Path) -> None:
+        """A picture of a packed file, a row for each class; drawn once."""
+        if self.picture(name).is_file():
+            return
+        with Dataset(file) as reader:
+            records = [np.flatnonzero(reader.labels() == label)[:COLUMNS] for label in range(len(reader.classes))]
+            rows = {name: reader.read(of)[0] for name, of in zip(reader.classes, records, strict=True) if len(of)}
+        save_table(rows, self.picture(name))
 
     def train(self, folder: Path, recipe: Recipe, overrides: Settings, seed: int, max_steps: int | None = None) -> None:
         """Train a run of a recipe to its end, or resume it; what it prints goes into FOLDER.log. Nothing where it has

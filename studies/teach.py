@@ -12,8 +12,9 @@ from duetgan.metrics.lineage import load_judge
 from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
 from duetgan.studies.images import HELD_BACK, TEST, TRAIN, StudyConfig
+from duetgan.studies.results import Comparison, Result
 from duetgan.studies.samples import COLUMNS, save_table
-from duetgan.studies.subject import SEED, Comparison, Conclusion, Control, Result, Results, Settings, Subject
+from duetgan.studies.subject import SEED, Job, Settings, Subject
 from duetgan.utils.checkpoint import Checkpoint, load, resolve
 from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
 from duetgan.utils.distributed.collectives import choose_device
@@ -43,60 +44,74 @@ class TeachConfig(StudyConfig):
             raise UserError("gan.run must be null, and teacher or head must have a weight: the arms train generators")
 
 
+def answers(*controls: str) -> list[Comparison]:
+    """What is asked of an arm."""
+    return [
+        Comparison(PLAIN, controls=controls, figure=figure, larger_is_better=larger, asked=True)
+        for figure, larger in FIGURES.items()
+    ]
+
+
 class Teach(Subject):
     """Generators of one recipe, each judged by a classifier of images that neither they nor their teachers saw."""
 
     title = "What does a classifier's loss do to a generator?"
 
-    controls = (
-        Control(WRONG_TEACHER, PLAIN, "not helps", "a teacher that knows nothing must not help", figure="recognised"),
-        Control(
-            PLAIN, SHORT, "helps", "training on must help, or the study could not see any help", figure="recognised"
-        ),
-    )
-
     def declare(self) -> None:
-        config, recipe, what = self.config, self.config.classifier, "training the judge, of images held back"
-        self.run = self.training(JUDGE, what, recipe, images=self.part(HELD_BACK), seed=2000)
-        teacher = self.training(TEACHER, "training the teacher", recipe, seed=1000)
-        wrong = self.add(WRONG_LABELS, WRONG_LABELS, self._wrong_labels, {"images": self.part(TRAIN)}) / "images.lmdb"
-        what = "training a teacher by chance"
-        by_chance = self.training(WRONG_TEACHER, what, recipe, images=wrong, seed=1000)
+        config, recipe = self.config, self.config.classifier
+        judge = Job(JUDGE, "training the judge, of images held back")
+        self.run = self.training(judge, recipe, images=self.part(HELD_BACK), fixed=2000)
+        teacher = self.training(Job(TEACHER, "training the teacher"), recipe, fixed=1000)
+        wrong = self.add(Job(WRONG_LABELS, WRONG_LABELS), self._wrong_labels, images=self.part(TRAIN)) / "images.lmdb"
+        by_chance = self.training(Job(WRONG_TEACHER, "training a teacher by chance"), recipe, images=wrong, fixed=1000)
 
-        self._arm(PLAIN, "the recipe alone", {}, "plain")
+        why = "training on must help, or the study could not see any help"
+        longer = Comparison(SHORT, figure="recognised", expected="helps", why=why)
+        why = "a teacher that knows nothing must not help"
+        nothing = Comparison(PLAIN, figure="recognised", expected="not helps", why=why)
+        self._arm(Job(PLAIN, "the recipe alone", "plain", [longer]), {})
         for weight in config.teacher:
             name, what = f"teacher, weight {weight:g}", "loss.classifier: a classifier of the same training images"
-            self._arm(name, what, {"loss.classifier": teacher, "loss.classifier_weight": weight}, "taught")
+            own = {"loss.classifier": teacher, "loss.classifier_weight": weight}
+            self._arm(Job(name, what, "taught", answers(WRONG_TEACHER)), own)
         for weight in config.head:
             name, own = f"head on D, weight {weight:g}", {"loss.auxiliary_weight": weight}
-            self._arm(name, "a head on D, of real images", own, "taught")
+            self._arm(Job(name, "a head on D, of real images", "taught", answers()), own)
             if config.head_learns_samples:
-                own = own | {"loss.auxiliary_fakes": True}
-                self._arm(f"{name}, learns samples", "of samples, too", own, "taught")
+                both = own | {"loss.auxiliary_fakes": True}
+                self._arm(Job(f"{name}, learns samples", "of samples, too", "taught", answers()), both)
         own = {"loss.classifier": by_chance, "loss.classifier_weight": max(config.teacher, default=1.0)}
-        self._arm(WRONG_TEACHER, "the teacher has learnt labels by chance", own, "control")
+        self._arm(Job(WRONG_TEACHER, "the teacher has learnt labels by chance", "control", [nothing]), own)
         steps = max(1, round(config.short * config.gan.settings().steps))
-        self._arm(SHORT, f"{config.short:g} of the steps", {}, "control", steps)
+        self._arm(Job(SHORT, f"{config.short:g} of the steps", "control"), {}, steps)
+        self.notes = (
+            "recognised: share of samples that the judge, a classifier of the images held back, names as asked; "
+            f"frechet: distance to the test images in the features of: {config.extractor}; "
+            "diversity: pairwise distance within a class, real test images have 1",
+            "intervals are over the training seeds; judge and teacher are one each",
+        )
 
-    def _arm(self, name: str, what: str, own: Settings, family: str, steps: int | None = None) -> None:
-        def judge(run: Path, _seed: int) -> Result:
-            checkpoint = load(resolve(str(run)))
-            if not self.picture(name).is_file():  # samples at the same latents for every arm, a row for each class
-                classes = checkpoint["classes"][:SHOWN]
-                labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
-                images = generate(generator_from(checkpoint), labels=labels, indices=range(len(labels)), seed=SEED)
-                save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), self.picture(name))
-            return self.judged(checkpoint)
+    def _arm(self, arm: Job, own: Settings, steps: int | None = None) -> None:
+        config = self.config
+        self.training(arm, config.gan, own, steps=steps, n=config.n, extractor=config.extractor, judge=self.run)
+        self.captions[arm.name] = f"{arm.name}: the first seed's samples, a row for each class"
 
-        key = {"n": self.config.n, "extractor": self.config.extractor, "judge": self.run}
-        self.training(name, what, self.config.gan, own, family, steps=steps, judge=judge, key=key)
+    def judge(self, run: Path) -> Result:
+        """As `judged`; and a picture of samples at the same latents for every arm, a row for each class."""
+        checkpoint, picture = load(resolve(str(run))), self.picture(run.parent.name.rpartition("-s")[0])
+        if not picture.is_file():
+            classes = checkpoint["classes"][:SHOWN]
+            labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
+            images = generate(generator_from(checkpoint), labels=labels, indices=range(len(labels)), seed=SEED)
+            save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), picture)
+        return self.judged(checkpoint)
 
-    def _wrong_labels(self, place: Path, _seed: int) -> Settings:
-        with Dataset(self.part(TRAIN)) as reader:
+    def _wrong_labels(self, place: Path, _seed: int, images: Path) -> Settings:
+        with Dataset(images) as reader:
             order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(len(reader))
-            images = (reader, range(len(reader)), reader.labels()[order])
+            every = (reader, range(len(reader)), reader.labels()[order])
             source = f"{reader.meta.source}, labels by chance"
-            write_labelled(place / "images.lmdb", [images], reader.classes, source=source, overwrite=True)
+            write_labelled(place / "images.lmdb", [every], reader.classes, source=source, overwrite=True)
         return {}
 
     def judged(self, checkpoint: Checkpoint) -> Result:
@@ -121,27 +136,6 @@ class Teach(Subject):
         row = figures["distances"][0]
         return Result(
             {"frechet": row["frechet"], "recognised": figures["recognised"], "diversity": row["diversity_ratio"]}
-        )
-
-    # --- answers
-
-    def conclude(self, results: Results) -> Conclusion:
-        comparisons = [
-            Comparison(PLAIN, arm.name, controls=controls, figure=figure, larger_is_better=larger, asked=True)
-            for arm in self.arms
-            if arm.family == "taught"
-            for controls in [(WRONG_TEACHER,) if arm.name.startswith(TEACHER) else ()]
-            for figure, larger in FIGURES.items()
-        ]
-        return Conclusion(
-            comparisons=comparisons,
-            pictures={arm.name: f"{arm.name}: the first seed's samples, a row for each class" for arm in self.arms},
-            notes=[
-                "recognised: share of samples that the judge, a classifier of the images held back, names as asked; "
-                f"frechet: distance to the test images in the features of: {self.config.extractor}; "
-                "diversity: pairwise distance within a class, real test images have 1",
-                "intervals are over the training seeds; judge and teacher are one each",
-            ],
         )
 
 

@@ -20,7 +20,8 @@ from duetgan.studies.augment import (
     AugmentConfig,
 )
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN, quickened
-from duetgan.studies.subject import Result, Results, require_trained_on
+from duetgan.studies.results import Result, Results
+from duetgan.studies.subject import require_trained_on
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
@@ -47,8 +48,10 @@ def test_every_recipe_is_one_of_a_study_whose_parts_fit_together(recipe, tmp_pat
         names = [arm.name for arm in made.arms]
         assert len(set(names)) == len(names)
         assert {place for job in made.jobs.values() for place in job.needs} <= set(made.jobs)
-        for control in made.controls:
-            assert {control.arm, control.against} <= set(names)
+        known = {*names, *made.choices}
+        for row in made.comparisons:
+            assert {row.first, row.second, *row.controls} <= known
+        assert {row.expected for row in made.comparisons} > {"not helps"}
 
 
 def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
@@ -107,7 +110,7 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
         with Dataset(place / f"{name}.lmdb") as reader:
             assert reader.meta.histogram == held == [0, 1, 1]  # at least one where any is wanted
     (tmp_path / "jobs/selected-samples.json").write_text(json.dumps({"told": made}))
-    found = [note.partition(":") for note in subject._notes() if "too few" in note]
+    found = [note.partition(":") for note in subject.notes if "too few" in note]
     assert [name for name, _, _ in found] == ["samples 0.5, selected", "samples 2, selected"]
     assert "grey 1 of 2, light 1 of 6" in found[0][2]
     assert "grey 1 of 8, light 1 of 24" in found[1][2]

@@ -64,6 +64,6 @@ def test_all_ways_answer_for_every_image_of_every_file(tmp_path):
         assert torch.equal(pixels(reader)[3], torch.from_numpy(reader.read([3])[0][0]).flatten().float())
     files = {name: tmp_path / f"{name}.lmdb" for name in ("test", "train")}
     for _, features, learn in ways(ModelConfig(name="resnet18", stem="small")).values():
-        hits = hits_of(features, learn, files["train"], lambda labels: np.arange(30), files)
+        hits = hits_of(files["train"], files, features, learn, lambda labels: np.arange(30))
         assert {name: len(of) for name, of in hits.items()} == {"test": 45, "train": 45}
         assert hits["train"].mean() > 0.5

@@ -14,9 +14,9 @@ from duetgan.data.records import pack_arrays
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.studies.cas import CONTROL, NOISE, PLAIN, REAL, TOGETHER, Cas, CasConfig
 from duetgan.studies.images import Recipe, StudyData
+from duetgan.studies.results import Result
 from duetgan.studies.runner import Study
 from duetgan.studies.samples import Drawing
-from duetgan.studies.subject import Result
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.conftest import sample_images

@@ -24,7 +24,7 @@ from duetgan.studies.labels import (
     LabelsConfig,
     arm_name,
 )
-from duetgan.studies.runner import packed
+from duetgan.studies.results import packed
 from duetgan.studies.subject import of_seed
 from duetgan.studies.teach import PLAIN, SHORT, WRONG_TEACHER, Teach, TeachConfig
 from duetgan.utils.checkpoint import load, resolve
@@ -38,7 +38,7 @@ RECIPE = REPOSITORY / "configs/study_labels.yaml"
 
 
 @pytest.fixture
-def subject(tmp_path, monkeypatch):
+def subject(tmp_path, monkeypatch, request):
     """The study over small files, whose classifiers are untrained; it notes each training's overrides."""
 
     def train(self, folder, _recipe, overrides, seed, _steps=None):
@@ -49,7 +49,7 @@ def subject(tmp_path, monkeypatch):
             classifier_run(folder, seed=seed)
 
     monkeypatch.setattr(Labels, "train", train)
-    tree = read_yaml(RECIPE) | {"per_class": [4], "threshold": 0.35}
+    tree = read_yaml(RECIPE) | {"per_class": [4], "threshold": getattr(request, "param", 0.35)}
     made: Any = Labels(build(LabelsConfig, tree), tmp_path)
     made.notes = {}
     pack(made.part(TRAIN), count=60)
@@ -112,19 +112,30 @@ def test_the_arms_train_on_what_their_names_say(subject):
     assert given["unlabelled.path"] == str(subject.place(UNLABELLED) / "images.lmdb")
 
 
+@pytest.mark.parametrize("subject", [1.0], indirect=True)
 def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subject):
-    subject.config.threshold = 1.0
     assert made_by(subject, "")[0].figures["samples_kept"] == 0
     for kind in ("mixed", "guessed"):
         with Dataset(subject.folder / f"runs/4-labels-s3/{kind}.lmdb") as file:
             assert len(file) == 12
     place = subject.place(UNLABELLED)
     place.mkdir()
-    subject._unlabelled(place, 0)
+    subject._unlabelled(place, 0, subject.part(TRAIN))
     with Dataset(place / "images.lmdb") as unlabelled, Dataset(subject.part(TRAIN)) as train:
         assert unlabelled.classes == []
         assert not unlabelled.labels().any()
         assert (unlabelled.read(range(60))[0] == train.read(range(60))[0]).all()
+
+
+def test_a_part_of_the_arms_brings_bases_controls_and_what_must_help(tmp_path):
+    tree = read_yaml(RECIPE) | {"only": ["50 labels, readout of D"]}
+    part = Labels(build(LabelsConfig, tree), tmp_path)
+    bases = ["50 labels", *(f"50 labels, {way}" for way in ("pixels", "untrained features", "neighbours"))]
+    readouts = ["50 labels, readout of D", "50 labels, readout of D, untrained"]
+    assert [arm.name for arm in part.arms] == ["10 labels", *bases, *readouts, "all labels"]
+    assert part.of_family("50 labels") == bases
+    assert list(part.choices) == ["50 labels, best without"]
+    assert len(part.left_out) == 31 - len(part.arms)
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
 from duetgan.studies.baselines import pixels
 from duetgan.studies.images import HELD_BACK, TEST, TRAIN, StudyConfig, StudyData
+from duetgan.studies.results import Comparison
 from duetgan.studies.runner import Study
-from duetgan.studies.subject import Comparison, Conclusion, Subject, scored
+from duetgan.studies.subject import Job, Subject, scored
 from duetgan.training.classifier.probe import fit
 
 REAL, FEW, EXTRA, CHANCE = "real images", 10, 20, "more images, labels by chance"
@@ -38,10 +39,11 @@ class Planted(Subject):
 
     def declare(self):
         for name in (REAL, *TRUTHS, CHANCE):
-            self.add(name, name, partial(self.learn, name), {"images": self.part(TRAIN)}, "planted")
+            against = [Comparison(REAL, controls=(CHANCE,), asked=True)] * (name in TRUTHS)
+            self.add(Job(name, name, "planted", against), partial(self.learn, name), images=self.part(TRAIN))
 
-    def learn(self, name, _place, seed):
-        (x, y), (more, named) = images_of(self.part(TRAIN)), images_of(self.part(HELD_BACK))
+    def learn(self, name, _place, seed, images):
+        (x, y), (more, named) = images_of(images), images_of(self.part(HELD_BACK))
         few = slice(None, None, len(more) // (EXTRA * 10))
         more, named = more[few], named[few]
         rows = torch.from_numpy(few_labels(y.numpy(), FEW, seed))
@@ -57,9 +59,6 @@ class Planted(Subject):
         found = fit(torch.cat([x, given[0]])[:, None], torch.cat([y, given[1]]), 10, seed=seed, groups=groups)
         asked, labels = images_of(self.part(TEST))
         return scored({TEST: (F.linear(asked, found.weight, found.bias).argmax(1) == labels).numpy()})
-
-    def conclude(self, results):
-        return Conclusion([Comparison(REAL, name, controls=(CHANCE,), asked=True) for name in TRUTHS])
 
 
 @pytest.mark.slow

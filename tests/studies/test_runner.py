@@ -8,12 +8,16 @@ import time
 import numpy as np
 import pytest
 
+import study as script
 from duetgan.metrics.comparison.paired import holm
-from duetgan.reporting.report import write_study_page
+from duetgan.reporting.report import chance, span, write_study_page
 from duetgan.studies.images import StudyConfig, StudyData, groups_of
-from duetgan.studies.runner import Study, checked, compared, in_words, packed, unpacked
-from duetgan.studies.subject import Comparison, Conclusion, Control, Result, Results, Subject
+from duetgan.studies.results import Comparison, Result, Results, checked, compared, in_words, packed, unpacked
+from duetgan.studies.runner import Study
+from duetgan.studies.subject import Job, Subject
 from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.script import run_cli
+from duetgan.utils.text import duration
 from tests.reporting.test_report import page
 
 LABELS = np.arange(400) % 4
@@ -24,7 +28,7 @@ class MadeUp(Subject):
     """Arms that are right on a share of the images; `calls` are the runs and jobs that were made, in order."""
 
     title = "Do they help?"
-    controls = (Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes"))
+    notes = ("so",)
 
     def __init__(self, config, folder, shares=SHARES, *, before=lambda call: None, setting=1):
         self.shares, self.before, self.setting = shares, before, setting
@@ -39,19 +43,26 @@ class MadeUp(Subject):
 
     def declare(self):
         def job(name):
-            return lambda place, _seed: self.made(name, place / "file") or {"name": name}
+            return lambda place, _seed, **_key: self.made(name, place / "file") or {"name": name}
 
-        images = self.add("images", "", job("images"), {"setting": self.setting})
-        generator = self.add("generator", "", job("generator"), {"of": images / "file"})
+        images = self.add(Job("images"), job("images"), setting=self.setting)
+        generator = self.add(Job("generator"), job("generator"), of=images / "file")
+        asked = [Comparison("real", group=of, asked=True) for of in ("all", "few")]
+        against = {
+            "samples": asked,
+            "untrained": [Comparison("real", expected="not helps", why="no")],
+            "held back": [Comparison("real", family="all arms"), Comparison("real", expected="helps", why="yes")],
+        }
 
         def make(number, name, share):
-            def run(place, seed):
+            def run(place, seed, **_key):
                 self.made((name, seed), place / "checkpoints/x")
                 hits = np.random.default_rng([number, seed]).random(len(LABELS)) < share
                 return Result({"accuracy": float(hits.mean())}, {"test": hits})
 
             needs = [images, generator] if name == "samples" else [images]
-            self.add(name, f"right on {share}", run, {"share": share, "needs": needs}, "made up")
+            arm = Job(name, f"right on {share}", "made up", against.get(name, ()))
+            self.add(arm, run, share=share, needs=needs)
 
         for number, arm in enumerate(self.shares.items()):
             make(number, *arm)
@@ -65,14 +76,9 @@ class MadeUp(Subject):
     def groups(self):
         return {"all": [0, 1, 2, 3], "few": [3]}
 
-    def conclude(self, results):
-        asked = [Comparison("real", "samples", of, asked=True) for of in ("all", "few")]
-        rest = Comparison("real", "held back", family="all arms")
-        return Conclusion([*asked, rest], {"best": "samples"}, {"none": "none"}, ["so"])
 
-
-def study(folder, seeds=3, **options):
-    subject = MadeUp(StudyConfig.model_construct(seeds=seeds, data=StudyData()), folder, **options)
+def study(folder, seeds=3, only=(), **options):
+    subject = MadeUp(StudyConfig.model_construct(seeds=seeds, data=StudyData(), only=[*only]), folder, **options)
     return Study("made-up", subject), subject
 
 
@@ -133,9 +139,9 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
     assert found["seeds"] == [0, 1, 2]
     assert found["notes"][0].startswith("The study was begun with 2 seeds, and raised to 3 when results were there")
     assert [call for call in subject.calls if call[1] != 2] == []
-    with pytest.raises(UserError, match="made with other settings, or by an earlier version; choose another --out"):
+    with pytest.raises(UserError, match="made or begun with other settings, or by an earlier version; remove it and"):
         study(tmp_path, setting=2)[0].run()
-    with pytest.raises(UserError, match="was made with other settings"):
+    with pytest.raises(UserError, match="was made or begun with other settings"):
         study(tmp_path, shares=SHARES | {"real": 0.4})[0].run()
     (tmp_path / "runs/real-s0.json").write_text("{")
     with pytest.raises(UserError, match="remove it, and it is made again"):
@@ -163,7 +169,7 @@ def test_what_was_begun_with_other_settings_is_not_taken_over(tmp_path, call, pl
 
     for left in (f"{place}/config.yaml", f"{place}.lmdb"):
         begun(f"{place}.log", left)
-        with pytest.raises(UserError, match=f"{place}: was begun with other settings; remove it and {place[5:]}"):
+        with pytest.raises(UserError, match=f"{place}: was made or begun with .*; remove it and {place[5:]}"):
             study(tmp_path, **changed)[0].run()
         (tmp_path / left).unlink()
     begun(f"{place}/run.log")  # refused before it began: a word that is mended
@@ -179,6 +185,41 @@ def test_what_an_older_version_began_goes_on_and_two_at_once_are_refused(tmp_pat
     (tmp_path / "runs/real-s0").mkdir(parents=True)
     (tmp_path / "runs/real-s0/config.yaml").touch()
     assert study(tmp_path, before=other)[0].run()["complete"]
+
+
+def test_a_part_of_a_study_runs_what_its_arms_are_compared_with_and_says_what_it_left_out(tmp_path):
+    part, subject = study(tmp_path / "part", only=["samp*"])
+    found = part.run()
+    assert [arm["name"] for arm in found["arms"]] == ["real", "samples", "held back"]  # which must help
+    assert {call[0] for call in subject.calls if isinstance(call, tuple)} == {"real", "samples", "held back"}
+    assert (found["complete"], [row["arm"] for row in found["controls"]]) == (True, ["held back"])
+    assert found["notes"][-1].endswith("neither run nor compared: untrained")
+    whole, subject = study(tmp_path / "part")  # goes on to all of it
+    made = whole.run()
+    assert {call[0] for call in subject.calls} == {"untrained"}
+    assert made == study(tmp_path / "whole")[0].run()
+    assert made["notes"] == ["so"]
+    with pytest.raises(UserError, match="no arm is called 'sampels'; there are: real; samples; untrained; held back"):
+        study(tmp_path, only=["samples", "sampels"])
+
+
+def test_the_verdicts_of_several_studies_make_a_page(tmp_path, capsys):
+    study(tmp_path / "good")[0].run()
+    record = tmp_path / "good/runs/real-s0.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"seconds": 7200}))
+    study(tmp_path / "void", shares=SHARES | {"held back": 0.5})[0].run()
+    assert run_cli(script.main, ["page", str(tmp_path / "good"), str(tmp_path / "void")]) == 0
+    first, second = capsys.readouterr().out.split("## Do they help?")[1:]
+    assert f"Study `made-up`: 3 seeds, 12 of 12 runs, {duration(7200)}." in first
+    row = json.loads((tmp_path / "good/study.json").read_text())["comparisons"][0]
+    cells = next(line for line in first.splitlines() if line.startswith("| samples")).split("|")
+    told = [cell.strip() for cell in cells[1:-1]]
+    assert told[:5] == ["samples", "real", "-", "all", f"{100 * row['difference']:+.1f} points"]
+    assert told[5:] == [span(row["interval"], share=True), chance(row["p"]), "**cannot tell**"]
+    assert "Void, for a control came out wrong: held back: cannot tell, not: helps." in second
+    assert "Void" not in first
+    assert run_cli(script.main, ["page", str(tmp_path)]) == 2
+    assert "give a study's folder, with a study.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [{"untrained": 0.7}, {"held back": 0.5}])
@@ -346,7 +387,7 @@ def test_holm_is_over_all_answers_of_a_family():
 def test_controls_come_out_as_they_must_or_not(shares, held_back, untrained, as_samples):
     """The same images under two names, of seeds of their own: a gap lies within the seeds' noise, or beyond it."""
     expected = {"held back": "helps", "untrained": "not helps", "as samples": "same"}
-    controls = [Control(arm, "real", how, "") for arm, how in expected.items()]  # type: ignore[arg-type]
+    controls = [Comparison("real", arm, expected=how) for arm, how in expected.items()]  # type: ignore[arg-type]
     rows = checked(made_up({"real": 0.6, **shares}), controls)
     assert [(row["found"], row["ok"]) for row in rows[:2]] == [held_back, untrained]
     assert rows[2]["ok"] is as_samples
@@ -366,4 +407,4 @@ def test_figures_are_compared_by_seeds():
     assert in_words(row | {"difference": -1234.5, "interval": [-2000.0, 31.0]}).startswith(
         "distance: helps (taught against plain: -1,234, 95 % interval -2,000 to +31, p "
     )
-    assert checked(results, [Control("gone", "plain", "not helps", "", figure="distance")])[0]["ok"] is False
+    assert checked(results, [Comparison("plain", "gone", figure="distance", expected="not helps")])[0]["ok"] is False

@@ -35,7 +35,7 @@ def build(
         if text is None:
             raise UserError(f"command line: --{key} has no value; write --{key} VALUE")
         with explained(ValueError, partial("command line: {}: {}".format, key)):
-            tree = _with(tree, key, from_text(text) if section_at(config_class, key) else text)
+            tree = with_value(tree, key, from_text(text) if section_at(config_class, key) else text)
     with explained(ValidationError, lambda why: refused(why, config_class, source, list(given))):
         return config_class.model_validate(tree, context=context)
 
@@ -55,12 +55,12 @@ def _given(overrides: Sequence[str]) -> dict[str, str | None]:
     return given
 
 
-def _with(tree: Tree, key: str, value: Any) -> Tree:
+def with_value(tree: Tree, key: str, value: Any) -> Tree:
     """The tree with another value of a dotted key; a mapping, a section's, adds to what is there."""
     name, _, rest = key.partition(".")
     before = tree.get(name, {})
     if rest and isinstance(before, dict):
-        value = _with(before, rest, value)
+        value = with_value(before, rest, value)
     elif rest:
         value = before  # no section, which its check tells
     elif isinstance(before, dict) and isinstance(value, dict):
