@@ -14,9 +14,10 @@ import numpy as np
 import simplejpeg
 
 from duetgan.data.errors import MOST_PIXELS, ImageError
-from duetgan.data.images import BOMB, DAMAGED, PNG, check_size, decode_by_rules, resized
+from duetgan.data.images import PNG, check_size, resized
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.values import decode_image
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 
@@ -76,12 +77,7 @@ def decode(payload: bytes | memoryview, codec: int, spec: ImageSpec, size: Size 
             raise ImageError("cannot be decoded")
         pixels = pixels.reshape(*pixels.shape[:2], channels)
         return pixels if spec.plain or channels == 1 else pixels[:, :, [2, 1, 0, 3][:channels]]
-    try:
-        return decode_by_rules(payload, channels, size)
-    except ImageError:
-        raise
-    except (*DAMAGED, *BOMB) as error:
-        raise ImageError(f"cannot be decoded ({' '.join(str(error).split())[:200]})") from None
+    return decode_image(bytes(payload), spec, size)
 
 
 def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:

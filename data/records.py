@@ -119,7 +119,7 @@ def pixel_sums(image: np.ndarray) -> np.ndarray:
 
 
 def plain_codec(content: bytes, channels: int) -> int:
-    """The decoder that reads this file as `decode_by_rules` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
+    """The decoder that reads this file as `decode_image` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
     (8 bits, no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
     """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:

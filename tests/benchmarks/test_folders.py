@@ -10,7 +10,7 @@ from PIL import Image
 from benchmarks.folders.make import broken, png, spectrogram
 from benchmarks.folders.run import HEADER, cells, table
 from duetgan.data.errors import ImageError
-from duetgan.data.images import decode_file
+from tests.data.conftest import decode_file
 
 
 @pytest.mark.parametrize("kind", range(5))
