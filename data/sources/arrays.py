@@ -16,7 +16,6 @@ from duetgan.data.sources.base import (
     Source,
     SourceOptions,
     choose_split,
-    classes_of,
     refuse_split,
     split_name,
 )
@@ -82,12 +81,11 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
         told = f"{next(iter(others))} is {labels.dtype} {list(labels.shape)}"
         raise UserError(f"{path}: {told}; give whole numbers, a row an image")
     if labels.size == len(pixels):
-        source.classes, numbers, source.remarks = classes_of(path.name, list(map(str, labels.ravel().tolist())))
+        source.take_labels(path.name, list(map(str, labels.ravel().tolist())))
     else:
         rows, places = np.unique(labels.astype(bool), axis=0, return_inverse=True)
         source.classes, source.sets = list(map(str, range(labels.shape[1]))), [np.flatnonzero(r).tolist() for r in rows]
-        numbers = places.tolist()
-    source._labels = np.array(numbers, np.int64)
+        source._labels = places
     return source
 
 

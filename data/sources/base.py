@@ -6,6 +6,7 @@ Which files or folders belong to a split: by their names. Shards are taken in or
 (`train-00000-of-00002.parquet`) are its shards; `-of-N` says that there are N of them.
 """
 
+import itertools
 import json
 import re
 import unicodedata
@@ -105,6 +106,39 @@ class Source(AbstractContextManager["Source"]):
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
         return self._labels
+
+    def take_labels(
+        self, where: str, given: Sequence[str | list[str]], places: Sequence[str] = (), *, whole: bool = True
+    ) -> None:
+        """Labels and classes as `numbered` has them, and where a label is a list `sets`. Raises UserError as that, for
+        a label of a list that is empty or that an image has twice, and where no image has any.
+        """
+        if not any(isinstance(labels, list) for labels in given):
+            self.classes, numbers, remarks = numbered(where, [str(label) for label in given], places, whole=whole)
+        else:
+            lists = [labels if isinstance(labels, list) else [labels] if labels else [] for labels in given]
+            owned = [(place, label) for place, labels in zip(places, lists, strict=True) for label in labels]
+            if not owned:
+                raise UserError(
+                    f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}"
+                )
+            if empty := [place for place, label in owned if not label]:
+                raise UserError(f"{empty[0]}: a label in its list is empty; remove it")
+            at, flat = zip(*owned, strict=True)
+            self.classes, each, remarks = numbered(where, flat, at)
+            left = iter(each)
+            found = [sorted(itertools.islice(left, len(labels))) for labels in lists]
+            for place, labels in zip(places, found, strict=True):
+                if twice := [a for a, b in itertools.pairwise(labels) if a == b]:
+                    raise UserError(f"{place}: has the label {self.classes[twice[0]]} twice; remove one")
+            self.sets = sorted(map(list, set(map(tuple, found))))
+            order = {tuple(labels): number for number, labels in enumerate(self.sets)}
+            numbers = [order[tuple(labels)] for labels in found]
+            several = sum(len(labels) > 1 for labels in found)
+            told = f"{several:,} of {len(found):,} images have several, {found.count([]):,} none"
+            self.remarks.append(f"{where}: lists of labels: {told}")
+        self.remarks += remarks
+        self._labels = np.array(numbers, np.int64)
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Images of each class, of how many have each label."""
@@ -213,68 +247,39 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
     ]
 
 
-def text_classes(where: str, labels: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
-    """Classes in text order, the number of each label, and remarks. Labels are compared in Unicode's form NFC: "é" may
-    be one character or two, as macOS writes it, and looks the same.
+def numbered(
+    where: str, labels: Sequence[str], places: Sequence[str] = (), *, whole: bool = True
+) -> tuple[list[str], list[int], list[str]]:
+    """The classes of labels, the number of each label, and remarks.
+
+    Classes are in text order; labels are compared in Unicode's form NFC: "é" may be one character or two, as macOS
+    writes it, and looks the same. With `whole`, if all are whole numbers, the classes are "0" to the largest: UserError
+    for one that is negative or larger than the number of labels, with its one of `places`.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     counts = Counter(spelled.values())
-    numbers = {name: number for number, name in enumerate(sorted(counts))}
+    if whole and all(map(NUMBER.fullmatch, counts)):
+        numbers = list(map(int, labels))
+        low, high = min(numbers, default=0), max(numbers, default=-1)
+        if low < 0 or high >= len(numbers):
+            odd = low if low < 0 else high
+            told = f"label {odd}; labels are names, or whole numbers from 0 below the {len(numbers)} images"
+            raise UserError(f"{places[numbers.index(odd)] if places else where}: {told}")
+        return list(map(str, range(high + 1))), numbers, []
+    order = {name: number for number, name in enumerate(sorted(counts))}
     twice = sorted(name for name, count in counts.items() if count > 1)
     remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
-    return list(numbers), [numbers[spelled[label]] for label in labels], [remark] if twice else []
+    return list(map(printable, order)), [order[spelled[label]] for label in labels], [remark] if twice else []
 
 
-def classes_of(where: str, labels: Sequence[str], lines: Sequence[int] = ()) -> tuple[list[str], list[int], list[str]]:
-    """As `text_classes`, but whole numbers are the classes "0" to the largest. Raises UserError for a number that is
-    negative or larger than the number of labels, with its line if `lines` has one for each label.
-    """
-    if not all(map(NUMBER.fullmatch, set(labels))):
-        return text_classes(where, labels)
-    numbers = [int(label) for label in labels]
-    if numbers and (min(numbers) < 0 or max(numbers) >= len(numbers)):
-        odd = min(numbers) if min(numbers) < 0 else max(numbers)
-        place = f"{where} line {lines[numbers.index(odd)]}" if lines else where
-        raise UserError(
-            f"{place}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
-        )
-    return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []
-
-
-def label_sets(
-    where: str, given: Sequence[Sequence[str]], places: Sequence[str]
-) -> tuple[list[str], list[list[int]], list[int], list[str]]:
-    """Classes, the sets of them that images have, the number of each one's, and remarks; labels as `classes_of` takes
-    them. Raises UserError as that, with one of `places` for a label that is empty or that an image has twice, and
-    where no image has any.
-    """
-    flat = [label for labels in given for label in labels]
-    owners = [owner for owner, labels in enumerate(given) for _ in labels]
-    if not flat:
-        raise UserError(f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}")
-    if "" in flat:
-        raise UserError(f"{places[owners[flat.index('')]]}: a label in its list is empty; remove it")
-    classes, numbers, remarks = classes_of(where, flat)
-    found: list[list[int]] = [[] for _ in given]
-    for owner, number in zip(owners, numbers, strict=True):
-        if number in found[owner]:
-            raise UserError(f"{places[owner]}: has the label {classes[number]} twice; remove one")
-        found[owner].append(number)
-    several = sum(len(labels) > 1 for labels in found)
-    remark = f"{where}: lists of labels: {several:,} of {len(given):,} images have several, {found.count([]):,} none"
-    sets = sorted(map(list, {tuple(sorted(labels)) for labels in found}))
-    place = {tuple(labels): number for number, labels in enumerate(sets)}
-    return classes, sets, [place[tuple(sorted(labels))] for labels in found], [remark, *remarks]
-
-
-def listed_labels(text: str) -> list[str] | None:
-    """The labels of a list: JSON's (`["cat", "dog"]`), or divided by ";" (`cat;dog`); None: it is none, but a label."""
+def listed_labels(text: str) -> str | list[str]:
+    """The labels of a list, JSON's (`["cat", "dog"]`) or divided by ";" (`cat;dog`); of others the text itself."""
     if text.startswith("["):
         with suppress(ValueError, RecursionError):
             content = json.loads(text)
             if all(isinstance(label, str | int) and not isinstance(label, bool) for label in content):
                 return [str(label).strip() for label in content]
-    return [label.strip() for label in text.split(";")] if ";" in text else None
+    return [label.strip() for label in text.split(";")] if ";" in text else text
 
 
 # --- splits

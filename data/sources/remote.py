@@ -38,6 +38,7 @@ class RemoteSource(ListedSource):
         if "::" in url:
             raise UserError(f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it")
         self.url = without_secrets(url).rstrip("/")
+        super().__init__(self.url, self.url)
         from fsspec.core import url_to_fs  # slow to import, for URLs only
 
         try:
@@ -63,7 +64,7 @@ class RemoteSource(ListedSource):
                 folders.append(name)
             else:
                 self._sizes[name] = details.get("size")
-        super().__init__(self.url, arrange(self.url, self._sizes, folders, options, self.read))
+        arrange(self, self._sizes, folders, options)
 
     def item_name(self, index: int) -> str:
         return f"{self.url}/{self.names[index]}"

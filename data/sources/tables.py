@@ -136,7 +136,6 @@ class TableSource(base.Source):
         if not self._starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
         labels = np.zeros(self._starts[-1], np.int64) if label is None else self._read_labels(path, label)
-        self.classes = list(map(printable, self.classes))
         self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
         self.problems = [base.Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
         self._labels = labels[self._rows]
@@ -180,8 +179,7 @@ class TableSource(base.Source):
         if text:  # null and empty text are no labels
             with _reading(where):
                 names = sorted(filter(None, values.unique().to_pylist()))
-            self.classes, numbers, remarks = base.text_classes(str(where), names)
-            self.remarks += remarks
+            self.take_labels(str(where), names, whole=False)
             values = pyarrow("compute").index_in(values, value_set=arrow.array(names, kind))
         labels = values.fill_null(-1).to_numpy().astype(np.int64)
         largest = int(labels.max())
@@ -190,7 +188,7 @@ class TableSource(base.Source):
                 f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
             )
         if text:
-            return np.array([*numbers, -1])[labels]  # the last one: of no label
+            return np.append(self.labels(), -1)[labels]  # the last one: of no label
         classes = class_names(self.shards[0], self._schemas[0], column)
         for shard, schema in zip(self.shards, self._schemas, strict=True):
             if class_names(shard, schema, column) != classes:
@@ -208,7 +206,7 @@ class TableSource(base.Source):
         used = np.bincount(labels[labels >= 0], minlength=len(self.classes)) > 0
         if used.all():
             return labels
-        unused = [printable(self.classes[number]) for number in np.flatnonzero(~used)]
+        unused = [self.classes[number] for number in np.flatnonzero(~used)]
         self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
         self.classes = [self.classes[number] for number in np.flatnonzero(used)]
         return np.where(labels < 0, -1, (np.cumsum(used) - 1)[labels])
@@ -303,7 +301,7 @@ def class_names(path: Path, schema: Any, column: str) -> list[str]:
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         names = [unicodedata.normalize("NFC", name) for name in names]
         if len(set(names)) == len(names):
-            return names
+            return list(map(printable, names))
     raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")
 
 

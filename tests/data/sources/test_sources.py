@@ -152,9 +152,9 @@ def test_stylegan_zip(tmp_path: Path) -> None:
         (b'{"labels": [3]}', "is not"),
         (dataset_json([["img.png", 0], ["gone.png", 1]])["dataset.json"], "gone.png is in one of them only"),
         (dataset_json([["other.png", 0]])["dataset.json"], "do not match"),
-        (dataset_json([["img.png", "cat"]])["dataset.json"], "label of img.png is 'cat'"),
-        (dataset_json([["img.png", -1]])["dataset.json"], "label of img.png is -1"),
-        (dataset_json([["img.png", 7]])["dataset.json"], "labels go up to 7"),
+        (dataset_json([["img.png", 0.5]])["dataset.json"], "label of img.png is 0.5"),
+        (dataset_json([["img.png", -1]])["dataset.json"], "img.png: label -1; labels are names, or whole"),
+        (dataset_json([["img.png", 7]])["dataset.json"], "img.png: label 7; labels are names, or whole"),
         (
             dataset_json([["img.png", 0], ["img.png", 1]])["dataset.json"],
             "gives img.png the labels 0 and 1: remove one",
