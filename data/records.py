@@ -7,11 +7,11 @@ import io
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cv2
 import numpy as np
@@ -23,7 +23,7 @@ from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATU
 from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Item, Problem, Source
-from duetgan.data.values import Values, decode_image, kind
+from duetgan.data.values import Content, Values, decode_image, kind
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
@@ -44,6 +44,7 @@ PIECE_IMAGES = 64
 PIECE_FILES = 4  # of images that keep sizes of their own
 
 
+T = TypeVar("T")
 Converted = Record | ImageError  # an image of a source, or why it cannot be used
 
 
@@ -56,8 +57,8 @@ def make_record(
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     wanted = layout.spec
-    if image.dtype != wanted.depth or image.ndim != 3 or image.shape[2] != layout.channels:
-        raise ValueError(f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {layout.channels}]")
+    if image.dtype != wanted.depth or image.ndim != 3 or image.shape[2] != wanted.channels:
+        raise ValueError(f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {wanted.channels}]")
     if wanted.side and image.shape[:2] != wanted.size:
         raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {wanted.width}x{wanted.height}")
     assert (payload is None) == (layout.encoding != "source")
@@ -199,8 +200,7 @@ def make_plan(
         if source.shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda why: f"{source.name}: {why}"):
-            check_encoding(form := _form(source, channels or 3, depth or "8"), encoding)
-        return Plan(layout=Layout(channels=form.channels, resolutions=(0,), encoding=encoding), mode="exact")
+            return Plan(layout=Layout.of(_form(source, channels or 3, depth or "8"), encoding), mode="exact")
     form, ranged = _form(source, channels, depth), True
     if value_range is not None:
         with explained(ValueError, lambda why: f"--range {value_range[0]:g},{value_range[1]:g}: {why}"):
@@ -211,7 +211,7 @@ def make_plan(
     with explained(ValueError, lambda why: f"{source.name}: {why}"):
         check_encoding(form, encoding)
     if size is None:
-        height, width = source.shape or _first_shape(source, form)
+        height, width = source.shape or next(_of_images(source, lambda it: decode_image(it, form).shape[:2]))
         image, mode = replace(form, height=height, width=width), "exact"
         if height != width:
             example = "x".join(str(max(1, round(side / image.side * 4)) * 16) for side in (width, height))
@@ -248,18 +248,7 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     deepest = DEPTHS.get(depth or "8", "uint8")
     if channels in (1, 3) and depth != "auto":
         return ImageSpec.of(int(channels), 0, {"depth": deepest})
-    found: Counter[ImageSpec] = Counter()
-    problem = None
-    for index in range(len(source)):
-        try:
-            found[kind(source.item(index).content)] += 1
-        except ImageError as error:
-            problem = problem or Problem(source.item_name(index), str(error))
-            continue
-        if "auto" not in (channels, depth):
-            break
-    if not found:
-        raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
+    found = Counter(itertools.islice(_of_images(source, kind), None if "auto" in (channels, depth) else 1))
     first, depths = next(iter(found)), {form.depth for form in found}
     kinds = ", ".join(f"{count:,} of {form.title}" for form, count in found.items())
     if depth == "auto":
@@ -280,15 +269,17 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     return form
 
 
-def _first_shape(source: Source, form: ImageSpec) -> tuple[int, int]:
-    problem = None
+def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
+    """What is `found` in each image that can be read. Raises UserError if none can."""
+    problem, readable = None, False
     for index in range(len(source)):
         try:
-            height, width, _ = decode_image(source.item(index).content, form).shape
-            return height, width
+            yield found(source.item(index).content)
+            readable = True
         except ImageError as error:
             problem = problem or Problem(source.item_name(index), str(error))
-    raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
+    if not readable:
+        raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
 
 
 def _read(source: Source, row: int) -> Item | ImageError:
@@ -308,7 +299,7 @@ def _convert(item: Item | ImageError, plan: Plan) -> Converted:
         if layout.encoding != "source":
             image = fit(pixels, plan.size, plan.mode, layout.spec.alpha)
         elif isinstance(content, bytes):
-            payload, codec = content, plain_codec(content, layout.channels)
+            payload, codec = content, plain_codec(content, layout.spec.channels)
         else:
             raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
         pure = content.pixels if isinstance(content, Values) else content

@@ -76,7 +76,7 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
     if isinstance(content, np.ndarray):
         return Values(known(content))
     if content[:6] == NPY:
-        return Values(known(_channels_last(npy_array(content))))
+        return Values(known(channels_last(npy_array(content))))
     if not plain and content[:4] in TIFF and (pages := _tiff(content)) is not None:
         return pages
     with opened(content, size) as image:
@@ -136,27 +136,34 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
     return shape, fortran, dtype, start
 
 
-def _channels_last(array: np.ndarray) -> np.ndarray:
-    """An array of an image as [H, W, C]: the last axis holds channels if there are few enough, else the first."""
-    if array.ndim == 2:
-        return array[:, :, None]
-    if array.ndim == 3 and min(array.shape[0], array.shape[2]) <= MOST_CHANNELS:
-        return array if array.shape[2] <= MOST_CHANNELS else array.transpose(1, 2, 0)
-    told = f"[H, W], [H, W, C] or [C, H, W] with at most {MOST_CHANNELS} channels"
-    raise ImageError(f"is of shape {list(array.shape)[:8]}; an image is {told}")
-
-
-def known(array: np.ndarray) -> np.ndarray:
-    """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change them, for numbers
-    that are not finite, and for sizes that no image has.
+def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
+    """An array as an image [H, W, C] or as `many` [n, H, W, C]: the last axis holds channels if there are few enough,
+    else the first of an image. Raises ImageError.
     """
-    height, width, channels = array.shape
+    first = int(many)
+    if array.ndim == first + 2:
+        return array[..., None]
+    if array.ndim == first + 3 and min(array.shape[first], array.shape[-1]) <= MOST_CHANNELS:
+        return array if array.shape[-1] <= MOST_CHANNELS else np.moveaxis(array, first, -1)
+    axes = " or ".join(f"[{'n, ' * many}{axes}]" for axes in ("H, W", "H, W, C", "C, H, W"))
+    raise ImageError(f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels")
+
+
+def _check_shape(height: int, width: int, channels: int) -> None:
+    """Raise ImageError for what no image has."""
     if height * width > MOST_PIXELS:
         raise ImageError(TOO_LARGE)
     if min(height, width) < MIN_SIDE:
         raise ImageError(f"is only {width}x{height} px")
     if not 1 <= channels <= MOST_CHANNELS:
         raise ImageError(f"has {channels} channels; at most {MOST_CHANNELS} are read")
+
+
+def known(array: np.ndarray) -> np.ndarray:
+    """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change them, for numbers
+    that are not finite, and for sizes that no image has.
+    """
+    _check_shape(*array.shape)
     kept = array.dtype.newbyteorder("=")
     if kept.name not in RANGES:
         if kept.kind == "f" and (np.abs(array) > np.finfo(np.float32).max).any():
@@ -223,10 +230,7 @@ def page_values(page: Any, size: int) -> Values:
         if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
             raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
         samples = math.prod(shape) // max(1, page.imagelength * page.imagewidth)
-        if page.imagelength * page.imagewidth > MOST_PIXELS:
-            raise ImageError(TOO_LARGE)
-        if not 1 <= samples <= MOST_CHANNELS:
-            raise ImageError(f"has {samples} channels; at most {MOST_CHANNELS} are read")
+        _check_shape(page.imagelength, page.imagewidth, samples)
         if page.tags.get(274) is not None and page.tags[274].value != 1:
             raise ImageError("is stored turned (orientation); save it upright")
         _check_segments(page, size)

@@ -135,7 +135,7 @@ def write_parts(
     """
     with LMDBReader(whole) as reader:
         for writer in writers:  # values of both mean what those of all do
-            writer.layout = replace(writer.layout, pixel_format=reader.meta.spec.pixel_format, ranged=True)
+            writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
         groups = look_alikes(meta.count, report)
         labels = strata(reader.labels(), meta.sets, share)

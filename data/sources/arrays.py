@@ -20,13 +20,10 @@ from duetgan.data.sources.base import (
     split_name,
 )
 from duetgan.data.sources.files import METHODS, UNPACKING_ERRORS, ListedSource
-from duetgan.data.values import Values, native, npy_array, npy_header, open_tiff, page_values
+from duetgan.data.values import Values, channels_last, native, npy_array, npy_header, open_tiff, page_values
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.image_spec import MOST_CHANNELS
 from duetgan.utils.text import listed
-
-AXES = f"[n, H, W], [n, H, W, C] or [n, C, H, W] with at most {MOST_CHANNELS} channels"
 
 
 def open_npy(path: Path, options: SourceOptions) -> ArraySource:
@@ -34,18 +31,8 @@ def open_npy(path: Path, options: SourceOptions) -> ArraySource:
     refuse_split(path, options.split)
     with bounded.reading(path, "save it with numpy.save", ImageError), bounded.open_file(path, bounded.ARCHIVE) as file:
         shape, fortran, dtype, start = npy_header(file, os.fstat(file.fileno()).st_size)
-        array = np.memmap(file, dtype, "r", start, shape, "F" if fortran else "C")
-    images = _images(path.name, array)
-    return ArraySource(path.name, images, np.zeros(len(images)), [])
-
-
-def _images(where: str, array: np.ndarray) -> np.ndarray:
-    """[n, H, W, C]; the last axis holds channels if there are few enough, else the second. Raises UserError."""
-    if array.ndim == 3:
-        return array[..., None]
-    if array.ndim != 4 or min(array.shape[1], array.shape[3]) > MOST_CHANNELS:
-        raise UserError(f"{where}: is of shape {list(array.shape)[:8]}; give {AXES}")
-    return array if array.shape[3] <= MOST_CHANNELS else np.moveaxis(array, 1, 3)
+        images = channels_last(np.memmap(file, dtype, "r", start, shape, "F" if fortran else "C"), many=True)
+    return ArraySource(path.name, images)
 
 
 def open_npz(path: Path, options: SourceOptions) -> ArraySource:
@@ -71,9 +58,10 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     arrays = held.get(choose_split(path, options.split, splits) if splits else "", {})
     images, others = ({n: a for n, a in arrays.items() if (a.ndim > 2) == many} for many in (True, False))
     if len(images) != 1 or len(others) > 1:
-        raise UserError(f"{path}: holds {listed(sorted(arrays))}; give one array of images, {AXES}, and one of labels")
-    pixels, labels = _images(path.name, next(iter(images.values()))), next(iter(others.values()), None)
-    source = ArraySource(path.name, pixels, np.zeros(len(pixels)), [])
+        raise UserError(f"{path}: holds {listed(sorted(arrays))}; give one array of images and one of labels")
+    with bounded.reading(path, "save it with numpy.savez", ImageError):
+        pixels = channels_last(next(iter(images.values())), many=True)
+    source, labels = ArraySource(path.name, pixels), next(iter(others.values()), None)
     source.splits = splits
     if labels is None:
         return source
@@ -124,11 +112,9 @@ class StackSource(Source):
     an image, its channels in the order of their names.
     """
 
-    as_is = True
-
     def __init__(self, files: ListedSource, pattern: str) -> None:
-        more = {key: getattr(files, key) for key in ("problems", "ignored", "splits", "remarks", "sets")}
-        super().__init__(files.name, files.classes, **more)
+        vars(self).update(vars(files))
+        self.as_is = True
         text = re.escape(pattern)
         for part, group in (("name", "(?P<name>.+?)"), ("channel", "(?P<channel>[^/]+?)")):
             if text.count(rf"\{{{part}\}}") != 1:

@@ -167,11 +167,11 @@ class ArraySource(Source):
         self,
         name: str,
         images: np.ndarray,  # [n, H, W, C], of any numbers
-        labels: np.ndarray,  # integers [n]
-        classes: Sequence[str],
+        labels: np.ndarray | None = None,  # integers [n]
+        classes: Sequence[str] = (),
     ) -> None:
         super().__init__(name, list(classes), images.shape[1:3], images.shape[3])
-        self.images, self._labels = images, labels.astype(np.int64)
+        self.images, self._labels = images, np.array([0] * len(images) if labels is None else labels, np.int64)
         depth = images.dtype.name if images.dtype.name in RANGES else "float32"
         self.pixel_format = ImageSpec.of(1, 0, {"depth": depth}).pixel_format
 

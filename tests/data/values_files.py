@@ -150,7 +150,7 @@ ODD: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: tagged(pages(NUMBERS.transpose(2, 0, 1).copy()), {277: 65_535}),
         "channels|damaged|page of",
     ),
-    "no width.tif": (lambda: tagged(of_16_bits(), {256: 0}), "channels"),
+    "no width.tif": (lambda: tagged(of_16_bits(), {256: 0}), "only 0x8 px"),
     "pages.tif": (lambda: pages(np.zeros((65_535, 4, 4), np.uint8)), "more than 32 pages"),
     "loop.tif": (lambda: looped(pages(NUMBERS.transpose(2, 0, 1).copy())), "pages|damaged|TIFF"),
     "cut.tif": (lambda: of_16_bits()[:-200], "lies beyond its end"),
