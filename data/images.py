@@ -60,13 +60,11 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            if image.width * image.height > MOST_PIXELS:  # Pillow itself may only warn: the filters are the process's
-                raise ImageError(TOO_LARGE)
+            # Pillow itself may only warn of its size, the filters are the process's; it may be stored on its side.
+            check_size((image.height, image.width), None if image.size == size else size)
             if image.format != "MPO" and has_another(image):  # MPO: a camera's JPEG, the first frame is the image
                 raise ImageError("is animated or has several pages; save one of them as an image")
             _check_depth(image, content)
-            if image.size != size:  # it may be stored on its side
-                check_size((image.height, image.width), size)
             yield image
     except ImageError:
         raise
@@ -88,7 +86,11 @@ def has_another(image: Image.Image) -> bool:
 
 
 def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None:
-    """Raise ImageError if a header's height and width are not those of the record; None: they are not known."""
+    """Raise ImageError for too many pixels, and if a header's height and width are not those of the record; None: they
+    are not known.
+    """
+    if in_header[0] * in_header[1] > MOST_PIXELS:
+        raise ImageError(TOO_LARGE)
     if size is not None and in_header != size:
         by_header = f"is {in_header[1]}x{in_header[0]} px by its header"
         raise ImageError(f"{by_header}, {size[1]}x{size[0]} px by its record")

@@ -15,19 +15,19 @@ import cv2
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from duetgan.data.errors import MOST_PIXELS, ImageError
+from duetgan.data.errors import ImageError
 from duetgan.data.images import (
     BOMB,
     DAMAGED,
     FORMATS,
     MIN_SIDE,
     PNG,
-    TOO_LARGE,
+    check_size,
     has_16_bits,
     has_another,
     opened,
 )
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
 
 NPY = b"\x93NUMPY"  # how one begins
@@ -45,7 +45,7 @@ class Values(NamedTuple):
     alpha: bool = False  # the last channel is transparency
 
 
-Content: TypeAlias = "bytes | np.ndarray | Values"  # a file, or pixels [H, W, C], with alpha as Values
+Content: TypeAlias = bytes | np.ndarray | Values  # a file, or pixels [H, W, C], with alpha as Values
 
 
 def decode_image(content: Content, spec: ImageSpec, size: tuple[int, int] | None = None) -> np.ndarray:
@@ -151,8 +151,7 @@ def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
 
 def _check_shape(height: int, width: int, channels: int) -> None:
     """Raise ImageError for what no image has."""
-    if height * width > MOST_PIXELS:
-        raise ImageError(TOO_LARGE)
+    check_size((height, width), None)
     if min(height, width) < MIN_SIDE:
         raise ImageError(f"is only {width}x{height} px")
     if not 1 <= channels <= MOST_CHANNELS:
@@ -180,18 +179,6 @@ def known(array: np.ndarray) -> np.ndarray:
 # --- TIFF files
 
 
-def tifffile() -> Any:
-    """Raises UserError if it is not installed."""
-    try:
-        import tifffile as module
-
-        logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
-    except ImportError:
-        told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed"
-        raise UserError(f"{told}: pip install tifffile") from None
-    return module
-
-
 def _tiff(content: bytes) -> Values | None:
     """The pages of a TIFF file as channels, in their order; None: one page as Pillow reads it."""
     with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:  # others: tifffile knows
@@ -204,20 +191,25 @@ def _tiff(content: bytes) -> Values | None:
             if len(pages) == MOST_CHANNELS:
                 raise ImageError(f"has more than {MOST_CHANNELS} pages; a page is a channel here")
             pages.append(page_values(page, len(content)))
-            if pages[-1].pixels.shape[:2] != pages[0].pixels.shape[:2]:
-                raise ImageError("has pages of several sizes; save one of them as an image")
-    if len({(page.pixels.dtype, page.pixels.shape[2]) for page in pages}) > 1 or (len(pages) > 1 and pages[0].alpha):
-        raise ImageError("has pages of several kinds; save one of them as an image")
-    if len(pages) == 1:
-        return pages[0]
-    return Values(known(np.dstack([page.pixels for page in pages])))
+    return stacked(pages)
+
+
+def stacked(parts: list[Values]) -> Values:
+    """Images of one size and kind as the channels of one. Raises ImageError."""
+    kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
+    if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
+        raise ImageError("has pages or channels of several sizes or kinds; save one of them as an image")
+    return parts[0] if len(parts) == 1 else Values(known(np.dstack([part.pixels for part in parts])))
 
 
 def open_tiff(content: Any) -> Any:
-    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError."""
-    module, stream = tifffile(), io.BytesIO(content) if isinstance(content, bytes) else content
-    try:
-        return module.TiffFile(stream, name="it")  # a name, since that of an open file is its number
+    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError; UserError if tifffile is not installed."""
+    told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed: pip install tifffile"
+    with explained(ImportError, told):
+        import tifffile
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
+    try:  # a name, since that of an open file is its number
+        return tifffile.TiffFile(io.BytesIO(content) if isinstance(content, bytes) else content, name="it")
     except Exception as error:  # tifffile raises whatever comes up
         raise ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})") from None
 

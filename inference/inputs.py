@@ -192,9 +192,9 @@ def _part(name: str) -> Source | list[str]:
 def _content(source: Source, index: int) -> Callable[[], Content]:
     """What reads an image of a source; it is read at once where the source must be read in order."""
     if not source.in_order:
-        return lambda: source.item(index).content
+        return lambda: source.content(index)
     try:
-        content = source.item(index).content
+        content = source.content(index)
     except ImageError as error:
         return partial(_again, error)
     return lambda: content

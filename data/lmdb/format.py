@@ -26,7 +26,7 @@ ENCODINGS = get_args(Encoding)
 BLOCK_IMAGES = 4096  # images per block at most
 BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (an image larger than this has a block of its own)
 
-# How a payload is decoded: by the rules of data/images.py, or faster because nothing in the file needs them.
+# How a payload is decoded: by the rules of data/values.py, or faster because nothing in the file needs them.
 CODEC_RULES, CODEC_JPEG, CODEC_PNG = 0, 1, 2
 
 # One image's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of the entry's other
@@ -177,11 +177,7 @@ class Meta(Stored):
     @property
     def multi_hot(self) -> np.ndarray:
         """Which classes each label stands for: bool [labels, classes]."""
-        hot = np.zeros((self.labels, len(self.classes)), bool)
-        sets = [[label] for label in range(self.labels)] if self.sets is None else self.sets
-        for row, labels in enumerate(sets):
-            hot[row, labels] = True
-        return hot
+        return np.eye(self.labels, dtype=bool) if self.sets is None else multi_hot(self.sets, len(self.classes))
 
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
         """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot, float32 [n, K]."""
@@ -212,15 +208,17 @@ class Meta(Stored):
             raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
 
 
+def multi_hot(sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
+    """Which classes are in each set: bool [sets, classes]."""
+    hot = np.zeros((len(sets), classes), bool)
+    for row, labels in enumerate(sets):
+        hot[row, labels] = True
+    return hot
+
+
 def count_by_class(histogram: list[int], sets: Sequence[Sequence[int]] | None, classes: int) -> list[int]:
     """Images of each class, of how many have each label; an image of several counts for each of them."""
-    if sets is None:
-        return histogram
-    counts = [0] * classes
-    for count, labels in zip(histogram, sets, strict=True):
-        for label in labels:
-            counts[label] += count
-    return counts
+    return histogram if sets is None else (np.array(histogram) @ multi_hot(sets, classes)).tolist()
 
 
 def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:

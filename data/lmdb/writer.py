@@ -141,8 +141,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._commit()
 
     def add_record(self, record: Record, name: str = "", place: tuple[int, int] | None = None) -> None:
-        """Append an image, with its name in the source if it has one, and in an index with its place in the shards
-        (LINK). Raises ValueError for a label without a class.
+        """Append an image, with its name in the source if it has one, and in an index its place in the shards (LINK)
+        instead of its bytes. Raises ValueError for a label without a class.
         """
         if not 0 <= record.label < max(1, self.labels):
             raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
@@ -152,7 +152,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             if self.layout.encoding == "raw":
                 level.pixels.append(payload)
             else:
-                stored = payload if place is None else np.array(place, LINK).tobytes()
+                stored = np.array(place, LINK).tobytes() if self._about["shards"] else payload
                 self._put(IMAGE_KEY % (self.count, level.side), level.entries[-1] + stored)
         if not record.digest:
             self._fingerprint = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.errors import ImageError
+from duetgan.data.errors import ImageError, unread
 from duetgan.data.sources.base import (
     ArraySource,
     Source,
@@ -20,7 +20,7 @@ from duetgan.data.sources.base import (
     split_name,
 )
 from duetgan.data.sources.files import METHODS, UNPACKING_ERRORS, ListedSource
-from duetgan.data.values import Values, channels_last, native, npy_array, npy_header, open_tiff, page_values
+from duetgan.data.values import Values, channels_last, native, npy_array, npy_header, open_tiff, page_values, stacked
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed
@@ -97,7 +97,7 @@ class TiffSource(Source):
         self.remarks.append(f"{path.name}: each of its {len(self):,} pages is an image")
 
     def content(self, index: int) -> Values:
-        with explained(IndexError, lambda why: ImageError(f"cannot be read ({why})")):
+        with explained(IndexError, unread):
             return page_values(self._file.pages[index], self._size)
 
     def item_name(self, index: int) -> str:
@@ -138,9 +138,9 @@ class StackSource(Source):
 
     def content(self, index: int) -> np.ndarray:
         parts = [native(self.files.content(self.stacks[index][1][channel])) for channel in self.channel_names]
-        if len({(part.pixels.shape, part.pixels.dtype) for part in parts}) > 1 or parts[0].pixels.shape[2] != 1:
-            raise ImageError("has channels of several sizes or types, or of more than a grey value")
-        return np.dstack([part.pixels for part in parts])
+        if parts[0].pixels.shape[2] != 1:
+            raise ImageError("has channels of more than a grey value")
+        return stacked(parts).pixels
 
     def item_name(self, index: int) -> str:
         return self.stacks[index][0]

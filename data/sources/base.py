@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from duetgan.data.images import SUFFIXES
-from duetgan.data.lmdb.format import count_by_class
+from duetgan.data.lmdb.format import Shard, count_by_class
 from duetgan.data.values import Content
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -41,15 +41,6 @@ class SourceOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Item:
-    """An image as it was found."""
-
-    name: str  # file or record, for messages
-    label: int  # a class, or one of the source's sets; 0 if it is unlabelled
-    content: Content  # a file's bytes, or pixels
-
-
-@dataclass(frozen=True)
 class Problem:
     """Something that could not be used."""
 
@@ -59,31 +50,26 @@ class Problem:
     def __str__(self) -> str:
         return printable(f"{self.name} {self.reason}")
 
-    def error(self, remedy: str, count: int = 1) -> UserError:
-        """That this must not be skipped; it is the first of `count`."""
-        more = f" (and {count - 1} more)" if count > 1 else ""
-        return UserError(f"{self}{more}: fix it, or {remedy}")
-
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
     """Images by index, always in the same order. Several threads may read it at once, unless it is `in_order`.
 
-    `shape` is the (height, width) in px of all images where that is known beforehand, else None; then `channels` is
-    known too, and `pixel_format` unless values are of 8 bits. `as_is`: images are packed with their own channels and
-    depth unless others are asked for. `problems` were found while listing, for example an empty class folder; `ignored`
-    names files that are no images by their name. `splits` names those that the source itself has; one of them is open.
-    `remarks` are lines for people, for example a warning that something looks like labels but is not used.
+    `spec` says what all images are where that is known beforehand, without a size where they have sizes of their own;
+    with `ranged` also its low and high are those of their values. `as_is`: images are packed with their own channels
+    and depth unless others are asked for. `problems` were found while listing, for example an empty class folder;
+    `ignored` names files that are no images by their name. `splits` names those that the source itself has; one of them
+    is open. `remarks` are lines for people, for example a warning that something looks like labels but is not used.
     """
 
     in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
     as_is: bool = field(default=False, init=False)
-    pixel_format: Mapping[str, Any] | None = field(default=None, init=False)  # see utils/image_spec.py
+    ranged: bool = field(default=False, init=False)
+    shard_states: list[Shard] | None = field(default=None, init=False)  # tar files: what is packed is their index
 
     name: str  # for people and the metadata
     classes: list[str]  # names by label; empty: unlabelled
-    shape: tuple[int, int] | None = None
-    channels: int | None = None
+    spec: ImageSpec | None = None
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     splits: tuple[str, ...] = ()
@@ -97,11 +83,7 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def content(self, index: int) -> Content:
-        """What Item has of an image. Raises data.errors.ImageError if it cannot be had."""
-
-    def item(self, index: int) -> Item:
-        """One image. Raises as `content`."""
-        return Item(self.item_name(index), int(self.labels()[index]), self.content(index))
+        """A file's bytes, or pixels. Raises data.errors.ImageError if they cannot be had."""
 
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
@@ -140,6 +122,34 @@ class Source(AbstractContextManager["Source"]):
         self.remarks += remarks
         self._labels = np.array(numbers, np.int64)
 
+    def choose_label(
+        self,
+        where: str,
+        columns: Sequence[str],
+        asked: str | None,
+        declared: Iterable[str] = (),  # columns that the file itself calls labels
+    ) -> str | None:
+        """The column of labels (None: unlabelled): the one that is asked for, else `label`, else the only one of
+        LABEL_COLUMNS, else of the declared ones, with a remark. Raises UserError if it is not there, or for several.
+        """
+        text = ", ".join(columns)
+        if asked == NO_LABELS:
+            return None
+        if asked is not None and asked not in columns:
+            hint = did_you_mean(asked, columns)
+            raise UserError(f"{where}: --label-column {asked}: no such column{hint}; there are {text or 'none'}")
+        if asked is not None or LABEL in columns:
+            return asked or LABEL
+        fitting = [name for name in LABEL_COLUMNS if name in columns] or list(declared)
+        if len(fitting) > 1:
+            raise UserError(
+                f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, call one label,"
+                f" or pass --label-column {NO_LABELS}; its columns are {text}"
+            )
+        remark = "{}: the labels are those of the column {}; without: --label-column none"
+        self.remarks += [remark.format(where, name) for name in fitting]
+        return next(iter(fitting), None)
+
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Images of each class, of how many have each label."""
         return np.array(count_by_class(histogram.tolist(), self.sets, len(self.classes)))
@@ -158,6 +168,10 @@ class Source(AbstractContextManager["Source"]):
         """Name of an image within the source, which is kept in the packed file; "" if it has none but its number."""
         return ""
 
+    def place(self, index: int) -> tuple[int, int] | None:
+        """Where an image's bytes lie in tar files: the tar's number, and the first byte in it."""
+        return None
+
     def __exit__(self, *error: object) -> None:
         """Leave the source; one that holds files open closes them."""
 
@@ -170,10 +184,10 @@ class ArraySource(Source):
         labels: np.ndarray | None = None,  # integers [n]
         classes: Sequence[str] = (),
     ) -> None:
-        super().__init__(name, list(classes), images.shape[1:3], images.shape[3])
+        _, height, width, channels = images.shape
+        depth: Any = images.dtype.name if images.dtype.name in RANGES else "float32"
+        super().__init__(name, list(classes), ImageSpec(channels, height, width, False, depth, *RANGES[depth]))
         self.images, self._labels = images, np.array([0] * len(images) if labels is None else labels, np.int64)
-        depth = images.dtype.name if images.dtype.name in RANGES else "float32"
-        self.pixel_format = ImageSpec.of(1, 0, {"depth": depth}).pixel_format
 
     def content(self, index: int) -> np.ndarray:
         return np.asarray(self.images[index])
@@ -189,35 +203,6 @@ MOST_VALUES = 1000  # different ones, of a column that is taken for labels
 NUMBERED = {"dsc", "dscf", "dscn", "frame", "image", "img", "mvi", "photo", "picture", "pxl", "screenshot"}
 NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 SHOWN = 4  # classes in a message
-
-
-def choose_label(
-    where: str,
-    columns: Sequence[str],
-    asked: str | None,
-    declared: Iterable[str] = (),  # columns that the file itself calls labels
-) -> tuple[str | None, list[str]]:
-    """The column of labels (None: unlabelled) and remarks: the one that is asked for, else `label`, else the only one
-    of LABEL_COLUMNS, else of the declared ones. Raises UserError if it is not there, or if there are several.
-    """
-    if asked == NO_LABELS:
-        return None, []
-    text = ", ".join(columns)
-    if asked is not None and asked not in columns:
-        hint = did_you_mean(asked, columns)
-        raise UserError(f"{where}: --label-column {asked}: no such column{hint}; there are {text or 'none'}")
-    if asked is not None:
-        return asked, []
-    if LABEL in columns:
-        return LABEL, []
-    fitting = [name for name in LABEL_COLUMNS if name in columns] or list(declared)
-    if len(fitting) > 1:
-        raise UserError(
-            f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, call one label, or"
-            f" pass --label-column {NO_LABELS}; its columns are {text}"
-        )
-    remark = "{}: the labels are those of the column {}; without: --label-column none"
-    return next(iter(fitting), None), [remark.format(where, name) for name in fitting]
 
 
 def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:

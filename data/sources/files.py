@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from duetgan.data.errors import ImageError
+from duetgan.data.errors import ImageError, unread
 from duetgan.data.images import SUFFIXES
 from duetgan.data.sources.base import (
     SHARDED,
@@ -284,12 +284,8 @@ class LocalSource(ListedSource):
 
 def read_file(path: Path) -> bytes:
     """A file's bytes. Raises ImageError."""
-    try:
+    with explained((OSError, ValueError), unread):  # ValueError: a name with a null byte
         return bounded.read_file(path, kind_of(path.name))
-    except bounded.Refused as error:
-        raise ImageError(str(error)) from None
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        raise ImageError(f"cannot be read ({getattr(error, 'strerror', error)})") from None
 
 
 def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
@@ -326,13 +322,6 @@ class ZipSource(ListedSource):
         with bounded.reading(path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile):
             bounded.check(path, bounded.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
-        try:
-            self._list(options)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _list(self, options: SourceOptions) -> None:
         # Tools for Windows write backslashes, where the format has "/" only.
         members = [(member.filename.replace("\\", "/"), member) for member in self._archive.infolist()]
         self._members = {name: member for name, member in members if not name.endswith("/")}

@@ -74,7 +74,7 @@ def _parse(path: Path, label_column: str | None, source: LocalSource) -> tuple[C
     """Where its columns stand, and the usable rows; the others become problems of the source."""
     lines = _lines(path)
     names = _names(next(lines, (1, []))[1])
-    columns, source.remarks = _places(path, names, label_column)
+    columns = _places(path, names, label_column, source)
     others = {place: Counter[str]() for place in range(len(names)) if place not in columns.values()}
     rows = []
     for line, fields in lines:
@@ -131,11 +131,11 @@ def _names(header: list[str]) -> list[str]:
     return [name.strip().lower() for name in header]
 
 
-def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dict[str, int], list[str]]:
-    """Where path, label and split stand in the header, and remarks. A near miss is refused: without it images would
-    lose their labels unseen.
+def _places(path: Path, names: list[str], label_column: str | None, source: LocalSource) -> dict[str, int]:
+    """Where path, label and split stand in the header. A near miss is refused: without it images would lose their
+    labels unseen.
     """
-    label, remarks = base.choose_label(str(path), names, label_column and label_column.lower())
+    label = source.choose_label(str(path), names, label_column and label_column.lower())
     path_column = next((name for name in PATHS if name in names), "path")
     columns = {"path": path_column, "label": label or "label", "split": "split"}
     others = [name for name in names if name not in columns.values()]
@@ -149,7 +149,7 @@ def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dic
             raise UserError(f"{path} line 1: no column {column}{hint}, its columns are {known}; rename one")
     if label is None:
         del columns["label"]
-    return {column: names.index(name) for column, name in columns.items() if name in names}, remarks
+    return {column: names.index(name) for column, name in columns.items() if name in names}
 
 
 def _without_repeats(path: Path, rows: list[Row], problems: list[base.Problem]) -> list[Row]:

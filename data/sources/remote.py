@@ -98,18 +98,17 @@ class RemoteSource(ListedSource):
 
 def attempt(read: Callable[[], T]) -> T:
     """Call `read` up to three times, with growing pauses. Raises what the last call raises, what is FINAL at once."""
-    for pause in PAUSES:
+    pauses = iter(PAUSES)
+    while True:
         try:
             return read()
         except FINAL:
             raise
-        except Exception:  # see FINAL
+        except Exception as error:  # see FINAL
+            if (pause := next(pauses, None)) is None:
+                error.add_note(f"after {len(PAUSES) + 1} attempts")
+                raise
             time.sleep(pause)
-    try:
-        return read()
-    except Exception as error:
-        error.add_note(f"after {len(PAUSES) + 1} attempts")
-        raise
 
 
 def without_secrets(text: str) -> str:

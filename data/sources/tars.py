@@ -21,7 +21,6 @@ from duetgan.data.sources.base import (
     LABEL_COLUMNS,
     Problem,
     SourceOptions,
-    choose_label,
     choose_shards,
     looks_like_labels,
     refuse_split,
@@ -155,8 +154,7 @@ class TarSource(ListedSource):
                 counts[name][text] += 1
         if asked is None and "cls" in counts:
             return "cls"
-        label, chosen = choose_label(self.where, list(counts), asked)
-        self.remarks += chosen
+        label = self.choose_label(self.where, list(counts), asked)
         if label is None and asked is None:
             if "txt" in counts and looks_like_labels(self.where, {"txt": counts["txt"]}):
                 self.remarks.append(f"{self.where}: the labels are those of txt; without: --label-column none")
@@ -190,7 +188,6 @@ class TarSource(ListedSource):
         return member.name if len(self.shards) == 1 else f"{self.shards[member.shard].name}:{member.name}"
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where an image's bytes are: the number of its shard, and the first byte in it."""
         member = self._images[index]
         return member.shard, member.start
 

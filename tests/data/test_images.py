@@ -319,10 +319,10 @@ def test_a_header_that_promises_too_much_is_not_decoded() -> None:
         assert_raises(ImageError, told, decode, payload, codec, COLOUR)
     png, jpeg_file = (bytearray(encode(np.zeros((8, 8, 3), np.uint8), kind)) for kind in ("png", "jpeg"))
     png[16:24] = (30000).to_bytes(4, "big") * 2
-    assert_raises(ImageError, "too many pixels", decode, bytes(png), CODEC_PNG, COLOUR)
+    assert_raises(ImageError, "more than 89,478,485 pixels", decode, bytes(png), CODEC_PNG, COLOUR)
     at = jpeg_file.index(b"\xff\xc0")
     jpeg_file[at + 5 : at + 9] = (65500).to_bytes(2, "big") * 2
-    assert_raises(ImageError, "65500x65500 px, more than", decode, bytes(jpeg_file), CODEC_JPEG, COLOUR)
+    assert_raises(ImageError, "more than 89,478,485 pixels", decode, bytes(jpeg_file), CODEC_JPEG, COLOUR)
 
 
 @pytest.mark.parametrize("codec", [CODEC_RULES, CODEC_JPEG, CODEC_PNG])

@@ -156,7 +156,7 @@ ODD: dict[str, tuple[Callable[[], bytes], str]] = {
     "cut.tif": (lambda: of_16_bits()[:-200], "lies beyond its end"),
     "head.tif": (lambda: of_16_bits()[:6], "TIFF|not an image|damaged"),
     "bomb.tif": (bomb, "holds more than it declares|several"),
-    "sizes.tif": (lambda: tagged(pages(NUMBERS.transpose(2, 0, 1).copy()), {257: 7}, 1), "pages of several sizes"),
+    "sizes.tif": (lambda: tagged(pages(NUMBERS.transpose(2, 0, 1).copy()), {257: 7}, 1), "of several sizes or kinds"),
     "complex.tif": (lambda: tiff(np.zeros((8, 8), np.complex64)), "type complex64"),
     "nan.tif": (lambda: tiff(np.full((8, 8), np.nan, np.float32)), "not finite"),
     "premultiplied.tif": (

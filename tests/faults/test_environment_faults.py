@@ -141,7 +141,6 @@ from pathlib import Path
 from dataclasses import replace
 from duetgan.models.registry import BACKBONES
 from duetgan.training.optim.config import DECAYS
-from duetgan.utils.image_spec import ImageSpec
 Path(__file__).with_name("imported").touch()
 resnet = BACKBONES["resnet18"]
 BACKBONES["mine"] = replace(resnet, names=("mine",), network=lambda *_: resnet.build("resnet18"))
