@@ -3,7 +3,7 @@
 JPEG is decoded by libjpeg-turbo (simplejpeg), in RGB, and no more of it than needed: rows below the crop are never
 decoded, and where a crop is several times as large as asked for it is decoded at a half, a quarter or an eighth of its
 size (scaled DCT), at MARGIN times the size asked for or more. PNG is decoded by OpenCV. What needs the rules of
-data/images.py is decoded by them.
+data/values.py is decoded by them.
 """
 
 import math
@@ -13,10 +13,11 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from duetgan.data.errors import MOST_PIXELS, ImageError
-from duetgan.data.images import BOMB, DAMAGED, PNG, check_size, decode_by_rules, resized
+from duetgan.data.errors import ImageError
+from duetgan.data.images import PNG, check_size, resized
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.values import decode_image
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 
@@ -68,20 +69,15 @@ def decode(payload: bytes | memoryview, codec: int, spec: ImageSpec, size: Size 
         flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
         flag = flag if spec.plain else cv2.IMREAD_UNCHANGED
         width, height = int.from_bytes(payload[16:20], "big"), int.from_bytes(payload[20:24], "big")  # of its header
-        if payload[:8] != PNG or not 0 < width * height <= MOST_PIXELS:
-            raise ImageError("cannot be decoded: it has no header of a PNG, or one of too many pixels")
+        if payload[:8] != PNG:
+            raise ImageError("cannot be decoded: it has no header of a PNG")
         check_size((height, width), size)
         pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
         if pixels is None or pixels.dtype != spec.depth or pixels.size != pixels.shape[0] * pixels.shape[1] * channels:
             raise ImageError("cannot be decoded")
         pixels = pixels.reshape(*pixels.shape[:2], channels)
         return pixels if spec.plain or channels == 1 else pixels[:, :, [2, 1, 0, 3][:channels]]
-    try:
-        return decode_by_rules(payload, channels, size)
-    except ImageError:
-        raise
-    except (*DAMAGED, *BOMB) as error:
-        raise ImageError(f"cannot be decoded ({' '.join(str(error).split())[:200]})") from None
+    return decode_image(bytes(payload), spec, size)
 
 
 def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
@@ -183,8 +179,6 @@ def _decode_jpeg(payload: bytes | memoryview, channels: int, size: Size | None, 
     """A JPEG, at 1/`shrink` of its size (1, 2, 4 or 8)."""
     try:
         rows, columns, *_ = simplejpeg.decode_jpeg_header(payload, strict=False)
-        if rows * columns > MOST_PIXELS:
-            raise ImageError(f"has {columns}x{rows} px, more than {MOST_PIXELS:,} in all")
         check_size((rows, columns), size)
         pixels = simplejpeg.decode_jpeg(
             payload,

@@ -69,16 +69,11 @@ class Report:
 
     def document(self) -> dict[str, object]:
         """The report for programs; `names` are those of the records in it, by their numbers."""
-        records: tuple[set[int], set[int]] = (set(), set())
-        for group in self.exact:
-            records[0].update(group.records)
-            records[1].update(group.other_records)
-        for pair in self.near or []:
-            records[0].add(pair.record)
-            records[1 if self.other_file else 0].add(pair.other_record)
-        names, others = (
-            {record: name(record) for record in sorted(some)} for name, some in zip(self.names, records, strict=True)
-        )
+        pairs, both = self.near or [], range(2)
+        records = [{record for group in self.exact for record in (group.records, group.other_records)[i]} for i in both]
+        records[0].update(pair.record for pair in pairs)
+        records[1 if self.other_file else 0].update(pair.other_record for pair in pairs)
+        names, others = ({record: self.names[i](record) for record in sorted(records[i])} for i in both)
         return asdict(self) | {"names": names, "other_names": others}
 
 
@@ -184,6 +179,15 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
 def write_lines(path: Path, text: Sequence[str]) -> None:
     """A text file; names that are not UTF-8 are escaped."""
     write_atomic(path, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
+
+
+def shortened(shown: list[str], everything: list[str], path: Path) -> list[str]:
+    """What is shown of a text, and where all of it is: in a file, if that is more. One of an earlier run goes."""
+    if shown == everything:
+        path.unlink(missing_ok=True)
+        return shown
+    write_lines(path, everything)
+    return [*shown, f"all of them: {path}"]
 
 
 def _listed(head: str, items: list[tuple[str, bool]], what: str, limit: int | None) -> list[str]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
 MOST_PIXELS = 89_478_485  # of an image: Pillow's limit for files of others
@@ -12,6 +13,12 @@ MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images
 
 class ImageError(ValueError):
     """An image that cannot be read or is refused; the message is the reason, without the file's name."""
+
+
+def unread(error: Exception) -> ImageError:
+    """That a file cannot be read, where `error` was raised."""
+    refused = isinstance(error, bounded.Refused)
+    return ImageError(str(error) if refused else f"cannot be read ({getattr(error, 'strerror', None) or error})")
 
 
 class DamageError(UserError):

@@ -1,4 +1,4 @@
-"""One image: decode any file by the rules that docs/lmdb.md lists, bring it to size, encode it."""
+"""One image: open any file by the rules that docs/lmdb.md lists, bring it to size, encode it."""
 
 import io
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 import cv2
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from duetgan.data.errors import MOST_PIXELS, ImageError
 
@@ -36,34 +36,8 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
-def decode_file(content: bytes, channels: int) -> np.ndarray:
-    """Decode a file of unknown origin: uint8 [H, W, channels]. Raises ImageError with the reason."""
-    with reading(content):
-        return decode_by_rules(content, channels)
-
-
-@contextmanager
-def reading(content: bytes) -> Iterator[None]:
-    """Around decoding a file of unknown origin: what Pillow raises becomes an ImageError with the reason."""
-    if not content:
-        raise ImageError("is an empty file")
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            if image.format == "PNG":
-                image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
-        yield
-    except ImageError:
-        raise
-    except Image.UnidentifiedImageError:
-        raise ImageError(f"is not an image (it begins with {content[:12]!r})") from None
-    except BOMB:
-        raise ImageError(TOO_LARGE) from None
-    except DAMAGED as error:
-        raise ImageError(f"is truncated or damaged ({error})") from None
-
-
 def has_16_bits(content: bytes) -> bool:
-    """Whether a file that can be decoded has 16 bits a value, of which `decode_file` keeps the high 8."""
+    """Whether a file that can be decoded has 16 bits a value, of which Pillow may keep the high 8."""
     if content[:8] == PNG:
         return content[24] == 16
     if content[:2] not in (b"II", b"MM", b"P5"):
@@ -72,28 +46,34 @@ def has_16_bits(content: bytes) -> bool:
         return image.mode.startswith("I") or getattr(image, "tag_v2", {}).get(258, (8,))[0] == 16  # BitsPerSample
 
 
-def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
-    """Decode a file: uint8 [H, W, channels]. Raises ImageError for what is refused, else whatever Pillow raises.
-
-    `size`: height and width that it must have, of its record; they are compared before anything is decoded.
-    """
-    with opened(content, size) as image:
-        return from_pillow(image, channels)
-
-
 @contextmanager
-def opened(content: bytes | memoryview, size: tuple[int, int] | None = None) -> Iterator[Image.Image]:
-    """A file's image as Pillow decodes it. Arguments and errors as of `decode_by_rules`."""
-    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        if image.width * image.height > MOST_PIXELS:  # Pillow itself may only warn: the filters are the process's
-            raise ImageError(TOO_LARGE)
-        if image.format != "MPO" and has_another(image):  # MPO: a camera's JPEG, the first frame is the image
-            raise ImageError("is animated or has several pages; save one of them as an image")
-        _check_depth(image, content)
-        if image.size != size:  # it may be stored on its side
-            check_size((image.height, image.width), size)
-        image.load()
-        yield image
+def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Image.Image]:
+    """Around decoding a file of unknown origin: its image, which Pillow decodes when it is asked for pixels. Raises
+    ImageError for what is refused, and with the reason for what Pillow raises.
+
+    `size`: height and width that it must have, of its record, whose checksum has been compared.
+    """
+    if not content:
+        raise ImageError("is an empty file")
+    try:
+        if size is None and content[:8] == PNG:
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            # Pillow itself may only warn of its size, the filters are the process's; it may be stored on its side.
+            check_size((image.height, image.width), None if image.size == size else size)
+            if image.format != "MPO" and has_another(image):  # MPO: a camera's JPEG, the first frame is the image
+                raise ImageError("is animated or has several pages; save one of them as an image")
+            _check_depth(image, content)
+            yield image
+    except ImageError:
+        raise
+    except Image.UnidentifiedImageError:
+        raise ImageError(f"is not an image (it begins with {content[:12]!r})") from None
+    except BOMB:
+        raise ImageError(TOO_LARGE) from None
+    except DAMAGED as error:
+        raise ImageError(f"is truncated or damaged ({error})") from None
 
 
 def has_another(image: Image.Image) -> bool:
@@ -105,58 +85,24 @@ def has_another(image: Image.Image) -> bool:
     return True
 
 
-def from_pillow(image: Image.Image, channels: int) -> np.ndarray:
-    """The pixels uint8 [H, W, channels] of an image that Pillow has opened. Raises ImageError for what is refused."""
-    pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
-    if min(pixels.shape[:2]) < MIN_SIDE:
-        raise ImageError(f"is only {pixels.shape[1]}x{pixels.shape[0]} px")
-    return pixels.reshape(*pixels.shape[:2], channels)
-
-
 def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None:
-    """Raise ImageError if a header's height and width are not those of the record; None: they are not known."""
+    """Raise ImageError for too many pixels, and if a header's height and width are not those of the record; None: they
+    are not known.
+    """
+    if in_header[0] * in_header[1] > MOST_PIXELS:
+        raise ImageError(TOO_LARGE)
     if size is not None and in_header != size:
         by_header = f"is {in_header[1]}x{in_header[0]} px by its header"
         raise ImageError(f"{by_header}, {size[1]}x{size[0]} px by its record")
 
 
-def _check_depth(image: Image.Image, content: bytes | memoryview) -> None:
+def _check_depth(image: Image.Image, content: bytes) -> None:
     """Raise ImageError for pixels whose range is not known from their values."""
     if image.format == "TIFF" and image.mode == "I":  # 16 bits without a sign are I;16
         bits = "32-bit" if image.tag_v2.get(258) == (32,) else "signed"  # type: ignore[attr-defined]  # BitsPerSample
         raise ImageError(f"has {bits} pixels; save it with 8 or 16 bits, without a sign")
     if image.format == "PNG" and image.mode == "RGB" and content[24] == 16 and "transparency" in image.info:
         raise ImageError("has 16-bit colours of which one is transparent; save it with an alpha channel")
-
-
-def _convert(image: Image.Image, channels: int) -> Image.Image:
-    """To mode L or RGB by the rules above."""
-    if image.mode == "F":
-        raise ImageError("has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth float")
-    if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise ImageError("has 32-bit pixels; save it with 8 or 16 bits")
-        grey = (values >> 8).astype(np.uint8)
-        if "transparency" in image.info:  # the value that stands for it
-            grey[values == image.info["transparency"]] = 255
-        image = Image.fromarray(grey)
-    if image.has_transparency_data:
-        coloured = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), coloured).convert("RGB")
-    return image.convert("L" if channels == 1 else "RGB")
-
-
-def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Grey to RGB or RGB to grey (ITU-R 601 luma): uint8 [H, W, 1 or 3] -> uint8 [H, W, channels].
-
-    Raises ImageError for other numbers of channels.
-    """
-    if pixels.shape[2] not in (1, 3):
-        raise ImageError(f"has {pixels.shape[2]} channels; images have 1 (grey) or 3 (RGB)")
-    if pixels.shape[2] > channels:
-        return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
-    return pixels if pixels.shape[2] == channels else np.repeat(pixels, 3, axis=2)
 
 
 def centre_box(height: int, width: int, wanted: tuple[int, int] = (1, 1)) -> tuple[int, int, int, int]:

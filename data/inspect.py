@@ -17,7 +17,7 @@ import numpy as np
 from duetgan.data.decode import decode, visible_image
 from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.images import thumbnail
-from duetgan.data.lmdb.format import Meta, content_hash
+from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.errors import UserError
@@ -125,8 +125,7 @@ def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list
     known = labels[0][(labels[0] >= 0) & (labels[0] < meta.labels)]
     if np.bincount(known, minlength=meta.labels).tolist() != meta.histogram:
         return "the labels do not give the histogram in the metadata"
-    pixels = meta.spec.pixel_format
-    if content_hash(meta.classes, meta.channels, meta.encoding, digests, meta.sets, pixels) != meta.content_hash:
+    if meta.hash_of(digests) != meta.content_hash:
         return "the content hash does not match"
     return ""
 

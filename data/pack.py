@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 
 from duetgan.data import packing
-from duetgan.data.duplicates import LISTED, Name, Report, find, lines, write_lines
+from duetgan.data.duplicates import LISTED, Name, Report, find, lines, shortened
 from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.format import ENCODINGS
 from duetgan.data.lmdb.reader import LMDBReader
@@ -42,10 +42,10 @@ SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at 
 class _Skipped:
     """What is left out: nothing, or up to a cap."""
 
-    def __init__(self, source: Source, on_error: str, cap: int | None) -> None:
+    def __init__(self, source: Source, on_error: str, cap: int | None, remedy: str) -> None:
         if cap is not None and on_error == "stop":
             raise UserError("--max-skipped is for --on-error skip: add it or drop --max-skipped")
-        self._source, self._stop = source, on_error == "stop"
+        self._source, self._stop, self._remedy = source, on_error == "stop", remedy
         self.cap = max(SKIPPED_IMAGES, int(SKIPPED_SHARE * len(source))) if cap is None else cap
         self.problems: list[Problem] = []
         for problem in source.problems:
@@ -55,7 +55,8 @@ class _Skipped:
         """Count a problem. Raises UserError if it must not be skipped; so many are `known` of already."""
         self.problems.append(problem)
         if self._stop:
-            raise problem.error("pass --on-error skip to leave it out", known)
+            more = f" (and {known - 1} more)" if known > 1 else ""
+            raise UserError(f"{problem}{more}: fix it, or {self._remedy}")
         count = max(known, len(self.problems))
         if count > self.cap:
             over = f"{count:,} images or folders cannot be used, --max-skipped is {self.cap:,}"
@@ -101,6 +102,7 @@ def pack(
     val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
     val_dest: str | Path | None = None,  # that file; None: data.packing.val_path
     seed: int = 0,  # of the draw of held-out images
+    remedy: str = "pass --on-error skip to leave it out",  # for an image that cannot be used
     **how: Any,  # the images are brought into the file: data.records.make_plan
 ) -> packing.Summary:
     """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.
@@ -111,7 +113,7 @@ def pack(
     started = time.perf_counter()
     share = None if val_share is None else packing.to_share(val_share)
     targets = _targets(source, Path(dest), share, val_dest)
-    skipped = _Skipped(source, on_error, max_skipped)
+    skipped = _Skipped(source, on_error, max_skipped, remedy)
     _check_classes(source, against, targets)
     plan = make_plan(source, **how)
     workers = thread_count(source, workers)
@@ -173,6 +175,7 @@ def _open_writers(
         resize_filter=plan.resize_filter,
         source=source.name,
         passport=source.passport,
+        shards=source.shard_states,
     )
     writers = [stack.enter_context(new_writer(target, overwrite=overwrite)) for target in targets]
     if len(targets) > 1:
@@ -202,7 +205,7 @@ def _write(
                 continue
             if drop:
                 labels[pixels] = record.label
-            writer.add_record(record, source.stored_name(row))
+            writer.add_record(record, source.stored_name(row), source.place(row))
             written.rows.append(row)
             if keep:
                 written.records.append(dataclasses.replace(record, payloads=()))
@@ -221,7 +224,6 @@ def _find_duplicates(
     """The report on equal images, and `similar` ones, within the file, and between it and `against`. What is too long
     for people goes into a file beside `dest`; one that an earlier run left is removed.
     """
-    everything = dest.with_name(f"{dest.stem}.duplicates.txt")
     try:
         with LMDBReader(path) as reader:
             report = known or find(reader, similar=similar, item_name=name)
@@ -231,11 +233,7 @@ def _find_duplicates(
                     reports.append(find(reader, other, similar=similar, item_name=name))
         reports = [dataclasses.replace(report, file=str(dest)) for report in reports]
         text, all_of_it = ([line for report in reports for line in lines(report, most)] for most in (LISTED, None))
-        if text == all_of_it:
-            everything.unlink(missing_ok=True)
-            return text
-        write_lines(everything, all_of_it)
-        return [*text, f"all of them: {everything}"]
+        return shortened(text, all_of_it, dest.with_name(f"{dest.stem}.duplicates.txt"))
     except Exception as error:  # the file is complete and good: a fault in the search must not look like the pack's
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
 

@@ -7,11 +7,11 @@ import io
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cv2
 import numpy as np
@@ -22,8 +22,8 @@ from duetgan.data.images import FORMATS, RESIZE_FILTERS, encode, fit, has_16_bit
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, check_encoding, make_entry
 from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.sources.base import ArraySource, Item, Problem, Source
-from duetgan.data.values import Values, decode_image, kind
+from duetgan.data.sources.base import ArraySource, Problem, Source
+from duetgan.data.values import Content, Values, decode_image, kind
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
@@ -44,6 +44,7 @@ PIECE_IMAGES = 64
 PIECE_FILES = 4  # of images that keep sizes of their own
 
 
+T = TypeVar("T")
 Converted = Record | ImageError  # an image of a source, or why it cannot be used
 
 
@@ -56,8 +57,8 @@ def make_record(
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     wanted = layout.spec
-    if image.dtype != wanted.depth or image.ndim != 3 or image.shape[2] != layout.channels:
-        raise ValueError(f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {layout.channels}]")
+    if image.dtype != wanted.depth or image.ndim != 3 or image.shape[2] != wanted.channels:
+        raise ValueError(f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {wanted.channels}]")
     if wanted.side and image.shape[:2] != wanted.size:
         raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {wanted.width}x{wanted.height}")
     assert (payload is None) == (layout.encoding != "source")
@@ -119,7 +120,7 @@ def pixel_sums(image: np.ndarray) -> np.ndarray:
 
 
 def plain_codec(content: bytes, channels: int) -> int:
-    """The decoder that reads this file as `decode_by_rules` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
+    """The decoder that reads this file as `decode_image` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
     (8 bits, no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
     """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -164,11 +165,6 @@ class Plan:
     mode: str  # data.images.fit's
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the images in px; 0: as they are."""
-        return self.layout.spec.size
-
-    @property
     def resize_filter(self) -> str:
         return RESIZE_FILTERS[self.mode] + ("+2x2-mean" if len(self.layout.resolutions) > 1 else "")
 
@@ -191,46 +187,43 @@ def make_plan(
     lies within both sides, at most 1/8 below the shorter one, else "crop".
     Raises UserError for options that do not fit together.
     """
+    own = source.spec
+    shape = own.size if own is not None and own.side else None
     if encoding == "source":
         for option, value in (("--size", size), ("--pyramid", smallest)):
             if value is not None:
                 remedy = f"drop {option} or choose raw, jpeg or png"
                 raise UserError(f"--encoding source keeps the files as they are: {remedy}")
-        if source.shape is not None or source.as_is:
+        if shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda why: f"{source.name}: {why}"):
-            check_encoding(form := _form(source, channels or 3, depth or "8"), encoding)
-        return Plan(layout=Layout(channels=form.channels, resolutions=(0,), encoding=encoding), mode="exact")
+            return Plan(layout=Layout.of(_form(source, channels or 3, depth or "8"), encoding), mode="exact")
     form, ranged = _form(source, channels, depth), True
     if value_range is not None:
         with explained(ValueError, lambda why: f"--range {value_range[0]:g},{value_range[1]:g}: {why}"):
             known = dict(zip(("low", "high"), value_range, strict=True))
             form = ImageSpec.of(form.channels, 0, {**(form.pixel_format or {}), **known})
     elif form.deep and not form.alpha:
-        ranged = "high" in (source.pixel_format or {}) and form == _own(source)
+        ranged = source.ranged and own is not None and form.words == own.words
     with explained(ValueError, lambda why: f"{source.name}: {why}"):
         check_encoding(form, encoding)
     if size is None:
-        height, width = source.shape or _first_shape(source, form)
+        height, width = shape or next(_of_images(source, lambda it: decode_image(it, form).shape[:2]))
         image, mode = replace(form, height=height, width=width), "exact"
         if height != width:
             example = "x".join(str(max(1, round(side / image.side * 4)) * 16) for side in (width, height))
             raise UserError(f"{source.name}: images are {width}x{height} px, not square: pass --size N, or {example}")
-    elif source.shape == (image := ImageSpec.of(form.channels, size, form.pixel_format)).size:
+    elif shape == (image := ImageSpec.of(form.channels, size, form.pixel_format)).size:
         mode = "exact"
     elif resize == "auto":
-        room = min(there - here for there, here in zip(image.size, source.shape or (0, 0), strict=True))
-        mode = "pad" if source.shape is not None and 0 < room <= image.side // PAD_SHARE else "crop"
+        room = min(there - here for there, here in zip(image.size, shape or (0, 0), strict=True))
+        mode = "pad" if shape is not None and 0 < room <= image.side // PAD_SHARE else "crop"
     else:
         mode = resize
     if max(image.size) > MOST_SIDE:
         raise UserError(f"{source.name}: {image}; a packed image has at most {MOST_SIDE} px: lower --size")
     with explained(ValueError, f"--pyramid {smallest}: {image} must be {smallest} px times 2, 4, 8, ..."):
         return Plan(layout=Layout.of(image, encoding, smallest, ranged), mode=mode)
-
-
-def _own(source: Source) -> ImageSpec | None:
-    return None if source.channels is None else ImageSpec.of(source.channels, 0, source.pixel_format)
 
 
 def _form(source: Source, channels: int | str | None, depth: str | None) -> ImageSpec:
@@ -240,26 +233,15 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     four RGB and alpha, unless the first image has so many without alpha. Raises UserError where "auto" finds floats
     beside whole numbers, or numbers of channels that do not go together.
     """
-    own = _own(source)
-    if own is not None and channels in (None, "auto", own.channels) and depth in (None, "auto", SHORT[own.depth]):
-        return own
-    given = "auto" if source.as_is else None
-    channels, depth = channels or (own.channels if own else given or 3), depth or (SHORT[own.depth] if own else given)
-    deepest = DEPTHS.get(depth or "8", "uint8")
+    own = source.spec
+    usual = (own.channels, SHORT[own.depth]) if own else ("auto", "auto") if source.as_is else (3, "8")
+    channels, depth = channels or usual[0], depth or usual[1]
+    if own is not None and channels in ("auto", own.channels) and depth in ("auto", SHORT[own.depth]):
+        return replace(own, height=0, width=0)
+    deepest = DEPTHS.get(depth, "uint8")
     if channels in (1, 3) and depth != "auto":
         return ImageSpec.of(int(channels), 0, {"depth": deepest})
-    found: Counter[ImageSpec] = Counter()
-    problem = None
-    for index in range(len(source)):
-        try:
-            found[kind(source.item(index).content)] += 1
-        except ImageError as error:
-            problem = problem or Problem(source.item_name(index), str(error))
-            continue
-        if "auto" not in (channels, depth):
-            break
-    if not found:
-        raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
+    found = Counter(itertools.islice(_of_images(source, kind), None if "auto" in (channels, depth) else 1))
     first, depths = next(iter(found)), {form.depth for form in found}
     kinds = ", ".join(f"{count:,} of {form.title}" for form, count in found.items())
     if depth == "auto":
@@ -275,48 +257,49 @@ def _form(source: Source, channels: int | str | None, depth: str | None) -> Imag
     else:
         alpha = channels in (2, 4) and (first.channels, first.alpha) != (channels, False)
     form = ImageSpec.of(int(channels), 0, {"depth": deepest, "alpha": alpha})
-    if "auto" in (given, depth) or len(found) > 1:
+    if source.as_is or depth == "auto" or len(found) > 1:
         print(f"{source.name}: {kinds}: taken as {form.title}", file=sys.stderr)
     return form
 
 
-def _first_shape(source: Source, form: ImageSpec) -> tuple[int, int]:
-    problem = None
+def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
+    """What is `found` in each image that can be read. Raises UserError if none can."""
+    problem, readable = None, False
     for index in range(len(source)):
         try:
-            height, width, _ = decode_image(source.item(index).content, form).shape
-            return height, width
+            yield found(source.content(index))
+            readable = True
         except ImageError as error:
             problem = problem or Problem(source.item_name(index), str(error))
-    raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
+    if not readable:
+        raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
 
 
-def _read(source: Source, row: int) -> Item | ImageError:
+def _read(source: Source, row: int) -> Content | ImageError:
     try:
-        return source.item(row)
+        return source.content(row)
     except ImageError as error:
         return error
 
 
-def _convert(item: Item | ImageError, plan: Plan) -> Converted:
-    layout = plan.layout
+def _convert(source: Source, row: int, content: Content | ImageError, plan: Plan) -> Converted:
+    layout, payload, codec = plan.layout, None, CODEC_RULES
     try:
-        if isinstance(item, ImageError):
-            raise item
-        content, payload, codec = item.content, None, CODEC_RULES
+        if isinstance(content, ImageError):
+            raise content
         image = pixels = decode_image(content, layout.spec)
         if layout.encoding != "source":
-            image = fit(pixels, plan.size, plan.mode, layout.spec.alpha)
+            image = fit(pixels, layout.spec.size, plan.mode, layout.spec.alpha)
         elif isinstance(content, bytes):
-            payload, codec = content, plain_codec(content, layout.channels)
+            payload, codec = content, plain_codec(content, layout.spec.channels)
         else:
-            raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
-        pure = content.pixels if isinstance(content, Values) else content
-        as_had = pure if isinstance(pure, bytes) else b"%dx%dx%d" % pure.shape + pure.tobytes()
-        record = make_record(image, item.label, layout, payload, codec)
+            raise UserError(f"{source.item_name(row)} is no file that could be kept: choose --encoding raw or png")
+        record = make_record(image, int(source.labels()[row]), layout, payload, codec)
     except ImageError as error:
         return error
-    enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], plan.size))
+    pure = content.pixels if isinstance(content, Values) else content
+    as_had = pure if isinstance(pure, bytes) else b"%dx%dx%d" % pure.shape + pure.tobytes()
+    enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], layout.spec.size))
     cut = payload is None and layout.spec.plain and isinstance(content, bytes) and has_16_bits(content)
     return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut)
 
@@ -336,7 +319,7 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     """
     if not workers:
         for row in range(len(source)):
-            yield _convert(_read(source, row), plan)
+            yield _convert(source, row, _read(source, row), plan)
         return
     pixels = plan.layout.spec.values
     length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
@@ -345,9 +328,10 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     try:
         for start in range(0, len(source), length):
             piece = range(start, min(len(source), start + length))
-            items: Iterable[Item | ImageError] = map(_read, itertools.repeat(source), piece)  # where it is converted
-            items = list(items) if source.in_order else items
-            waiting.append(pool.apply_async(list, (map(_convert, items, itertools.repeat(plan)),)))
+            found: Iterable[Any] = map(_read, itertools.repeat(source), piece)  # where it is converted
+            found = list(found) if source.in_order else found
+            images = map(_convert, itertools.repeat(source), piece, found, itertools.repeat(plan))
+            waiting.append(pool.apply_async(list, (images,)))
             if len(waiting) == WINDOW * workers:
                 yield from waiting.popleft().get()
         while waiting:

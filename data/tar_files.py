@@ -1,15 +1,15 @@
 """Tar files that are not compressed: their members, and the bytes of a member from its place."""
 
+import functools
 import os
 import tarfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from duetgan.data.errors import ImageError
+from duetgan.data.errors import ImageError, unread
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 NAME_BYTES = 1 << 20  # of a name: tarfile reads it at once
 END = 10_240  # bytes: tar fills its last record with zeros
@@ -50,37 +50,28 @@ class TarFiles:
 
     def __init__(self, paths: Sequence[Path], states: Sequence[tuple[int, int]] | None = None) -> None:
         self._paths, self._states = paths, states
-        self._open: dict[int, _Open] = {}  # by number, the one opened last at the end
-        self._lock = threading.Lock()
+        self._file = functools.lru_cache(OPEN)(self._opened)
 
     def read(self, member: Member, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
         """A member's bytes. Raises ImageError, and UserError for a tar that has changed."""
         if reason := bounded.too_large(member.size, kind):
             raise ImageError(reason)
-        try:
+        with explained(OSError, unread):
             file = self._file(member.shard)
             content = os.pread(file.descriptor, member.size, member.start)
-        except OSError as error:
-            raise ImageError(f"cannot be read ({error.strerror or error})") from None
         if len(content) != member.size:
             raise ImageError(f"is cut off: {len(content):,} of {member.size:,} bytes")
         return content
 
-    def _file(self, number: int) -> _Open:
-        with self._lock:
-            file = self._open.get(number)
-            if file is None:
-                file = _Open(self._paths[number])
-                if self._states is not None and state_of(os.fstat(file.descriptor)) != self._states[number]:
-                    raise UserError(f"{self._paths[number]} was changed since it was indexed: start again")
-                while len(self._open) >= OPEN:
-                    self._open.pop(next(iter(self._open)))
-                self._open[number] = file
+    def _opened(self, number: int) -> _Open:
+        file = _Open(self._paths[number])
+        if self._states is not None and state_of(os.fstat(file.descriptor)) != self._states[number]:
+            raise UserError(f"{self._paths[number]} was changed since it was indexed: start again")
         return file
 
     def close(self) -> None:
         """Let all files go; the next read opens its own again."""
-        self._open = {}
+        self._file.cache_clear()
 
 
 class _Bounded:

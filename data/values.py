@@ -15,22 +15,19 @@ import cv2
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from duetgan.data.errors import MOST_PIXELS, ImageError
+from duetgan.data.errors import ImageError
 from duetgan.data.images import (
     BOMB,
     DAMAGED,
     FORMATS,
     MIN_SIDE,
     PNG,
-    TOO_LARGE,
-    decode_file,
+    check_size,
     has_16_bits,
     has_another,
     opened,
-    reading,
-    to_channels,
 )
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import explained
 from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
 
 NPY = b"\x93NUMPY"  # how one begins
@@ -38,6 +35,7 @@ TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 EXACT = 1 << 24  # whole numbers up to here are exact as floats of 32 bits
 STRAIGHT, DEFLATE = (2,), (1, 8, 32946)  # of TIFF: straight alpha in ExtraSamples; not compressed, or by zlib
 GREY = ("1", "L", "LA", "La")  # Pillow's modes
+WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}  # what products of values fit into
 
 
 class Values(NamedTuple):
@@ -47,22 +45,20 @@ class Values(NamedTuple):
     alpha: bool = False  # the last channel is transparency
 
 
-Content: TypeAlias = "bytes | np.ndarray | Values"  # a file, or pixels [H, W, C], with alpha as Values
+Content: TypeAlias = bytes | np.ndarray | Values  # a file, or pixels [H, W, C], with alpha as Values
 
 
-def decode_image(content: Content, spec: ImageSpec) -> np.ndarray:
-    """An image with the channels and the depth of `spec`: [H, W, C], any size. Raises ImageError."""
-    if spec.plain and isinstance(content, bytes) and content[:6] != NPY:
-        return decode_file(content, spec.channels)
-    if spec.plain and isinstance(content, np.ndarray) and content.dtype == np.uint8:
-        return to_channels(content, spec.channels)
-    return bring(native(content), spec)
+def decode_image(content: Content, spec: ImageSpec, size: tuple[int, int] | None = None) -> np.ndarray:
+    """An image with the channels and the depth of `spec`: [H, W, C], any size. Raises ImageError. `size`: of a file's
+    record, see `opened`.
+    """
+    return bring(native(content, spec.plain, size), spec)
 
 
 def kind(content: Content) -> ImageSpec:
     """Channels, alpha and depth of an image, by a file's header where that tells them. Raises ImageError."""
     if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
-        with reading(content), Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with opened(content) as image:
             grey, alpha = image.mode in GREY or image.mode.startswith("I"), image.has_transparency_data
             grey = content[25] in (0, 4) if content[:8] == PNG else grey  # Pillow has RGBA for grey of 16 bits
             depth = "uint16" if has_16_bits(content) else "uint8"
@@ -71,48 +67,46 @@ def kind(content: Content) -> ImageSpec:
     return ImageSpec.of(pixels.shape[2], 0, {"alpha": alpha, "depth": pixels.dtype.name})
 
 
-def native(content: Content) -> Values:
-    """An image's values as they are. Raises ImageError for what cannot be read and for values without a meaning."""
+def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
+    """An image's values as they are, of files with `plain` as Pillow has them. Raises ImageError for what cannot be
+    read and for values without a meaning.
+    """
     if isinstance(content, Values):
         return content
     if isinstance(content, np.ndarray):
         return Values(known(content))
     if content[:6] == NPY:
-        return Values(known(_channels_last(npy_array(content))))
-    if content[:4] in TIFF and (pages := _tiff(content)) is not None:
+        return Values(known(channels_last(npy_array(content))))
+    if not plain and content[:4] in TIFF and (pages := _tiff(content)) is not None:
         return pages
-    with reading(content), opened(content) as image:
-        if content[:8] != PNG or not has_16_bits(content):
+    with opened(content, size) as image:
+        if plain or image.mode.startswith("I") or content[:8] != PNG or not has_16_bits(content):
             return of_pillow(image)
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             raise ImageError("has 16 bits and is stored turned; save it upright")
-        return _png_16(content, image.info.get("transparency"))
+        pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
+        if pixels is None:
+            raise ImageError("cannot be decoded")
+        order = [0, 3] if content[25] == 4 else [2, 1, 0, 3][: pixels.shape[2]]  # of its header: grey and alpha
+        return Values(known(pixels[:, :, order]), pixels.shape[2] == 4)
 
 
 def of_pillow(image: Image.Image) -> Values:
     """The values of an image that Pillow has opened. Raises ImageError."""
+    image.load()  # what a file says of itself may stand behind its pixels
     image = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):
         array = np.asarray(image)[:, :, None]
         whole = array.dtype.kind != "f" and 0 <= array.min() <= array.max() < 65536
-        return Values(known(array.astype(np.uint16) if whole else array))
+        pixels, clear = known(array.astype(np.uint16) if whole else array), image.info.get("transparency")
+        if clear is None:
+            return Values(pixels)
+        return Values(np.dstack([pixels, (pixels != clear) * np.uint16(65535)]), True)  # the value that stands for it
     grey = image.mode in GREY
     if image.has_transparency_data:
         pixels = np.asarray(image.convert("RGBA"))
         return Values(known(pixels[:, :, [0, 3]] if grey else pixels), True)
     return Values(known(np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))))
-
-
-def _png_16(content: bytes, clear: int | None) -> Values:
-    """A PNG of 16 bits; `clear`: the grey value that stands for transparency."""
-    pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
-    if pixels is None:
-        raise ImageError("cannot be decoded")
-    pixels, colours = known(np.atleast_3d(pixels)), content[25]  # of its header: 0 grey, 4 grey and alpha
-    if colours == 0 and clear is not None:
-        return Values(np.dstack([pixels[:, :, :1], (pixels[:, :, :1] != clear) * np.uint16(65535)]), True)
-    order = {0: [0], 4: [0, -1]}.get(colours, [2, 1, 0, 3][: pixels.shape[2]])
-    return Values(np.ascontiguousarray(pixels[:, :, order]), len(order) % 2 == 0)
 
 
 # --- arrays
@@ -142,27 +136,33 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
     return shape, fortran, dtype, start
 
 
-def _channels_last(array: np.ndarray) -> np.ndarray:
-    """An array of an image as [H, W, C]: the last axis holds channels if there are few enough, else the first."""
-    if array.ndim == 2:
-        return array[:, :, None]
-    if array.ndim == 3 and min(array.shape[0], array.shape[2]) <= MOST_CHANNELS:
-        return array if array.shape[2] <= MOST_CHANNELS else array.transpose(1, 2, 0)
-    told = f"[H, W], [H, W, C] or [C, H, W] with at most {MOST_CHANNELS} channels"
-    raise ImageError(f"is of shape {list(array.shape)[:8]}; an image is {told}")
+def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
+    """An array as an image [H, W, C] or as `many` [n, H, W, C]: the last axis holds channels if there are few enough,
+    else the first of an image. Raises ImageError.
+    """
+    first = int(many)
+    if array.ndim == first + 2:
+        return array[..., None]
+    if array.ndim == first + 3 and min(array.shape[first], array.shape[-1]) <= MOST_CHANNELS:
+        return array if array.shape[-1] <= MOST_CHANNELS else np.moveaxis(array, first, -1)
+    axes = " or ".join(f"[{'n, ' * many}{axes}]" for axes in ("H, W", "H, W, C", "C, H, W"))
+    raise ImageError(f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels")
+
+
+def _check_shape(height: int, width: int, channels: int) -> None:
+    """Raise ImageError for what no image has."""
+    check_size((height, width), None)
+    if min(height, width) < MIN_SIDE:
+        raise ImageError(f"is only {width}x{height} px")
+    if not 1 <= channels <= MOST_CHANNELS:
+        raise ImageError(f"has {channels} channels; at most {MOST_CHANNELS} are read")
 
 
 def known(array: np.ndarray) -> np.ndarray:
     """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change them, for numbers
     that are not finite, and for sizes that no image has.
     """
-    height, width, channels = array.shape
-    if height * width > MOST_PIXELS:
-        raise ImageError(TOO_LARGE)
-    if min(height, width) < MIN_SIDE:
-        raise ImageError(f"is only {width}x{height} px")
-    if not 1 <= channels <= MOST_CHANNELS:
-        raise ImageError(f"has {channels} channels; at most {MOST_CHANNELS} are read")
+    _check_shape(*array.shape)
     kept = array.dtype.newbyteorder("=")
     if kept.name not in RANGES:
         if kept.kind == "f" and (np.abs(array) > np.finfo(np.float32).max).any():
@@ -179,18 +179,6 @@ def known(array: np.ndarray) -> np.ndarray:
 # --- TIFF files
 
 
-def tifffile() -> Any:
-    """Raises UserError if it is not installed."""
-    try:
-        import tifffile as module
-
-        logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
-    except ImportError:
-        told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed"
-        raise UserError(f"{told}: pip install tifffile") from None
-    return module
-
-
 def _tiff(content: bytes) -> Values | None:
     """The pages of a TIFF file as channels, in their order; None: one page as Pillow reads it."""
     with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:  # others: tifffile knows
@@ -203,20 +191,25 @@ def _tiff(content: bytes) -> Values | None:
             if len(pages) == MOST_CHANNELS:
                 raise ImageError(f"has more than {MOST_CHANNELS} pages; a page is a channel here")
             pages.append(page_values(page, len(content)))
-            if pages[-1].pixels.shape[:2] != pages[0].pixels.shape[:2]:
-                raise ImageError("has pages of several sizes; save one of them as an image")
-    if len({(page.pixels.dtype, page.pixels.shape[2]) for page in pages}) > 1 or (len(pages) > 1 and pages[0].alpha):
-        raise ImageError("has pages of several kinds; save one of them as an image")
-    if len(pages) == 1:
-        return pages[0]
-    return Values(known(np.dstack([page.pixels for page in pages])))
+    return stacked(pages)
+
+
+def stacked(parts: list[Values]) -> Values:
+    """Images of one size and kind as the channels of one. Raises ImageError."""
+    kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
+    if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
+        raise ImageError("has pages or channels of several sizes or kinds; save one of them as an image")
+    return parts[0] if len(parts) == 1 else Values(known(np.dstack([part.pixels for part in parts])))
 
 
 def open_tiff(content: Any) -> Any:
-    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError."""
-    module, stream = tifffile(), io.BytesIO(content) if isinstance(content, bytes) else content
-    try:
-        return module.TiffFile(stream, name="it")  # a name, since that of an open file is its number
+    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError; UserError if tifffile is not installed."""
+    told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed: pip install tifffile"
+    with explained(ImportError, told):
+        import tifffile
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
+    try:  # a name, since that of an open file is its number
+        return tifffile.TiffFile(io.BytesIO(content) if isinstance(content, bytes) else content, name="it")
     except Exception as error:  # tifffile raises whatever comes up
         raise ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})") from None
 
@@ -229,10 +222,7 @@ def page_values(page: Any, size: int) -> Values:
         if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
             raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
         samples = math.prod(shape) // max(1, page.imagelength * page.imagewidth)
-        if page.imagelength * page.imagewidth > MOST_PIXELS:
-            raise ImageError(TOO_LARGE)
-        if not 1 <= samples <= MOST_CHANNELS:
-            raise ImageError(f"has {samples} channels; at most {MOST_CHANNELS} are read")
+        _check_shape(page.imagelength, page.imagewidth, samples)
         if page.tags.get(274) is not None and page.tags[274].value != 1:
             raise ImageError("is stored turned (orientation); save it upright")
         _check_segments(page, size)
@@ -277,36 +267,32 @@ def bring(values: Values, spec: ImageSpec) -> np.ndarray:
     pixels, alpha = values
     if pixels.dtype != spec.depth:
         if pixels.dtype == np.float32:
-            raise ImageError("has floating-point pixels; pass --depth float")
+            raise ImageError("has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth float")
         if spec.depth == "uint16":
             pixels = pixels.astype(np.uint16) * np.uint16(257)
         else:
             pixels = (pixels >> 8).astype(np.uint8) if spec.depth == "uint8" else pixels.astype(np.float32)
-    most = RANGES[spec.depth][1]
+    most = int(RANGES[spec.depth][1])
     if alpha and spec.depth == "float32" and not 0 <= pixels[:, :, -1].min() <= pixels[:, :, -1].max() <= 1:
         raise ImageError("has alpha outside 0 to 1")
     if alpha and not spec.alpha:
-        floats = pixels.astype(np.float64)
-        opacity = floats[:, :, -1:] / most
-        pixels, alpha = _rounded(floats[:, :, :-1] * opacity + most * (1 - opacity), pixels.dtype), False
+        wide: Any = pixels.astype(WIDE[spec.depth])
+        white = wide[:, :, :-1] * wide[:, :, -1:] + most * (most - wide[:, :, -1:])
+        pixels = (white if spec.depth == "float32" else (white + most // 2) // most).astype(spec.depth)
+        alpha = False
     colours = pixels[:, :, : pixels.shape[2] - alpha]
     if colours.shape[2] != spec.colours:
         if {colours.shape[2], spec.colours} != {1, 3}:
             given = f"{colours.shape[2]} channels{' and alpha' * alpha}"
             raise ImageError(f"has {given} where {spec.words} was expected; pass --channels {pixels.shape[2]}")
-        grey = spec.colours == 1
-        colours = _luma(colours) if grey else np.repeat(colours, 3, axis=2)
+        if spec.colours == 3:
+            colours = np.repeat(colours, 3, axis=2)
+        elif spec.depth == "uint8":
+            colours = np.asarray(Image.fromarray(np.ascontiguousarray(colours)).convert("L"))[:, :, None]
+        else:
+            floats = colours @ np.array([0.299, 0.587, 0.114])
+            colours = (floats if spec.depth == "float32" else floats.round()).astype(spec.depth)[:, :, None]
     if not spec.alpha:
         return np.ascontiguousarray(colours)
     opacity = pixels[:, :, -1:] if alpha else np.full_like(pixels[:, :, :1], most)
     return np.ascontiguousarray(np.dstack([colours, opacity]))
-
-
-def _luma(colours: np.ndarray) -> np.ndarray:
-    if colours.dtype == np.uint8:
-        return to_channels(colours, 1)
-    return _rounded(colours @ np.array([0.299, 0.587, 0.114]), colours.dtype)[:, :, None]
-
-
-def _rounded(floats: np.ndarray, dtype: Any) -> np.ndarray:
-    return (floats if np.dtype(dtype) == np.float32 else floats.round()).astype(dtype)

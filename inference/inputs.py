@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import fit, from_pillow, to_channels, trained_mode
+from duetgan.data.images import fit, trained_mode
 from duetgan.data.sources import is_source, open_images
 from duetgan.data.sources.base import Source
 from duetgan.data.sources.files import LocalSource, read_file
@@ -72,9 +72,9 @@ class Transform:
         if isinstance(image, bytes | Values):
             pixels = decode_image(image, spec)
         elif isinstance(image, PIL.Image.Image):
-            pixels = from_pillow(image, self.channels) if spec.plain else bring(of_pillow(image), spec)
+            pixels = bring(of_pillow(image), spec)
         elif spec.plain:
-            pixels = to_channels(_eight_bits(image), self.channels)
+            pixels = bring(Values(_eight_bits(image)), spec)
         else:
             values = known(_hwc(image))
             pixels = bring(Values(values, spec.alpha and values.shape[2] == spec.channels), spec)
@@ -192,9 +192,9 @@ def _part(name: str) -> Source | list[str]:
 def _content(source: Source, index: int) -> Callable[[], Content]:
     """What reads an image of a source; it is read at once where the source must be read in order."""
     if not source.in_order:
-        return lambda: source.item(index).content
+        return lambda: source.content(index)
     try:
-        content = source.item(index).content
+        content = source.content(index)
     except ImageError as error:
         return partial(_again, error)
     return lambda: content

@@ -54,7 +54,7 @@ def survey(spec: str) -> Survey:
         sides, oblong, grey, transparent, unreadable = [], 0, True, False, ""
         for row in rows:
             try:
-                content = source.item(row).content
+                content = source.content(row)
                 pixels = decode_image(content, ImageSpec(3, 0, 0))
             except ImageError as error:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"

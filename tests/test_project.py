@@ -287,7 +287,7 @@ ROOMS = {
     "data": {
         "lmdb": {"lmdb", "errors", "tar_files"},
         "sources": {"sources", "lmdb", "decode", "values", "images", "errors", "tar_files"},
-        "reading": {"reading", "records", "sources", "lmdb", "decode", "images", "errors", "tar_files"},
+        "reading": {"reading", "pack", "sources", "lmdb", "decode", "values", "images", "errors", "tar_files"},
         "augment": {"augment"},
         "packing": {"packing", "duplicates", "sources", "lmdb"},
     },

@@ -16,6 +16,7 @@ from benchmarks.loading import ours
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.records import make_record
+from duetgan.utils.image_spec import ImageSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = Path("/proc/self/status")
@@ -30,7 +31,7 @@ def write_tiny_records(path: Path, count: int, encoding: str) -> float:
     Only DISTINCT records are made; the writer is given them again and again, and writes each in full.
     """
     started = time.perf_counter()
-    layout = Layout(channels=1, resolutions=(SIDE,), encoding=encoding)
+    layout = Layout.of(ImageSpec(1, SIDE, SIDE), encoding)
     images = np.random.default_rng(0).integers(0, 256, (min(count, DISTINCT), SIDE, SIDE, 1), dtype=np.uint8)
     records = [make_record(image, index % 10, layout) for index, image in enumerate(images)]
     with LMDBWriter(path, layout, classes=[str(label) for label in range(10)], overwrite=True) as writer:

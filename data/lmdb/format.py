@@ -26,7 +26,7 @@ ENCODINGS = get_args(Encoding)
 BLOCK_IMAGES = 4096  # images per block at most
 BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (an image larger than this has a block of its own)
 
-# How a payload is decoded: by the rules of data/images.py, or faster because nothing in the file needs them.
+# How a payload is decoded: by the rules of data/values.py, or faster because nothing in the file needs them.
 CODEC_RULES, CODEC_JPEG, CODEC_PNG = 0, 1, 2
 
 # One image's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of the entry's other
@@ -95,7 +95,7 @@ class Meta(Stored):
     count: Annotated[int, Interval(ge=1, lt=10**10)]  # images; as many digits as a key has
     classes: list[str]  # names by label; empty: unlabelled
     channels: Annotated[int, Interval(ge=1, le=MOST_CHANNELS)]
-    resolutions: list[Side]
+    resolutions: Annotated[list[Side], MinLen(1)]
     size: Rectangle | None = None
     pixel_format: PixelFormat | None = None  # None: 8-bit values without transparency
     encoding: Encoding
@@ -147,8 +147,21 @@ class Meta(Stored):
             for value in () if self.spec.deep else getattr(self, name):
                 if not 0 <= value <= 1:
                     raise ValueError(f"{name} has {value}, but must lie in [0, 1]")
-        check_sides(self.resolutions, self.encoding, self.size)
+        check_sides(self.resolutions, self.encoding, self.spec)
         check_encoding(self.spec, self.encoding)
+
+    def hash_of(self, digests: Mapping[int, Iterable[bytes]]) -> str:
+        """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
+
+        A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
+        """
+        head: dict[str, Any] = {"channels": self.channels, "classes": self.classes, "encoding": self.encoding}
+        more = {"sets": self.sets, "pixel_format": self.spec.pixel_format}
+        head |= {"resolutions": list(digests), **{name: value for name, value in more.items() if value is not None}}
+        content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+        for digest in itertools.chain.from_iterable(digests.values()):
+            content.update(digest)
+        return content.hexdigest()
 
     @property
     def spec(self) -> ImageSpec:
@@ -164,11 +177,7 @@ class Meta(Stored):
     @property
     def multi_hot(self) -> np.ndarray:
         """Which classes each label stands for: bool [labels, classes]."""
-        hot = np.zeros((self.labels, len(self.classes)), bool)
-        sets = [[label] for label in range(self.labels)] if self.sets is None else self.sets
-        for row, labels in enumerate(sets):
-            hot[row, labels] = True
-        return hot
+        return np.eye(self.labels, dtype=bool) if self.sets is None else multi_hot(self.sets, len(self.classes))
 
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
         """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot, float32 [n, K]."""
@@ -199,27 +208,26 @@ class Meta(Stored):
             raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
 
 
+def multi_hot(sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
+    """Which classes are in each set: bool [sets, classes]."""
+    hot = np.zeros((len(sets), classes), bool)
+    for row, labels in enumerate(sets):
+        hot[row, labels] = True
+    return hot
+
+
 def count_by_class(histogram: list[int], sets: Sequence[Sequence[int]] | None, classes: int) -> list[int]:
     """Images of each class, of how many have each label; an image of several counts for each of them."""
-    if sets is None:
-        return histogram
-    counts = [0] * classes
-    for count, labels in zip(histogram, sets, strict=True):
-        for label in labels:
-            counts[label] += count
-    return counts
+    return histogram if sets is None else (np.array(histogram) @ multi_hot(sets, classes)).tolist()
 
 
-def check_sides(sides: Sequence[int], encoding: str, size: str | None = None) -> None:
-    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding "source". `size`:
-    of the largest images where they are no squares.
+def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:
+    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding "source", and the
+    largest that of the images.
     """
     doubled = all(larger == 2 * smaller > 0 for smaller, larger in itertools.pairwise(sides))
-    if not sides or not doubled or (sides[0] == 0) != (encoding == "source"):
-        raise ValueError(f"resolutions {list(sides)[:20]} do not fit encoding {encoding!r}")
-    image = ImageSpec.of(1, size or sides[-1])
-    if image.side != sides[-1]:
-        raise ValueError(f"resolutions {list(sides)[:20]} do not fit images of {image}")
+    if not doubled or (sides[0] == 0) != (encoding == "source") or image.side != sides[-1]:
+        raise ValueError(f"resolutions {list(sides)[:20]} do not fit encoding {encoding!r} and images of {image}")
     image.at(sides[0])
 
 
@@ -228,27 +236,6 @@ def check_encoding(image: ImageSpec, encoding: str) -> None:
     png = encoding == "png" and image.channels in (1, 3, 4) and image.depth != "float32"
     if encoding not in ENCODINGS or not (image.plain or encoding == "raw" or png):
         raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")
-
-
-def content_hash(
-    classes: list[str],
-    channels: int,
-    encoding: str,
-    digests: Mapping[int, Iterable[bytes]],  # resolution -> its blocks' digests in order
-    sets: list[list[int]] | None = None,
-    pixels: Mapping[str, Any] | None = None,  # a PixelFormat's document
-) -> str:
-    """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
-
-    A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
-    """
-    head: dict[str, Any] = {"channels": channels, "classes": classes, "encoding": encoding}
-    more = {"sets": sets, "pixel_format": pixels}
-    head |= {"resolutions": list(digests), **{name: value for name, value in more.items() if value is not None}}
-    content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    for digest in itertools.chain.from_iterable(digests.values()):
-        content.update(digest)
-    return content.hexdigest()
 
 
 def make_entry(payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES) -> np.ndarray:

@@ -245,17 +245,6 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """
         blocks, rows = np.divmod(records, self.block)
         handle = self.handle()  # kept until the copy is made: the file is unmapped with it
-        raw = self._verified(handle, blocks, rows)
-        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)  # whatever its type
-
-    def raw_image(self, record: int) -> np.ndarray:
-        """A raw image: [H, W, C]. Raises DamageError as `gather` does."""
-        image = np.empty((1, *self.spec.shape), self.spec.depth)
-        self.gather(np.array([record]), image)
-        return image[0].transpose(1, 2, 0)
-
-    def _verified(self, handle: Handle, blocks: np.ndarray, rows: np.ndarray) -> RawBlocks:
-        """The raw blocks of this resolution, after a look at those at hand. Raises DamageError as `gather` does."""
         raw = handle.raw.get(self.resolution)
         if raw is None:
             item = np.dtype((np.void, self.spec.nbytes))
@@ -263,7 +252,13 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():
                 self._verify(handle, raw, block, rows[blocks == block])
-        return raw
+        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)  # whatever its type
+
+    def raw_image(self, record: int) -> np.ndarray:
+        """A raw image: [H, W, C]. Raises DamageError as `gather` does."""
+        image = np.empty((1, *self.spec.shape), self.spec.depth)
+        self.gather(np.array([record]), image)
+        return image[0].transpose(1, 2, 0)
 
     def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
         """Compare a raw block's checksum at its first touch; raise DamageError if it does not match, with `tolerant`

@@ -1,43 +1,43 @@
 """An image as it is stored, and the layout that all of a file have."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from duetgan.data.lmdb.format import check_encoding, check_sides
-from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.image_spec import ImageSpec, PixelFormat
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How every image of a file is stored. Raises ValueError for what does not fit together."""
 
-    channels: int
-    resolutions: tuple[int, ...]  # shorter sides in px, ascending, each twice the one before; (0,): sizes of their own
-    size: str | None = None  # of the largest, such as 96x64, unless it is square
+    spec: ImageSpec  # at the largest resolution; without a size where they have sizes of their own
+    resolutions: tuple[int, ...]  # shorter sides in px, ascending, each twice the one before
     encoding: str = "raw"
-    pixel_format: Mapping[str, Any] | None = None  # a PixelFormat's document
-    ranged: bool = True  # its low and high are known; if not, the writer finds them (`value_range`)
+    ranged: bool = True  # low and high are known; if not, the writer finds them (`value_range`)
 
     def __post_init__(self) -> None:
-        check_sides(self.resolutions, self.encoding, self.size)
+        check_sides(self.resolutions, self.encoding, self.spec)
         check_encoding(self.spec, self.encoding)
 
     @classmethod
     def of(cls, image: ImageSpec, encoding: str = "raw", smallest: int | None = None, ranged: bool = True) -> "Layout":
         """For such images, and with `smallest` at half their size and so on down to that shorter side."""
-        size, sides = image.resolution, halvings(image.side, smallest)
-        named = size if isinstance(size, str) else None
-        pixels: Any = {"pixel_format": image.pixel_format, "ranged": ranged}
-        return cls(channels=image.channels, resolutions=sides, size=named, encoding=encoding, **pixels)
+        return cls(spec=image, resolutions=halvings(image.side, smallest), encoding=encoding, ranged=ranged)
 
-    @cached_property
-    def spec(self) -> ImageSpec:
-        """The images at the largest resolution."""
-        return ImageSpec.of(self.channels, self.size or self.resolutions[-1], self.pixel_format)
+    @property
+    def document(self) -> dict[str, Any]:
+        """As Meta has it."""
+        size, pixels = self.spec.resolution, self.spec.pixel_format
+        return {
+            "channels": self.spec.channels,
+            "resolutions": list(self.resolutions),
+            "size": size if isinstance(size, str) else None,
+            "pixel_format": pixels and PixelFormat(**pixels),
+            "encoding": self.encoding,
+        }
 
 
 @dataclass(frozen=True)

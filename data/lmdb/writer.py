@@ -35,13 +35,11 @@ from duetgan.data.lmdb.format import (
     Meta,
     Shard,
     Split,
-    content_hash,
 )
 from duetgan.data.lmdb.record import Layout, Record, mean_and_std, value_range
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import replaceable, sync_folder
-from duetgan.utils.image_spec import PixelFormat
 from duetgan.utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
@@ -95,7 +93,12 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self.layout, self.classes = layout, list(classes)
         self.sets = None if sets is None else list(map(list, sets))
         self.labels = len(self.classes if self.sets is None else self.sets)
-        self._about = {"resize_filter": resize_filter, "source": source, "passport": passport, "shards": shards}
+        self._about: dict[str, Any] = {
+            "resize_filter": resize_filter,
+            "source": source,
+            "passport": passport,
+            "shards": shards,
+        }
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
@@ -103,7 +106,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self.histogram = np.zeros(self.labels, np.int64)  # images so far by label
         self._fingerprint: hashlib._Hash | None = hashlib.sha256()  # None: of a record the digest is not known
         # of 8 bits exact for up to 10**14 pixels
-        self._sums = np.zeros((2, layout.channels), np.float64 if layout.spec.deep else np.int64)
+        self._sums = np.zeros((2, layout.spec.channels), np.float64 if layout.spec.deep else np.int64)
         self._pixels = 0  # in them
         self._ends = (math.inf, -math.inf)  # of the values so far
         self._signatures: list[np.ndarray] = []  # since the last record of them
@@ -138,8 +141,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._commit()
 
     def add_record(self, record: Record, name: str = "", place: tuple[int, int] | None = None) -> None:
-        """Append an image, with its name in the source if it has one, and in an index with its place in the shards
-        (LINK). Raises ValueError for a label without a class.
+        """Append an image, with its name in the source if it has one, and in an index its place in the shards (LINK)
+        instead of its bytes. Raises ValueError for a label without a class.
         """
         if not 0 <= record.label < max(1, self.labels):
             raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
@@ -149,7 +152,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             if self.layout.encoding == "raw":
                 level.pixels.append(payload)
             else:
-                stored = payload if place is None else np.array(place, LINK).tobytes()
+                stored = np.array(place, LINK).tobytes() if self._about["shards"] else payload
                 self._put(IMAGE_KEY % (self.count, level.side), level.entries[-1] + stored)
         if not record.digest:
             self._fingerprint = None
@@ -225,31 +228,27 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             self._flush_block(level)
         self._flush_signatures()
         digests = {level.side: level.digests for level in self._levels}
-        spec = self.layout.spec
-        if not self.layout.ranged:
+        layout, spec = self.layout, self.layout.spec
+        if not layout.ranged:
             low, high = value_range(spec.depth, *self._ends)
             spec = dataclasses.replace(spec, low=low, high=high)
+            layout = dataclasses.replace(layout, spec=spec)
         mean, std = mean_and_std(self._sums, self._pixels, spec.low, spec.high)
-        pixels = spec.pixel_format
-        hashed: Any = (self.classes, self.layout.channels, self.layout.encoding, digests, self.sets, pixels)
         meta = Meta(
             count=self.count,
             classes=self.classes,
             sets=self.sets,
-            channels=self.layout.channels,
-            resolutions=list(self.layout.resolutions),
-            size=self.layout.size,
-            pixel_format=None if pixels is None else PixelFormat(**pixels),
-            encoding=self.layout.encoding,  # type: ignore[arg-type]
+            **layout.document,
             histogram=self.histogram.tolist(),
             mean=mean,
             std=std,
             fingerprint="" if self._fingerprint is None else self._fingerprint.hexdigest(),
-            content_hash=content_hash(*hashed),
+            content_hash="",
             blocks=[level.block for level in self._levels],
             split=split,
-            **self._about,  # type: ignore[arg-type]  # as they were given
+            **self._about,  # as they were given
         )
+        meta = meta.model_copy(update={"content_hash": meta.hash_of(digests)})
         record = meta.to_json()
         self._put(META_KEY, record)
         self._commit()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.duplicates import Name, Report, find, of_equal_number, write_lines
+from duetgan.data.duplicates import Name, Report, find, of_equal_number, shortened
 from duetgan.data.lmdb.format import Meta, Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Record
@@ -135,7 +135,7 @@ def write_parts(
     """
     with LMDBReader(whole) as reader:
         for writer in writers:  # values of both mean what those of all do
-            writer.layout = replace(writer.layout, pixel_format=reader.meta.spec.pixel_format, ranged=True)
+            writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
         groups = look_alikes(meta.count, report)
         labels = strata(reader.labels(), meta.sets, share)
@@ -192,7 +192,7 @@ class Summary:
     held_out_path: Path | None
     written: Written
     problems: list[Problem]  # skipped
-    listed: str  # where all of them are
+    listed: list[str]  # what is told of them, and where all of them are
     ignored: list[str]  # no images by their name
     workers: int  # threads that converted images besides this one
     seconds: float  # until the file was complete
@@ -200,19 +200,18 @@ class Summary:
     search_seconds: float  # for them, afterwards
 
 
-def list_skipped(problems: Sequence[Problem], dest: Path) -> str:
-    """Write what was skipped into a file beside `dest` if it is more than the summary names, and say where; else
-    remove one that an earlier run left. The data set is complete by then: what goes wrong is told, and no more.
-    """
-    path = dest.with_name(f"{dest.stem}.skipped.txt")
+def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
+    """What was skipped, as the summary tells it. The data set is complete by then: what goes wrong is told, no more."""
+    text = list(map(str, problems))
     try:
-        if len(problems) > LISTED:
-            write_lines(path, list(map(str, problems)))
-            return f"all of them: {path}"
-        path.unlink(missing_ok=True)
+        return shortened(first(text), text, dest.with_name(f"{dest.stem}.skipped.txt"))
     except (UserError, OSError) as error:
-        return f"their list could not be written ({error})"
-    return ""
+        return [*first(text), f"their list could not be written ({error})"]
+
+
+def first(lines: list[str]) -> list[str]:
+    """Those that the summary has room for."""
+    return lines if len(lines) <= LISTED else [*lines[:LISTED], f"and {len(lines) - LISTED:,} more"]
 
 
 def summary_lines(summary: Summary, dest: Path) -> list[str]:
@@ -261,11 +260,10 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         rows.append((f"  {name}", f"{meta.by_class[label]:,}{part}"))
     lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
     rows += [("" if index else "duplicates", line) for index, line in enumerate(lines)]
-    for title, names, where in (
-        ("skipped", [str(problem) for problem in summary.problems], summary.listed),
-        ("ignored", summary.ignored, ""),
+    for title, count, listed_lines in (
+        ("skipped", len(summary.problems), summary.listed),
+        ("ignored", len(summary.ignored), first(summary.ignored)),
     ):
-        more = f"and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-        rows += [(title, f"{len(names):,}")] if names else []
-        rows += [("", line) for line in (*names[:LISTED], more, where) if line]
+        rows += [(title, f"{count:,}")] if count else []
+        rows += [("", line) for line in listed_lines]
     return columns(rows, "<").splitlines()

@@ -4,48 +4,22 @@ import copy
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import floor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys, other_order
 from duetgan.utils.seeding import numpy_generator
 
 
-class SyntheticSource(Protocol):
-    """Synthetic images by index: a packed file (`Dataset`), or samples that are drawn when they are read."""
-
-    path: str
-    meta: Meta
-    workers: int
-
-    def __len__(self) -> int: ...
-
-    @property
-    def classes(self) -> list[str]: ...
-
-    @property
-    def replaced(self) -> set[int]: ...
-
-    def labels(self) -> np.ndarray: ...
-
-    def read(
-        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def close(self) -> None: ...
-
-
 class MixedDataset(Dataset):
-    """Real images with synthetic ones behind them: index len(self) + i is number i of `synthetic`.
+    """Real images with synthetic ones behind them: index len(self) + i is number i of `synthetic`, a Dataset or what
+    has its `path`, `meta`, `classes`, `workers`, `replaced`, `labels`, `read` and `close`.
 
     Only `read` reaches the synthetic images. Length, metadata, labels and all else are those of the real images, so
     that figures over the data set are figures over real images.
     """
-
-    synthetic: SyntheticSource
 
     @property
     def replaced(self) -> set[int]:

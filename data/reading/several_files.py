@@ -5,7 +5,6 @@ Making these reads and decodes every image once, as packing does. Afterwards an 
 in the tar and compared with the checksum in the index (docs/data-at-scale.md).
 """
 
-import contextlib
 import fcntl
 import glob
 import hashlib
@@ -17,23 +16,18 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import numpy as np
 
-from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.format import Meta, Shard
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.records import converted, make_plan, thread_count
 from duetgan.data.sources import PACKED_TARS, open_source
-from duetgan.data.sources.base import Problem, Source, SourceOptions, check_complete, sharded, shards_by_split
+from duetgan.data.sources.base import Source, SourceOptions, check_complete, sharded, shards_by_split
 from duetgan.data.sources.named import CACHE, cache_folder
 from duetgan.data.sources.tars import SUFFIX, TarSource
 from duetgan.data.tar_files import OPEN, state_of
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say
 
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -183,11 +177,8 @@ def index_of(shards: Sequence[Path]) -> Path:
             size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
         known.append(Shard(path=str(shard.absolute()), size=size, changed=changed))
     path = cache_folder() / "shards" / f"{_digest([shard.path for shard in known])}.lmdb"
-
-    def source() -> Source:
-        return TarSource(shards[0] if len(shards) == 1 else shards[0].parent, SourceOptions(), shards)
-
-    return _kept(path, source, known)
+    place = shards[0] if len(shards) == 1 else shards[0].parent
+    return _kept(path, lambda: TarSource(place, SourceOptions(), shards), known)
 
 
 def copy_of(place: Path) -> Path:
@@ -240,9 +231,8 @@ def _fits(path: Path, known: list[Shard] | None) -> bool:
 
 def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
     """Raises UserError for images that only packing, which has options for it, can make a data set of."""
-    remedy = "pack the images with data.pack --on-error skip, which leaves it out"
-    if source.problems:
-        raise source.problems[0].error(remedy, len(source.problems))
+    from duetgan.data.pack import pack  # not needed where there is a file
+
     if known and source.splits:
         raise UserError(f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with --split")
     for remark in source.remarks:
@@ -250,17 +240,8 @@ def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
             text = remark.removeprefix("warning: ").replace("packed without", "read without")
             raise UserError(f"{text}: only data.pack has that option: pack the images, and train from the packed file")
         say(remark)
-    source.check_classes()
+    remedy = "pack the images with data.pack --on-error skip, which leaves it out"
+    source.shard_states = known
+    pack(source, path, encoding="source", overwrite=True, duplicates=False, remedy=remedy)
     if not known:
         say(f"{source.name}: packed once into {path}; data.pack --size N makes a file that is read faster")
-    plan = make_plan(source, encoding="source")
-    about: Any = {"classes": source.classes, "sets": source.sets, "source": source.name, "shards": known}
-    writer = LMDBWriter(path, plan.layout, **about, overwrite=True)
-    images = converted(source, plan, thread_count(source, None))
-    with writer, contextlib.closing(images):
-        for row, record in enumerate(Bar(images, "indexing" if known else "packing", len(source), unit="image")):
-            if isinstance(record, ImageError):
-                raise Problem(source.item_name(row), str(record)).error(remedy)
-            place = source.place(row) if isinstance(source, TarSource) and known else None
-            writer.add_record(record, source.stored_name(row), place)
-        writer.finish()

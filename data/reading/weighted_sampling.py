@@ -5,10 +5,11 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tokenize import TokenError
 
 import numpy as np
 
+from duetgan.data.errors import ImageError
+from duetgan.data.values import npy_array
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError, explained
@@ -157,13 +158,9 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
 
 
 def _array_weights(path: Path) -> np.ndarray:
-    with explained(
-        (ValueError, SyntaxError, TokenError),  # its header is Python's notation
-        lambda why: f"{path} is not a NumPy file of numbers ({why}); save it with numpy.save",
-    ):
-        bounded.check(path, bounded.TABLE)
-        array = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and sizes that the file does not have
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
+    with explained(ImageError, lambda why: f"{path} is not a NumPy file of numbers ({why}); save it with numpy.save"):
+        array = npy_array(bounded.read_file(path, bounded.TABLE))
+    if array.ndim != 1:
         raise UserError(f"{path} holds {array.dtype} {list(array.shape)}; it must be numbers in one dimension")
     return np.array(array, np.float64)
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
 from duetgan.data.sources.arrays import StackSource, TiffSource, open_npy, open_npz
-from duetgan.data.sources.base import SPLITS, Item, Problem, Source, SourceOptions, sharded
+from duetgan.data.sources.base import SPLITS, Problem, Source, SourceOptions, sharded
 from duetgan.data.sources.files import CLASSES_FROM, ListedSource, LocalSource, ZipSource, open_folder
 from duetgan.data.sources.lmdb_files import open_lmdb
 from duetgan.data.sources.manifest import open_manifest
 from duetgan.data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
 from duetgan.data.sources.remote import RemoteSource
-from duetgan.data.sources.tables import TableSource, is_saved, open_arrow, open_tables
+from duetgan.data.sources.tables import TableSource, is_saved, open_arrow
 from duetgan.data.sources.tars import TarSource
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError, explained
 
-__all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]
+__all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Problem", "Source", "open_source"]
 
 PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 ARCHIVES = (".7z", ".rar")
@@ -36,7 +36,7 @@ NAMED: dict[str, Callable[[str, Path | None], Source]] = {
 READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".lmdb": open_lmdb,
     ".mdb": open_lmdb,
-    ".parquet": open_tables,
+    ".parquet": TableSource,
     ".arrow": open_arrow,
     ".tar": TarSource,
     ".csv": open_manifest,
@@ -120,10 +120,8 @@ def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
         return _open_file(path, options)
     if (path / "data.mdb").is_file():
         return open_lmdb(path / "data.mdb", options)
-    if splits := tuple(split for split in ("test", "train") if find_idx(path, split)):
-        source = open_idx(side, path)
-        source.splits = splits
-        return source
+    if find_idx(path, "test") or find_idx(path, "train"):
+        return open_idx(side, path)
     suffix = ".arrow" if is_saved(path) else sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
     return READERS.get(suffix, open_folder)(path, options)
 

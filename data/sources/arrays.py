@@ -10,24 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from duetgan.data.errors import ImageError
+from duetgan.data.errors import ImageError, unread
 from duetgan.data.sources.base import (
     ArraySource,
     Source,
     SourceOptions,
     choose_split,
-    classes_of,
     refuse_split,
     split_name,
 )
 from duetgan.data.sources.files import METHODS, UNPACKING_ERRORS, ListedSource
-from duetgan.data.values import Values, native, npy_array, npy_header, open_tiff, page_values
+from duetgan.data.values import Values, channels_last, native, npy_array, npy_header, open_tiff, page_values, stacked
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.image_spec import MOST_CHANNELS
 from duetgan.utils.text import listed
-
-AXES = f"[n, H, W], [n, H, W, C] or [n, C, H, W] with at most {MOST_CHANNELS} channels"
 
 
 def open_npy(path: Path, options: SourceOptions) -> ArraySource:
@@ -35,18 +31,8 @@ def open_npy(path: Path, options: SourceOptions) -> ArraySource:
     refuse_split(path, options.split)
     with bounded.reading(path, "save it with numpy.save", ImageError), bounded.open_file(path, bounded.ARCHIVE) as file:
         shape, fortran, dtype, start = npy_header(file, os.fstat(file.fileno()).st_size)
-        array = np.memmap(file, dtype, "r", start, shape, "F" if fortran else "C")
-    images = _images(path.name, array)
-    return ArraySource(path.name, images, np.zeros(len(images)), [])
-
-
-def _images(where: str, array: np.ndarray) -> np.ndarray:
-    """[n, H, W, C]; the last axis holds channels if there are few enough, else the second. Raises UserError."""
-    if array.ndim == 3:
-        return array[..., None]
-    if array.ndim != 4 or min(array.shape[1], array.shape[3]) > MOST_CHANNELS:
-        raise UserError(f"{where}: is of shape {list(array.shape)[:8]}; give {AXES}")
-    return array if array.shape[3] <= MOST_CHANNELS else np.moveaxis(array, 1, 3)
+        images = channels_last(np.memmap(file, dtype, "r", start, shape, "F" if fortran else "C"), many=True)
+    return ArraySource(path.name, images)
 
 
 def open_npz(path: Path, options: SourceOptions) -> ArraySource:
@@ -72,9 +58,10 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     arrays = held.get(choose_split(path, options.split, splits) if splits else "", {})
     images, others = ({n: a for n, a in arrays.items() if (a.ndim > 2) == many} for many in (True, False))
     if len(images) != 1 or len(others) > 1:
-        raise UserError(f"{path}: holds {listed(sorted(arrays))}; give one array of images, {AXES}, and one of labels")
-    pixels, labels = _images(path.name, next(iter(images.values()))), next(iter(others.values()), None)
-    source = ArraySource(path.name, pixels, np.zeros(len(pixels)), [])
+        raise UserError(f"{path}: holds {listed(sorted(arrays))}; give one array of images and one of labels")
+    with bounded.reading(path, "save it with numpy.savez", ImageError):
+        pixels = channels_last(next(iter(images.values())), many=True)
+    source, labels = ArraySource(path.name, pixels), next(iter(others.values()), None)
     source.splits = splits
     if labels is None:
         return source
@@ -82,12 +69,11 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
         told = f"{next(iter(others))} is {labels.dtype} {list(labels.shape)}"
         raise UserError(f"{path}: {told}; give whole numbers, a row an image")
     if labels.size == len(pixels):
-        source.classes, numbers, source.remarks = classes_of(path.name, list(map(str, labels.ravel().tolist())))
+        source.take_labels(path.name, list(map(str, labels.ravel().tolist())))
     else:
         rows, places = np.unique(labels.astype(bool), axis=0, return_inverse=True)
         source.classes, source.sets = list(map(str, range(labels.shape[1]))), [np.flatnonzero(r).tolist() for r in rows]
-        numbers = places.tolist()
-    source._labels = np.array(numbers, np.int64)
+        source._labels = places
     return source
 
 
@@ -111,7 +97,7 @@ class TiffSource(Source):
         self.remarks.append(f"{path.name}: each of its {len(self):,} pages is an image")
 
     def content(self, index: int) -> Values:
-        with explained(IndexError, lambda why: ImageError(f"cannot be read ({why})")):
+        with explained(IndexError, unread):
             return page_values(self._file.pages[index], self._size)
 
     def item_name(self, index: int) -> str:
@@ -126,11 +112,9 @@ class StackSource(Source):
     an image, its channels in the order of their names.
     """
 
-    as_is = True
-
     def __init__(self, files: ListedSource, pattern: str) -> None:
-        more = {key: getattr(files, key) for key in ("problems", "ignored", "splits", "remarks", "sets")}
-        super().__init__(files.name, files.classes, **more)
+        vars(self).update(vars(files))
+        self.as_is = True
         text = re.escape(pattern)
         for part, group in (("name", "(?P<name>.+?)"), ("channel", "(?P<channel>[^/]+?)")):
             if text.count(rf"\{{{part}\}}") != 1:
@@ -154,9 +138,9 @@ class StackSource(Source):
 
     def content(self, index: int) -> np.ndarray:
         parts = [native(self.files.content(self.stacks[index][1][channel])) for channel in self.channel_names]
-        if len({(part.pixels.shape, part.pixels.dtype) for part in parts}) > 1 or parts[0].pixels.shape[2] != 1:
-            raise ImageError("has channels of several sizes or types, or of more than a grey value")
-        return np.dstack([part.pixels for part in parts])
+        if parts[0].pixels.shape[2] != 1:
+            raise ImageError("has channels of more than a grey value")
+        return stacked(parts).pixels
 
     def item_name(self, index: int) -> str:
         return self.stacks[index][0]

@@ -6,6 +6,7 @@ Which files or folders belong to a split: by their names. Shards are taken in or
 (`train-00000-of-00002.parquet`) are its shards; `-of-N` says that there are N of them.
 """
 
+import itertools
 import json
 import re
 import unicodedata
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from duetgan.data.images import SUFFIXES
-from duetgan.data.lmdb.format import count_by_class
+from duetgan.data.lmdb.format import Shard, count_by_class
 from duetgan.data.values import Content
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -40,15 +41,6 @@ class SourceOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Item:
-    """An image as it was found."""
-
-    name: str  # file or record, for messages
-    label: int  # a class, or one of the source's sets; 0 if it is unlabelled
-    content: Content  # a file's bytes, or pixels
-
-
-@dataclass(frozen=True)
 class Problem:
     """Something that could not be used."""
 
@@ -58,31 +50,26 @@ class Problem:
     def __str__(self) -> str:
         return printable(f"{self.name} {self.reason}")
 
-    def error(self, remedy: str, count: int = 1) -> UserError:
-        """That this must not be skipped; it is the first of `count`."""
-        more = f" (and {count - 1} more)" if count > 1 else ""
-        return UserError(f"{self}{more}: fix it, or {remedy}")
-
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
     """Images by index, always in the same order. Several threads may read it at once, unless it is `in_order`.
 
-    `shape` is the (height, width) in px of all images where that is known beforehand, else None; then `channels` is
-    known too, and `pixel_format` unless values are of 8 bits. `as_is`: images are packed with their own channels and
-    depth unless others are asked for. `problems` were found while listing, for example an empty class folder; `ignored`
-    names files that are no images by their name. `splits` names those that the source itself has; one of them is open.
-    `remarks` are lines for people, for example a warning that something looks like labels but is not used.
+    `spec` says what all images are where that is known beforehand, without a size where they have sizes of their own;
+    with `ranged` also its low and high are those of their values. `as_is`: images are packed with their own channels
+    and depth unless others are asked for. `problems` were found while listing, for example an empty class folder;
+    `ignored` names files that are no images by their name. `splits` names those that the source itself has; one of them
+    is open. `remarks` are lines for people, for example a warning that something looks like labels but is not used.
     """
 
     in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
     as_is: bool = field(default=False, init=False)
-    pixel_format: Mapping[str, Any] | None = field(default=None, init=False)  # see utils/image_spec.py
+    ranged: bool = field(default=False, init=False)
+    shard_states: list[Shard] | None = field(default=None, init=False)  # tar files: what is packed is their index
 
     name: str  # for people and the metadata
     classes: list[str]  # names by label; empty: unlabelled
-    shape: tuple[int, int] | None = None
-    channels: int | None = None
+    spec: ImageSpec | None = None
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     splits: tuple[str, ...] = ()
@@ -96,15 +83,72 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def content(self, index: int) -> Content:
-        """What Item has of an image. Raises data.errors.ImageError if it cannot be had."""
-
-    def item(self, index: int) -> Item:
-        """One image. Raises as `content`."""
-        return Item(self.item_name(index), int(self.labels()[index]), self.content(index))
+        """A file's bytes, or pixels. Raises data.errors.ImageError if they cannot be had."""
 
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
         return self._labels
+
+    def take_labels(
+        self, where: str, given: Sequence[str | list[str]], places: Sequence[str] = (), *, whole: bool = True
+    ) -> None:
+        """Labels and classes as `numbered` has them, and where a label is a list `sets`. Raises UserError as that, for
+        a label of a list that is empty or that an image has twice, and where no image has any.
+        """
+        if not any(isinstance(labels, list) for labels in given):
+            self.classes, numbers, remarks = numbered(where, [str(label) for label in given], places, whole=whole)
+        else:
+            lists = [labels if isinstance(labels, list) else [labels] if labels else [] for labels in given]
+            owned = [(place, label) for place, labels in zip(places, lists, strict=True) for label in labels]
+            if not owned:
+                raise UserError(
+                    f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}"
+                )
+            if empty := [place for place, label in owned if not label]:
+                raise UserError(f"{empty[0]}: a label in its list is empty; remove it")
+            at, flat = zip(*owned, strict=True)
+            self.classes, each, remarks = numbered(where, flat, at)
+            left = iter(each)
+            found = [sorted(itertools.islice(left, len(labels))) for labels in lists]
+            for place, labels in zip(places, found, strict=True):
+                if twice := [a for a, b in itertools.pairwise(labels) if a == b]:
+                    raise UserError(f"{place}: has the label {self.classes[twice[0]]} twice; remove one")
+            self.sets = sorted(map(list, set(map(tuple, found))))
+            order = {tuple(labels): number for number, labels in enumerate(self.sets)}
+            numbers = [order[tuple(labels)] for labels in found]
+            several = sum(len(labels) > 1 for labels in found)
+            told = f"{several:,} of {len(found):,} images have several, {found.count([]):,} none"
+            self.remarks.append(f"{where}: lists of labels: {told}")
+        self.remarks += remarks
+        self._labels = np.array(numbers, np.int64)
+
+    def choose_label(
+        self,
+        where: str,
+        columns: Sequence[str],
+        asked: str | None,
+        declared: Iterable[str] = (),  # columns that the file itself calls labels
+    ) -> str | None:
+        """The column of labels (None: unlabelled): the one that is asked for, else `label`, else the only one of
+        LABEL_COLUMNS, else of the declared ones, with a remark. Raises UserError if it is not there, or for several.
+        """
+        text = ", ".join(columns)
+        if asked == NO_LABELS:
+            return None
+        if asked is not None and asked not in columns:
+            hint = did_you_mean(asked, columns)
+            raise UserError(f"{where}: --label-column {asked}: no such column{hint}; there are {text or 'none'}")
+        if asked is not None or LABEL in columns:
+            return asked or LABEL
+        fitting = [name for name in LABEL_COLUMNS if name in columns] or list(declared)
+        if len(fitting) > 1:
+            raise UserError(
+                f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, call one label,"
+                f" or pass --label-column {NO_LABELS}; its columns are {text}"
+            )
+        remark = "{}: the labels are those of the column {}; without: --label-column none"
+        self.remarks += [remark.format(where, name) for name in fitting]
+        return next(iter(fitting), None)
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Images of each class, of how many have each label."""
@@ -124,6 +168,10 @@ class Source(AbstractContextManager["Source"]):
         """Name of an image within the source, which is kept in the packed file; "" if it has none but its number."""
         return ""
 
+    def place(self, index: int) -> tuple[int, int] | None:
+        """Where an image's bytes lie in tar files: the tar's number, and the first byte in it."""
+        return None
+
     def __exit__(self, *error: object) -> None:
         """Leave the source; one that holds files open closes them."""
 
@@ -133,13 +181,13 @@ class ArraySource(Source):
         self,
         name: str,
         images: np.ndarray,  # [n, H, W, C], of any numbers
-        labels: np.ndarray,  # integers [n]
-        classes: Sequence[str],
+        labels: np.ndarray | None = None,  # integers [n]
+        classes: Sequence[str] = (),
     ) -> None:
-        super().__init__(name, list(classes), images.shape[1:3], images.shape[3])
-        self.images, self._labels = images, labels.astype(np.int64)
-        depth = images.dtype.name if images.dtype.name in RANGES else "float32"
-        self.pixel_format = ImageSpec.of(1, 0, {"depth": depth}).pixel_format
+        _, height, width, channels = images.shape
+        depth: Any = images.dtype.name if images.dtype.name in RANGES else "float32"
+        super().__init__(name, list(classes), ImageSpec(channels, height, width, False, depth, *RANGES[depth]))
+        self.images, self._labels = images, np.array([0] * len(images) if labels is None else labels, np.int64)
 
     def content(self, index: int) -> np.ndarray:
         return np.asarray(self.images[index])
@@ -155,35 +203,6 @@ MOST_VALUES = 1000  # different ones, of a column that is taken for labels
 NUMBERED = {"dsc", "dscf", "dscn", "frame", "image", "img", "mvi", "photo", "picture", "pxl", "screenshot"}
 NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 SHOWN = 4  # classes in a message
-
-
-def choose_label(
-    where: str,
-    columns: Sequence[str],
-    asked: str | None,
-    declared: Iterable[str] = (),  # columns that the file itself calls labels
-) -> tuple[str | None, list[str]]:
-    """The column of labels (None: unlabelled) and remarks: the one that is asked for, else `label`, else the only one
-    of LABEL_COLUMNS, else of the declared ones. Raises UserError if it is not there, or if there are several.
-    """
-    if asked == NO_LABELS:
-        return None, []
-    text = ", ".join(columns)
-    if asked is not None and asked not in columns:
-        hint = did_you_mean(asked, columns)
-        raise UserError(f"{where}: --label-column {asked}: no such column{hint}; there are {text or 'none'}")
-    if asked is not None:
-        return asked, []
-    if LABEL in columns:
-        return LABEL, []
-    fitting = [name for name in LABEL_COLUMNS if name in columns] or list(declared)
-    if len(fitting) > 1:
-        raise UserError(
-            f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, call one label, or"
-            f" pass --label-column {NO_LABELS}; its columns are {text}"
-        )
-    remark = "{}: the labels are those of the column {}; without: --label-column none"
-    return next(iter(fitting), None), [remark.format(where, name) for name in fitting]
 
 
 def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
@@ -213,68 +232,39 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
     ]
 
 
-def text_classes(where: str, labels: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
-    """Classes in text order, the number of each label, and remarks. Labels are compared in Unicode's form NFC: "é" may
-    be one character or two, as macOS writes it, and looks the same.
+def numbered(
+    where: str, labels: Sequence[str], places: Sequence[str] = (), *, whole: bool = True
+) -> tuple[list[str], list[int], list[str]]:
+    """The classes of labels, the number of each label, and remarks.
+
+    Classes are in text order; labels are compared in Unicode's form NFC: "é" may be one character or two, as macOS
+    writes it, and looks the same. With `whole`, if all are whole numbers, the classes are "0" to the largest: UserError
+    for one that is negative or larger than the number of labels, with its one of `places`.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     counts = Counter(spelled.values())
-    numbers = {name: number for number, name in enumerate(sorted(counts))}
+    if whole and all(map(NUMBER.fullmatch, counts)):
+        numbers = list(map(int, labels))
+        low, high = min(numbers, default=0), max(numbers, default=-1)
+        if low < 0 or high >= len(numbers):
+            odd = low if low < 0 else high
+            told = f"label {odd}; labels are names, or whole numbers from 0 below the {len(numbers)} images"
+            raise UserError(f"{places[numbers.index(odd)] if places else where}: {told}")
+        return list(map(str, range(high + 1))), numbers, []
+    order = {name: number for number, name in enumerate(sorted(counts))}
     twice = sorted(name for name, count in counts.items() if count > 1)
     remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
-    return list(numbers), [numbers[spelled[label]] for label in labels], [remark] if twice else []
+    return list(map(printable, order)), [order[spelled[label]] for label in labels], [remark] if twice else []
 
 
-def classes_of(where: str, labels: Sequence[str], lines: Sequence[int] = ()) -> tuple[list[str], list[int], list[str]]:
-    """As `text_classes`, but whole numbers are the classes "0" to the largest. Raises UserError for a number that is
-    negative or larger than the number of labels, with its line if `lines` has one for each label.
-    """
-    if not all(map(NUMBER.fullmatch, set(labels))):
-        return text_classes(where, labels)
-    numbers = [int(label) for label in labels]
-    if numbers and (min(numbers) < 0 or max(numbers) >= len(numbers)):
-        odd = min(numbers) if min(numbers) < 0 else max(numbers)
-        place = f"{where} line {lines[numbers.index(odd)]}" if lines else where
-        raise UserError(
-            f"{place}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
-        )
-    return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []
-
-
-def label_sets(
-    where: str, given: Sequence[Sequence[str]], places: Sequence[str]
-) -> tuple[list[str], list[list[int]], list[int], list[str]]:
-    """Classes, the sets of them that images have, the number of each one's, and remarks; labels as `classes_of` takes
-    them. Raises UserError as that, with one of `places` for a label that is empty or that an image has twice, and
-    where no image has any.
-    """
-    flat = [label for labels in given for label in labels]
-    owners = [owner for owner, labels in enumerate(given) for _ in labels]
-    if not flat:
-        raise UserError(f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}")
-    if "" in flat:
-        raise UserError(f"{places[owners[flat.index('')]]}: a label in its list is empty; remove it")
-    classes, numbers, remarks = classes_of(where, flat)
-    found: list[list[int]] = [[] for _ in given]
-    for owner, number in zip(owners, numbers, strict=True):
-        if number in found[owner]:
-            raise UserError(f"{places[owner]}: has the label {classes[number]} twice; remove one")
-        found[owner].append(number)
-    several = sum(len(labels) > 1 for labels in found)
-    remark = f"{where}: lists of labels: {several:,} of {len(given):,} images have several, {found.count([]):,} none"
-    sets = sorted(map(list, {tuple(sorted(labels)) for labels in found}))
-    place = {tuple(labels): number for number, labels in enumerate(sets)}
-    return classes, sets, [place[tuple(sorted(labels))] for labels in found], [remark, *remarks]
-
-
-def listed_labels(text: str) -> list[str] | None:
-    """The labels of a list: JSON's (`["cat", "dog"]`), or divided by ";" (`cat;dog`); None: it is none, but a label."""
+def listed_labels(text: str) -> str | list[str]:
+    """The labels of a list, JSON's (`["cat", "dog"]`) or divided by ";" (`cat;dog`); of others the text itself."""
     if text.startswith("["):
         with suppress(ValueError, RecursionError):
             content = json.loads(text)
             if all(isinstance(label, str | int) and not isinstance(label, bool) for label in content):
                 return [str(label).strip() for label in content]
-    return [label.strip() for label in text.split(";")] if ";" in text else None
+    return [label.strip() for label in text.split(";")] if ";" in text else text
 
 
 # --- splits

@@ -16,14 +16,13 @@ import zipfile
 import zlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from duetgan.data.errors import ImageError
+from duetgan.data.errors import ImageError, unread
 from duetgan.data.images import SUFFIXES
 from duetgan.data.sources.base import (
     SHARDED,
@@ -34,11 +33,9 @@ from duetgan.data.sources.base import (
     choose_split,
     class_of_name,
     first_of,
-    label_sets,
     names_look_like_labels,
     refuse_split,
     split_name,
-    text_classes,
 )
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
@@ -54,47 +51,31 @@ ARRAY = ".npy"
 LISTED = 4  # folders in a message
 
 
-@dataclass
-class Listing:
-    """Images in order, their labels (zeros if unlabelled), class names; the rest as in Source."""
-
-    names: list[str]
-    labels: list[int] = field(default_factory=list)
-    classes: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    splits: tuple[str, ...] = ()
-    remarks: list[str] = field(default_factory=list)
-    sets: list[list[int]] | None = None
-
-
 def kind_of(name: str) -> bounded.FileLimit:
     """What a file of a source is read as."""
     return bounded.TABLE if name == MANIFEST else bounded.IMAGE
 
 
-def arrange(
-    where: str,  # the source, for errors
-    files: Collection[str],  # relative names with "/"
-    folders: Iterable[str],
-    options: SourceOptions,
-    read: Callable[[str], bytes],  # a file's bytes; raises ImageError
-) -> Listing:
-    """Sort files into images and classes.
+def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions) -> None:
+    """Sort files, by relative names with "/", into images and classes, which the source takes.
 
     Raises UserError if there is no image, if images lie both at the top and in sub-folders, if the split's folder is
     missing, or if it is unclear what is a class; and for a `dataset.json` that cannot be read or does not fit.
     """
+    where = source.where
     images, ignored = _images(where, files)
+    source.take_names(images)
+    source.ignored += ignored
     if options.classes_from == "none":  # all images, wherever they lie
-        return Listing(images, [0] * len(images), ignored=ignored)
-    if MANIFEST in ignored:
-        ignored.remove(MANIFEST)
-        return _by_manifest(f"{where}: {MANIFEST}", Listing(images, ignored=ignored), read)
+        return
+    if MANIFEST in source.ignored:
+        source.ignored.remove(MANIFEST)
+        _by_manifest(source, f"{where}: {MANIFEST}")
+        return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
-    prefix, splits, remarks = _enter(where, images, folders, options)
+    prefix = _enter(source, folders, options)
     images = [name for name in images if name.startswith(prefix)]
-    listing = Listing(images, ignored=ignored, splits=splits, remarks=remarks)
+    source.take_names(images)
     paths = [name.removeprefix(prefix).split("/") for name in images]
     loose = [name for name, path in zip(images, paths, strict=True) if len(path) == 1]
     if options.classes_from == "name":
@@ -104,9 +85,8 @@ def arrange(
                 f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has; rename it"
             )
     elif len(loose) == len(images):
-        listing.labels = [0] * len(images)
-        listing.remarks += _tables(where, prefix, ignored) or names_look_like_labels(where, images)
-        return listing
+        source.remarks += _tables(where, prefix, ignored) or names_look_like_labels(where, images)
+        return
     elif loose:
         raise UserError(
             f"{where} holds images both at the top ({loose[0]}) and in sub-folders;"
@@ -118,10 +98,8 @@ def arrange(
         names = [path[-2 if parent else 0] for path in paths]
         for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
             instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
-            listing.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
-    listing.classes, listing.labels, spellings = text_classes(where, names)
-    listing.remarks += spellings
-    return listing
+            source.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+    source.take_labels(where, names, whole=False)
 
 
 def _tables(where: str, prefix: str, ignored: list[str]) -> list[str]:
@@ -149,15 +127,13 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
     )
 
 
-def _by_manifest(where: str, listing: Listing, read: Callable[[str], bytes]) -> Listing:
-    """Images and labels by StyleGAN's `dataset.json`; classes are called by their numbers. Where a label is a list, all
-    are: of numbers or of names.
+def _by_manifest(source: "ListedSource", where: str) -> None:
+    """Labels by StyleGAN's `dataset.json`: numbers or names of classes, or lists of them.
 
-    Raises UserError if it is no such document, names an image that is not there, leaves one out, if its labels are not
-    whole numbers from 0, and as `label_sets`.
+    Raises UserError if it is no such document, names an image that is not there, leaves one out, and as `take_labels`.
     """
     try:
-        pairs = [(str(name), label) for name, label in json.loads(read(MANIFEST))["labels"] or []]
+        pairs = [(str(name), label) for name, label in json.loads(source.read(MANIFEST))["labels"] or []]
     except ImageError as error:
         raise UserError(f"{where} {error}; fix it") from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -166,27 +142,16 @@ def _by_manifest(where: str, listing: Listing, read: Callable[[str], bytes]) -> 
     for name, label in pairs:
         if known.setdefault(name, label) != label:
             raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
-        if not all(map(_is_number, label) if isinstance(label, list) else [_is_number(label, names=False)]):
-            raise UserError(f"{where}: the label of {name} is {label!r}; labels are whole numbers from 0, or lists")
-    odd = sorted(set(known) ^ set(listing.names)) if known else []
+        for one in label if isinstance(label, list) else [label]:
+            if not isinstance(one, int | str) or isinstance(one, bool):
+                told = "labels are names, or whole numbers from 0, or lists"
+                raise UserError(f"{where}: the label of {name} is {label!r}; {told}")
+    odd = sorted(set(known) ^ set(source.names)) if known else []
     if odd:
         raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
-    if any(isinstance(label, list) for label in known.values()):
-        every = (label if isinstance(label := known[name], list) else [label] for name in listing.names)
-        given, places = [list(map(str, labels)) for labels in every], [f"{where}: {name}" for name in listing.names]
-        listing.classes, listing.sets, listing.labels, listing.remarks = label_sets(where, given, places)
-        return listing
-    largest = max(known.values(), default=-1)
-    if largest >= len(known):
-        raise UserError(f"{where}: labels go up to {largest}, but there are only {len(known)} images")
-    listing.classes = [str(label) for label in range(largest + 1)]
-    listing.labels = [known.get(name, 0) for name in listing.names]
-    return listing
-
-
-def _is_number(label: Any, *, names: bool = True) -> bool:
-    """Whether a label of `dataset.json` is a class's number or, in lists, its name."""
-    return (isinstance(label, int) and not isinstance(label, bool) and label >= 0) or (names and isinstance(label, str))
+    if known:
+        given = [list(map(str, label)) if isinstance(label := known[n], list) else str(label) for n in source.names]
+        source.take_labels(where, given, [f"{where}: {name}" for name in source.names])
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -225,33 +190,31 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
     return {name[len(prefix) :].split("/")[0] for name in names if name.startswith(prefix) and name != prefix}
 
 
-def _enter(
-    where: str, images: list[str], folders: list[str], options: SourceOptions
-) -> tuple[str, tuple[str, ...], list[str]]:
-    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end; the
-    splits that there are; remarks.
+def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -> str:
+    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end. The
+    source takes the splits that there are, unless it has some, and remarks.
     """
-    prefix: str = ""
+    where, prefix = source.where, ""
     splits: tuple[str, ...] = ()
-    remarks: list[str] = []
     while True:
-        below = [name[len(prefix) :].split("/") for name in images if name.startswith(prefix)]
+        below = [name[len(prefix) :].split("/") for name in source.names if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
         nested = all(len(path) > 1 for path in below)
         if nested and not splits and _are_splits(where, below, tops, options):
             splits = tuple(sorted(filter(split_name, tops)))
             chosen = choose_split(where, options.split, splits)
             others = sorted({path[0] for path in below} - set(splits))
-            remarks += [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
+            source.remarks += [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
             prefix += chosen + "/"
-            if not any(name.startswith(prefix) for name in images):
+            if not any(name.startswith(prefix) for name in source.names):
                 raise UserError(f"{where}: the folder {prefix} holds no images")
         elif len(tops) == 1 and all(len(path) > 2 for path in below):
             prefix += tops.pop() + "/"
         else:
             if not splits:
                 refuse_split(where, options.split, "split folders")
-            return prefix, splits, remarks
+            source.splits = source.splits or splits
+            return prefix
 
 
 def _are_splits(where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions) -> bool:
@@ -281,11 +244,15 @@ def _are_splits(where: str, paths: list[list[str]], tops: Collection[str], optio
 class ListedSource(Source):
     """Images that have names; a subclass reads them."""
 
-    def __init__(self, name: str, listing: Listing) -> None:
-        more = {key: getattr(listing, key) for key in ("problems", "ignored", "splits", "remarks", "sets")}
-        super().__init__(printable(name), [printable(name) for name in listing.classes], **more)
-        self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
-        self.as_is = bool(self.names) and self.names[0].lower().endswith(ARRAY)
+    def __init__(self, name: str, where: str) -> None:
+        super().__init__(printable(name), [])
+        self.where = where  # for messages
+        self.take_names([])
+
+    def take_names(self, names: list[str], labels: Sequence[int] = ()) -> None:
+        """The images in order, with their labels if they have some."""
+        self.names, self._labels = names, np.array(labels or [0] * len(names), np.int64)
+        self.as_is = bool(names) and names[0].lower().endswith(ARRAY)
 
     def content(self, index: int) -> bytes:
         return self.read(self.names[index])
@@ -304,9 +271,9 @@ class ListedSource(Source):
 class LocalSource(ListedSource):
     """Files on this machine, named relative to a folder."""
 
-    def __init__(self, folder: Path, name: str, listing: Listing) -> None:
+    def __init__(self, folder: Path, name: str, where: str) -> None:
+        super().__init__(name, where)
         self.folder = folder
-        super().__init__(name, listing)
 
     def item_name(self, index: int) -> str:
         return str(self.folder / self.names[index])
@@ -317,18 +284,15 @@ class LocalSource(ListedSource):
 
 def read_file(path: Path) -> bytes:
     """A file's bytes. Raises ImageError."""
-    try:
+    with explained((OSError, ValueError), unread):  # ValueError: a name with a null byte
         return bounded.read_file(path, kind_of(path.name))
-    except bounded.Refused as error:
-        raise ImageError(str(error)) from None
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        raise ImageError(f"cannot be read ({getattr(error, 'strerror', error)})") from None
 
 
 def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
     """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
-    listing = arrange(str(folder), *_walk(folder), options, lambda name: read_file(folder / name))
-    return LocalSource(folder, folder.name or str(folder), listing)
+    source = LocalSource(folder, folder.name or str(folder), str(folder))
+    arrange(source, *_walk(folder), options)
+    return source
 
 
 def _walk(folder: Path) -> tuple[list[str], list[str]]:
@@ -354,28 +318,21 @@ class ZipSource(ListedSource):
     """A zip file: class folders, flat, or with StyleGAN's `dataset.json`."""
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
-        self.path = path
+        super().__init__(path.name, str(path))
         with bounded.reading(path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile):
             bounded.check(path, bounded.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
-        try:
-            super().__init__(path.name, self._list(options))
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _list(self, options: SourceOptions) -> Listing:
         # Tools for Windows write backslashes, where the format has "/" only.
         members = [(member.filename.replace("\\", "/"), member) for member in self._archive.infolist()]
         self._members = {name: member for name, member in members if not name.endswith("/")}
         folders = [name for name, _ in members if name.endswith("/")]
         if len(self._members) + len(folders) < len(members):
             name, times = Counter(name for name, _ in members if not name.endswith("/")).most_common(1)[0]
-            raise UserError(f"{self.path} holds {name} {times} times: make the zip file again")
-        return arrange(str(self.path), self._members, folders, options, self.read)
+            raise UserError(f"{self.where} holds {name} {times} times: make the zip file again")
+        arrange(self, self._members, folders, options)
 
     def item_name(self, index: int) -> str:
-        return f"{self.path}:{self.names[index]}"
+        return f"{self.where}:{self.names[index]}"
 
     def read(self, name: str) -> bytes:
         member = self._members[name]

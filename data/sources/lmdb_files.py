@@ -12,7 +12,7 @@ import lmdb
 import numpy as np
 
 from duetgan.data.decode import stored_image
-from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.errors import DamageError, ImageError, unread
 from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
 from duetgan.data.lmdb.reader import LMDBReader
@@ -54,11 +54,9 @@ class PackedSource(Source):
         self.reader = reader = LMDBReader(path, tolerant=True)
         levels = (side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size)
         reader.resolution = next(levels, reader.resolution)
-        shape = reader.spec.size if reader.resolution else None
-        super().__init__(path.name, list(reader.classes), shape, reader.meta.channels)
-        spec = reader.meta.spec
-        self.pixel_format = {**(spec.pixel_format or {}), "low": spec.low, "high": spec.high}
-        self.passport, self.sets, self._labels = reader.meta.passport, reader.meta.sets, reader.labels()
+        super().__init__(path.name, list(reader.classes), reader.spec)
+        self.ranged, self.passport, self.sets = True, reader.meta.passport, reader.meta.sets
+        self._labels = reader.labels()
 
     def content(self, index: int) -> np.ndarray | Values:
         with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
@@ -119,8 +117,7 @@ class RosinalitySource(Source):
         self.resolution = size if isinstance(size, int) and size in sides else sides[-1]
 
     def content(self, index: int) -> bytes:
-        unread = explained(lmdb.Error, lambda why: ImageError(f"cannot be read ({why})"))
-        with unread, (self._handle or acquire(self.path)).environment.begin() as transaction:
+        with explained(lmdb.Error, unread), (self._handle or acquire(self.path)).environment.begin() as transaction:
             content: bytes | None = transaction.get(self._key(index).encode())
         if content is None:
             raise ImageError("is missing")

@@ -94,7 +94,9 @@ def open_idx(split: str, root: Path | None) -> ArraySource:
     """The idx files of a folder; classes are called by their numbers."""
     if root is None:
         raise UserError("idx needs --root with the folder of its files, or give that folder as the source")
-    return idx_source(f"{root.name} {split}", root, split)
+    source = idx_source(f"{root.name} {split}", root, split)
+    source.splits = tuple(split for split in ("test", "train") if find_idx(root, split))
+    return source
 
 
 def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:

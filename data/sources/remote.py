@@ -38,6 +38,7 @@ class RemoteSource(ListedSource):
         if "::" in url:
             raise UserError(f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it")
         self.url = without_secrets(url).rstrip("/")
+        super().__init__(self.url, self.url)
         from fsspec.core import url_to_fs  # slow to import, for URLs only
 
         try:
@@ -63,7 +64,7 @@ class RemoteSource(ListedSource):
                 folders.append(name)
             else:
                 self._sizes[name] = details.get("size")
-        super().__init__(self.url, arrange(self.url, self._sizes, folders, options, self.read))
+        arrange(self, self._sizes, folders, options)
 
     def item_name(self, index: int) -> str:
         return f"{self.url}/{self.names[index]}"
@@ -97,18 +98,17 @@ class RemoteSource(ListedSource):
 
 def attempt(read: Callable[[], T]) -> T:
     """Call `read` up to three times, with growing pauses. Raises what the last call raises, what is FINAL at once."""
-    for pause in PAUSES:
+    pauses = iter(PAUSES)
+    while True:
         try:
             return read()
         except FINAL:
             raise
-        except Exception:  # see FINAL
+        except Exception as error:  # see FINAL
+            if (pause := next(pauses, None)) is None:
+                error.add_note(f"after {len(PAUSES) + 1} attempts")
+                raise
             time.sleep(pause)
-    try:
-        return read()
-    except Exception as error:
-        error.add_note(f"after {len(PAUSES) + 1} attempts")
-        raise
 
 
 def without_secrets(text: str) -> str:

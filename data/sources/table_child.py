@@ -1,12 +1,12 @@
 """The process that reads Parquet and Arrow files, for data/sources/tables.py: pyarrow believes what a file says of
 itself, so it reads where memory is limited, and a crash ends nothing else.
 
-A script of its own, which imports nothing of ours. A request is a JSON list: path, columns (null: the schema alone),
-first row, rows at most, bytes of a row at most. The answer is one letter and an Arrow stream of the next few rows (S;
-its schema's metadata hold the number of all rows), the bytes of a row that is too large (L), or an error's text (E).
+A script of its own, which imports nothing of ours. A request holds path, columns (None: what the table is), first row,
+rows at most, bytes of a row at most. The answer is "rows": bytes and values, column by column, of the next few;
+"table": how many rows there are, name, type and use of each column, and the metadata of Hugging Face's library;
+"large": the bytes of a row that is too large; or "error": its text.
 """
 
-import json
 import resource
 import signal
 import sys
@@ -20,6 +20,7 @@ from pyarrow import compute, ipc, parquet
 BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
 PIECE = 16 << 20  # bytes sent at a time, unless a row has more
 MAGIC = b"ARROW1\0\0"  # of the kind of Arrow file with an index at its end, which holds a stream behind these bytes
+USES = {"binary": "bytes", "string": "text"}
 Batches = Iterator[tuple[int, Any]]  # the number of the first row, record batch
 
 
@@ -99,34 +100,35 @@ class Reader:
         self._next: Any = None  # the request that would go on
         self._pieces: Iterator[Any] = iter(())  # of that request
 
-    def answer(self, path: str, columns: list[str] | None, start: int, rows: int, limit: int) -> bytes:
+    def answer(self, path: str, columns: Any, start: int, rows: int, limit: int) -> tuple[str, Any]:
         going_on, self._next = self._next == (path, columns, start, rows), None
         if columns is None or path != self._path:
             self._path = ""
             self._table = (ParquetTable if path.lower().endswith(".parquet") else ArrowTable)(path)
             self._path = path
         if columns is None:
-            metadata = (self._table.schema.metadata or {}) | {b"rows": b"%d" % self._table.rows}
-            return stream(self._table.schema.with_metadata(metadata))
+            schema = self._table.schema
+            columns = [(field.name, str(field.type), use_of(field.type)) for field in schema]
+            return "table", (self._table.rows, columns, (schema.metadata or {}).get(b"huggingface"))
         if not going_on:
             self._pieces = pieces(self._table.batches(columns, start, rows), start, rows)
         piece = next(self._pieces, None)
         if piece is None:
             raise ValueError(f"it ends before row {start:,}")
         if piece.nbytes > limit and piece.num_rows == 1:
-            return b"L%d" % piece.nbytes
+            return "large", piece.nbytes
         self._next = (path, columns, start + piece.num_rows, rows)
-        return stream(piece.schema, piece)
+        return "rows", (piece.nbytes, [column.to_pylist() for column in piece.columns])
 
 
-def stream(schema: Any, *batches: Any) -> bytes:
-    """The answer that holds them."""
-    sink = pyarrow.BufferOutputStream()
-    sink.write(b"S")
-    with ipc.new_stream(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+def use_of(kind: Any) -> str:
+    """What a column may hold: images' bytes, labels as text or as number; "": none of these."""
+    if pyarrow.types.is_struct(kind):
+        return "bytes" if any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind) else ""
+    if pyarrow.types.is_integer(kind):
+        return "number"
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return USES.get(str(kind).removeprefix("large_").removesuffix("_view"), "")
 
 
 def main(descriptor: int, memory: int) -> None:
@@ -136,15 +138,15 @@ def main(descriptor: int, memory: int) -> None:
     with Connection(descriptor) as asking:
         while True:
             try:
-                request = json.loads(asking.recv_bytes())
+                request = asking.recv()
             except EOFError:
                 return
             try:
                 answer = reader.answer(*request)
             except Exception as error:  # whatever pyarrow raises
                 lines = str(error).strip().splitlines() or [type(error).__name__]
-                answer = b"E" + lines[0].rstrip(".").encode(errors="replace")
-            asking.send_bytes(answer)
+                answer = "error", lines[0].rstrip(".")
+            asking.send(answer)
 
 
 if __name__ == "__main__":

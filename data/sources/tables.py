@@ -2,13 +2,15 @@
 
 Images are binary, or a struct with the field `bytes`. Labels are the column that has the name of one
 (data/sources/base.py), else the only ClassLabel: text, or whole numbers, whose names may stand in the schema's
-metadata (key "huggingface"). pyarrow is imported at the first use.
+metadata (key "huggingface").
 
 Hugging Face's `save_to_disk` writes a folder of Arrow files whose `state.json` names them in order, or a folder of such
 folders, the splits that `dataset_dict.json` names. A folder of `.arrow` files without either is the library's cache.
 """
 
-import importlib
+import errno
+import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -17,15 +19,15 @@ import threading
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from duetgan.data.errors import ImageError
+from duetgan.data.errors import ImageError, unread
 from duetgan.data.sources import base
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
@@ -38,10 +40,19 @@ PIECE_ROWS = 16  # of images at a time
 INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
 
 
-def pyarrow(module: str = "") -> Any:
-    """pyarrow or one of its modules. Raises UserError if it is not installed."""
-    with explained(ImportError, "Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow"):
-        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
+class _Table(NamedTuple):
+    """What a file holds, see table_child.py."""
+
+    rows: int
+    columns: list[tuple[str, str, str]]  # name, type and use
+    metadata: bytes | None  # of Hugging Face's library
+
+    @property
+    def types(self) -> dict[str, str]:
+        return {name: kind for name, kind, _ in self.columns}
+
+    def of_use(self, *uses: str) -> list[str]:
+        return [name for name, _, use in self.columns if use in uses]
 
 
 class _Child:
@@ -52,27 +63,26 @@ class _Child:
         self._alive: tuple[int, Any, Any] | None = None  # who started it, what stops it, the connection
 
     def ask(self, path: Path, columns: Sequence[str] | None, start: int, rows: int, kind: bounded.FileLimit) -> Any:
-        """The stream that table_child.py answers with. Raises OSError."""
+        """What table_child.py answers with. Raises OSError."""
         bounded.check(path, bounded.ARCHIVE)
         with self._lock:
             if self._alive is None or self._alive[0] != os.getpid():
                 self._alive = self._start()
             _, stop, connection = self._alive
             try:
-                connection.send_bytes(json.dumps([str(path), columns, start, rows, kind.limit]).encode())
-                answer = connection.recv_bytes()
+                connection.send([str(path), columns, start, rows, kind.limit])
+                what, answer = connection.recv()
             except BaseException as error:  # also an answer that nobody waits for
                 stop()
                 self._alive = None
                 if not isinstance(error, (EOFError, OSError)):
                     raise
-                raise bounded.Refused("it takes too much memory, or ends the process that reads it") from None
-        match answer[:1]:
-            case b"S":
-                return pyarrow("ipc").open_stream(pyarrow().py_buffer(answer)[1:])
-            case b"L":
-                raise bounded.Refused(str(bounded.too_large(int(answer[1:]), kind)))
-        raise bounded.Refused(answer[1:].decode())
+                raise OSError(errno.EIO, "it takes too much memory, or ends the process that reads it") from None
+        if what == "large":
+            raise bounded.Refused(str(bounded.too_large(answer, kind)))
+        if what == "error":
+            raise OSError(errno.EIO, answer)
+        return answer
 
     def _start(self) -> tuple[int, Any, Any]:
         ours, theirs = Pipe()
@@ -109,109 +119,97 @@ class TableSource(base.Source):
     def __init__(
         self,
         path: Path,
-        shards: Sequence[Path],
-        label_column: str | None,
-        splits: tuple[str, ...] = (),
-        ignored: Sequence[str] = (),
+        options: base.SourceOptions,
+        shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split
     ) -> None:
-        super().__init__(path.name, [], splits=splits, ignored=list(ignored))
-        self.shards, self._schemas, counts = list(shards), [], [0]
+        if importlib.util.find_spec("pyarrow") is None:
+            raise UserError("Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow")
+        super().__init__(path.name, [])
+        if shards is None:
+            suffix = base.sharded(path) if path.is_dir() else path.suffix.lower()
+            shards, self.splits, self.ignored = base.choose_shards(path, suffix, options.split)
+        self.shards, self._tables = list(shards), []
         for shard in self.shards:
             with _reading(shard):
-                schema = _child.ask(shard, None, 0, 0, bounded.TABLE).schema
-                rows = int(schema.metadata[b"rows"])
-                _ = [(field.name, str(field.type)) for field in schema]  # raises for names that are no UTF-8
-            self._schemas.append(schema)
-            counts.append(rows)
-            if rows > (size := shard.stat().st_size):  # no image takes less than a byte
-                raise UserError(f"{shard} says that it holds {rows:,} rows in {size:,} bytes; get it again")
-        self._starts = np.cumsum(counts)  # of the shards' rows, and their end
-        self._image, label = self._choose_columns(self.shards[0], self._schemas[0], label_column)
+                table = _Table(*_child.ask(shard, None, 0, 0, bounded.TABLE))
+            self._tables.append(table)
+            if table.rows > (size := shard.stat().st_size):  # no image takes less than a byte
+                raise UserError(f"{shard} says that it holds {table.rows:,} rows in {size:,} bytes; get it again")
+        self._starts = np.cumsum([0, *(table.rows for table in self._tables)])  # of the shards' rows, and their end
+        self._image, label = self._choose_columns(self.shards[0], self._tables[0], options.label_column)
         for name in filter(None, (self._image, label)):
-            kind = self._schemas[0].field(name).type
-            for shard, schema in zip(self.shards, self._schemas, strict=True):
-                other = schema.field(name).type if name in schema.names else "missing"
-                if other != kind:
+            kind = self._tables[0].types[name]
+            for shard, table in zip(self.shards, self._tables, strict=True):
+                if (other := table.types.get(name, "missing")) != kind:
                     raise UserError(f"{shard}: the column {name} is {other}, in {self.shards[0].name} {kind}")
         if not self._starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
-        labels = np.zeros(self._starts[-1], np.int64) if label is None else self._read_labels(path, label)
-        self.classes = list(map(printable, self.classes))
-        self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
-        self.problems = [base.Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
-        self._labels = labels[self._rows]
+        self._rows = np.arange(self._starts[-1])  # of all shards, one after the other
+        self._labels = np.zeros_like(self._rows)
+        if label is not None:
+            self._read_labels(path, label)
         self._piece: tuple[int, int, Any] = (0, 0, [])  # the shard, the first row in it, and the images there
 
     # --- columns
 
-    def _choose_columns(self, path: Path, schema: Any, label_column: str | None) -> tuple[str, str | None]:
+    def _choose_columns(self, path: Path, table: _Table, label_column: str | None) -> tuple[str, str | None]:
         """The columns of images and of labels (None: unlabelled); sets remarks. Raises UserError if it is unclear."""
-        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        images = [field.name for field in schema if _holds_bytes(field.type)]
+        images = table.of_use("bytes")
         if "image" in images:
             images = ["image"]
         if len(images) != 1:
             several = f"{' and '.join(images)} could be images, call one image"
             reason = several if images else f"no column holds bytes{INSTEAD}"
+            columns = ", ".join(f"{name} ({kind})" for name, kind in table.types.items())
             raise UserError(f"{path}: {reason}; its columns are {columns}")
-        fitting = [field.name for field in schema if field.name == "label" or _may_label(field.type)]
-        names = fitting if label_column is None else schema.names
-        declared = (name for name in fitting if class_names(path, schema, name))
-        label, self.remarks = base.choose_label(str(path), names, label_column, declared)
+        may = table.of_use("text", "number")
+        fitting = [name for name in table.types if name == base.LABEL or name in may]
+        names = fitting if label_column is None else list(table.types)
+        declared = (name for name in fitting if class_names(path, table, name))
+        label = self.choose_label(str(path), names, label_column, declared)
         if label is None:
-            if label_column is None and fitting and self._starts[1]:
+            if label_column is None and fitting and table.rows:
                 with _reading(path):
-                    first = next(iter(_child.ask(path, fitting, 0, LOOKED_AT, bounded.TABLE)))
-                    values = {name: Counter(map(str, first[name].to_pylist())) for name in fitting}
-                self.remarks = base.looks_like_labels(str(path), values)
-        elif not _may_label(kind := schema.field(label).type):
-            raise UserError(f"{path}: the column {label} is {kind}; labels are whole numbers or text")
+                    _, values = _child.ask(path, fitting, 0, LOOKED_AT, bounded.TABLE)
+                counts = {name: Counter(map(str, column)) for name, column in zip(fitting, values, strict=True)}
+                self.remarks += base.looks_like_labels(str(path), counts)
+        elif label not in may:
+            raise UserError(f"{path}: the column {label} is {table.types[label]}; labels are whole numbers or text")
         return images[0], label
 
-    def _read_labels(self, where: Path, column: str) -> np.ndarray:
-        """Labels int64 of all rows, below 0 where a row has none; sets the classes."""
-        arrow, chunks = pyarrow(), []
-        text = _is_text(self._schemas[0].field(column).type)
-        kind = arrow.large_string() if text else arrow.int64()
-        for shard, rows in zip(self.shards, np.diff(self._starts).tolist(), strict=True):
+    def _read_labels(self, where: Path, column: str) -> None:
+        """Take the labels, and leave out rows that have none: null, empty text and numbers below 0 are none. Of classes
+        that the schema names, those that no image has are left out.
+        """
+        text, values = column in self._tables[0].of_use("text"), []
+        for shard, table in zip(self.shards, self._tables, strict=True):
             with _reading(shard):
-                chunks += [part.cast(kind) for part in _column(shard, column, rows)]
-        values = arrow.chunked_array(chunks, kind)
-        if text:  # null and empty text are no labels
-            with _reading(where):
-                names = sorted(filter(None, values.unique().to_pylist()))
-            self.classes, numbers, remarks = base.text_classes(str(where), names)
-            self.remarks += remarks
-            values = pyarrow("compute").index_in(values, value_set=arrow.array(names, kind))
-        labels = values.fill_null(-1).to_numpy().astype(np.int64)
-        largest = int(labels.max())
-        if largest < 0:
+                values += _column(shard, column, table.rows)
+        has = np.array([value not in (None, "") and (text or value >= 0) for value in values])
+        self.problems = [base.Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(~has)]
+        self._rows = np.flatnonzero(has)
+        given = list(itertools.compress(values, has))
+        if not given:
             raise UserError(
                 f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
             )
-        if text:
-            return np.array([*numbers, -1])[labels]  # the last one: of no label
-        classes = class_names(self.shards[0], self._schemas[0], column)
-        for shard, schema in zip(self.shards, self._schemas, strict=True):
-            if class_names(shard, schema, column) != classes:
+        classes = [] if text else class_names(self.shards[0], self._tables[0], column)
+        for shard, table in zip(self.shards, self._tables, strict=True):
+            if not text and class_names(shard, table, column) != classes:
                 raise UserError(
                     f"{shard} and {self.shards[0].name} name their classes differently: get both from one place"
                 )
-        if largest >= (len(classes) or len(labels)):
-            limit = f"{len(classes)} classes" if classes else f"{len(labels)} images"
-            raise UserError(f"{where}: labels go up to {largest}, but there are only {limit}; get it again")
-        self.classes = classes or [str(number) for number in range(largest + 1)]
-        return self._without_unused(labels) if classes else labels
-
-    def _without_unused(self, labels: np.ndarray) -> np.ndarray:
-        """Leave out classes that only the schema names, and say so; the others are numbered anew."""
-        used = np.bincount(labels[labels >= 0], minlength=len(self.classes)) > 0
-        if used.all():
-            return labels
-        unused = [printable(self.classes[number]) for number in np.flatnonzero(~used)]
-        self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
-        self.classes = [self.classes[number] for number in np.flatnonzero(used)]
-        return np.where(labels < 0, -1, (np.cumsum(used) - 1)[labels])
+        if not classes:
+            self.take_labels(str(where), list(map(str, given)), whole=not text)
+            return
+        used, self._labels = np.unique(given, return_inverse=True)
+        if used[-1] >= len(classes):
+            raise UserError(
+                f"{where}: labels go up to {used[-1]}, but there are only {len(classes)} classes; get it again"
+            )
+        self.classes = [classes[number] for number in used]
+        if unused := [name for name in classes if name not in self.classes]:
+            self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
 
     # --- images
 
@@ -219,19 +217,15 @@ class TableSource(base.Source):
         shard, row = self._place(int(self._rows[index]))
         number, first, images = self._piece
         if number != shard or not first <= row < first + len(images):
-            try:
-                stream = _child.ask(self.shards[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE)
-                first, images = row, next(iter(stream)).column(0)
-            except OSError as error:
-                raise ImageError(f"cannot be read ({error.strerror or error})") from None
+            with explained(OSError, unread):
+                _, (images,) = _child.ask(self.shards[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE)
+            first = row
             self._piece = (shard, first, images)
-        value = images[row - first]
-        size = value.as_buffer().size if value.is_valid else 0
-        if refused := bounded.too_large(size, bounded.IMAGE):
-            raise ImageError(refused)
-        if not value.is_valid:
+        content: bytes | None = images[row - first]
+        if content is None:
             raise ImageError(f"holds no bytes{INSTEAD}")
-        content: bytes = value.as_py()
+        if refused := bounded.too_large(len(content), bounded.IMAGE):
+            raise ImageError(refused)
         return content
 
     def item_name(self, index: int) -> str:
@@ -251,59 +245,36 @@ class TableSource(base.Source):
         return f"{self.shards[shard]}: row {row}"
 
 
-def open_tables(path: Path, options: base.SourceOptions) -> TableSource:
-    """A Parquet or Arrow file, or a folder of one kind of them."""
-    suffix = base.sharded(path) if path.is_dir() else path.suffix.lower()
-    shards, splits, ignored = base.choose_shards(path, suffix, options.split)
-    return TableSource(path, shards, options.label_column, splits, ignored)
-
-
 def _reading(path: Path) -> AbstractContextManager[None]:
-    """Around reading a file: what pyarrow raises becomes a UserError that names it."""
-    return bounded.reading(path, "copy or get it again", UnicodeDecodeError, pyarrow().ArrowException)
+    return bounded.reading(path, "copy or get it again")
 
 
-def _column(path: Path, name: str, rows: int) -> Iterator[Any]:
-    """All of a column of small values, in arrays. Raises OSError."""
-    start = size = 0
-    while start < rows:
-        part = next(iter(_child.ask(path, [name], start, LOOKED_AT, bounded.TABLE))).column(0)
-        start, size = start + len(part), size + part.nbytes
+def _column(path: Path, name: str, rows: int) -> list[Any]:
+    """All of a column of small values. Raises OSError."""
+    values: list[Any] = []
+    size = 0
+    while len(values) < rows:
+        more, (part,) = _child.ask(path, [name], len(values), LOOKED_AT, bounded.TABLE)
+        values, size = values + part, size + more
         if refused := bounded.too_large(size, bounded.TABLE):
             raise bounded.Refused(f"its column {name} {refused}")
-        yield part
+    return values
 
 
-def _may_label(kind: Any) -> bool:
-    return pyarrow("types").is_integer(kind) or _is_text(kind)
-
-
-def _is_text(kind: Any) -> bool:
-    kind = kind.value_type if pyarrow("types").is_dictionary(kind) else kind
-    return str(kind) in ("string", "large_string", "string_view")
-
-
-def _holds_bytes(kind: Any) -> bool:
-    if pyarrow("types").is_struct(kind):
-        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
-    return str(kind) in ("binary", "large_binary", "binary_view")
-
-
-def class_names(path: Path, schema: Any, column: str) -> list[str]:
+def class_names(path: Path, table: _Table, column: str) -> list[str]:
     """The names of a ClassLabel in Hugging Face's metadata, or none."""
-    record = (schema.metadata or {}).get(b"huggingface")
-    if record is None:
+    if table.metadata is None:
         return []
     with explained(
         (ValueError, AttributeError, RecursionError),
         lambda why: f"{path}: its metadata record huggingface is damaged ({why}); get it again",
     ):
-        content = json.loads(record)
+        content = json.loads(table.metadata)
         names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         names = [unicodedata.normalize("NFC", name) for name in names]
         if len(set(names)) == len(names):
-            return names
+            return list(map(printable, names))
     raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")
 
 
@@ -317,10 +288,10 @@ def is_saved(folder: Path) -> bool:
 def open_arrow(path: Path, options: base.SourceOptions) -> TableSource:
     """The images of an Arrow file or of a folder of `save_to_disk`. Raises UserError for what cannot be used."""
     if not is_saved(path):
-        return open_tables(path, options)
+        return TableSource(path, options)
     if not (path / SPLITS).is_file():
         base.refuse_split(path, options.split)
-        return TableSource(path, _shards(path), options.label_column)
+        return TableSource(path, options, _shards(path))
     splits = _document(path / SPLITS).get("splits")
     if not isinstance(splits, list) or not splits or not all(map(_is_name, splits)):
         raise UserError(f"{path / SPLITS} names no splits; save it again")
@@ -328,8 +299,8 @@ def open_arrow(path: Path, options: base.SourceOptions) -> TableSource:
         chosen = options.split or splits[0]
     else:
         chosen = base.choose_split(path, options.split, splits)
-    source = TableSource(path, _shards(path / chosen), options.label_column, splits=tuple(sorted(splits)))
-    source.name = f"{path.name} {chosen}"
+    source = TableSource(path, options, _shards(path / chosen))
+    source.name, source.splits = f"{path.name} {chosen}", tuple(sorted(splits))
     others = [name for name in source.splits if name != chosen]
     if options.split is None and others:
         source.remarks.append(f"{path}: its split {chosen} is packed; others: --split {' or '.join(others)}")

@@ -21,13 +21,11 @@ from duetgan.data.sources.base import (
     LABEL_COLUMNS,
     Problem,
     SourceOptions,
-    choose_label,
     choose_shards,
-    classes_of,
     looks_like_labels,
     refuse_split,
 )
-from duetgan.data.sources.files import ListedSource, Listing, arrange, kind_of
+from duetgan.data.sources.files import ListedSource, arrange, kind_of
 from duetgan.data.tar_files import Member, TarFiles, read_members
 from duetgan.utils.errors import UserError
 
@@ -58,10 +56,11 @@ class TarSource(ListedSource):
         options: SourceOptions,
         shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
     ) -> None:
-        label_column, listing = options.label_column, Listing([])
-        self.path, self.shards, self.problems = path, [path] if shards is None else list(shards), listing.problems
+        super().__init__(path.name, str(path))
+        label_column = options.label_column
+        self.shards = [path] if shards is None else list(shards)
         if path.is_dir() and shards is None:
-            self.shards, listing.splits, listing.ignored = choose_shards(path, SUFFIX, options.split)
+            self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, options.split)
         self._files = TarFiles(self.shards)
         members = [member for number in range(len(self.shards)) for member in self._members(number)]
         if not members and self.problems:
@@ -70,14 +69,13 @@ class TarSource(ListedSource):
         if label_column is not None or any(match and _kind(match[2]) in NOTES for match in matches):
             if options.classes_from is not None:
                 raise UserError(f"--classes-from does not apply to {path}: its labels lie beside the images")
-            if not listing.splits:
+            if not self.splits:
                 refuse_split(path, options.split)
-            listing.ignored += [member.name for member, match in zip(members, matches, strict=True) if not match]
+            self.ignored += [member.name for member, match in zip(members, matches, strict=True) if not match]
             parts = [(match, member) for member, match in zip(members, matches, strict=True) if match]
-            self._take_samples(list(self._samples(parts, label_column)), label_column, listing)
+            self._take_samples(list(self._samples(parts, label_column)), label_column)
         else:
-            listing = self._arranged(members, options, listing)
-        super().__init__(path.name, listing)
+            self._arrange(members, options)
 
     def _members(self, number: int) -> Iterator[Member]:
         """The regular files of a shard; other members become problems."""
@@ -97,26 +95,24 @@ class TarSource(ListedSource):
 
     # --- webdataset
 
-    def _take_samples(self, samples: list[Sample], label_column: str | None, listing: Listing) -> None:
+    def _take_samples(self, samples: list[Sample], label_column: str | None) -> None:
         for sample in samples:
             if len(sample.images) != 1:
                 images = f"{len(sample.images)} images" if sample.images else "no image"
-                self.problems.append(Problem(f"{self.path}: sample {sample.key}", f"has {images}; a sample has one"))
+                self.problems.append(Problem(f"{self.where}: sample {sample.key}", f"has {images}; a sample has one"))
         samples = [sample for sample in samples if len(sample.images) == 1]
         if not samples:
-            raise UserError(f"{self.path} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
-        column = self._label_of(samples, label_column, listing.remarks)
-        listing.labels = [0] * len(samples)
+            raise UserError(f"{self.where} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
+        column = self._label_of(samples, label_column)
         if column is not None:
             for sample in samples:
                 if not sample.notes.get(column):
                     self.problems.append(Problem(self._place_name(sample.images[0]), f"has no label {column}"))
             samples = [sample for sample in samples if sample.notes.get(column)]
-            texts = [sample.notes[column] for sample in samples]
-            listing.classes, listing.labels, remarks = classes_of(str(self.path), texts)
-            listing.remarks += remarks
         self._images = [sample.images[0] for sample in samples]
-        listing.names = [member.name for member in self._images]
+        self.take_names([member.name for member in self._images])
+        if column is not None:
+            self.take_labels(self.where, [sample.notes[column] for sample in samples])
 
     def _samples(self, parts: list[tuple[re.Match[str], Member]], asked: str | None) -> Iterator[Sample]:
         """Files of one name that lie one after the other."""
@@ -150,7 +146,7 @@ class TarSource(ListedSource):
                 if isinstance(value, (str, int)) and (fields is None or name in fields):
                     sample.notes.setdefault(name, str(value).strip())
 
-    def _label_of(self, samples: Sequence[Sample], asked: str | None, remarks: list[str]) -> str | None:
+    def _label_of(self, samples: Sequence[Sample], asked: str | None) -> str | None:
         """The note that is a sample's label, or None: unlabelled; adds remarks. Raises UserError if it is unclear."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for sample in samples:
@@ -158,32 +154,23 @@ class TarSource(ListedSource):
                 counts[name][text] += 1
         if asked is None and "cls" in counts:
             return "cls"
-        where = str(self.path)
-        label, chosen = choose_label(where, list(counts), asked)
-        remarks += chosen
+        label = self.choose_label(self.where, list(counts), asked)
         if label is None and asked is None:
-            if "txt" in counts and looks_like_labels(where, {"txt": counts["txt"]}):
-                remarks.append(f"{where}: the labels are those of txt; without: --label-column none")
+            if "txt" in counts and looks_like_labels(self.where, {"txt": counts["txt"]}):
+                self.remarks.append(f"{self.where}: the labels are those of txt; without: --label-column none")
                 return "txt"
-            remarks += looks_like_labels(where, counts)
+            self.remarks += looks_like_labels(self.where, counts)
         return label
 
     # --- as in a folder
 
-    def _arranged(self, members: Sequence[Member], options: SourceOptions, known: Listing) -> Listing:
+    def _arrange(self, members: Sequence[Member], options: SourceOptions) -> None:
         self._by_name = {member.name: member for member in members}
         if len(self._by_name) < len(members):
             name = Counter(member.name for member in members).most_common(1)[0][0]
-            raise UserError(f"{self.path} holds {name} more than once: make the tar again, or give one tar alone")
-
-        if known.splits:  # by the names of the shards
-            options = options._replace(split=None)
-        listing = arrange(str(self.path), self._by_name, [], options, self.read)
-        listing.splits = known.splits or listing.splits
-        listing.problems = known.problems + listing.problems
-        listing.ignored = known.ignored + listing.ignored
-        self._images = [self._by_name[name] for name in listing.names]
-        return listing
+            raise UserError(f"{self.where} holds {name} more than once: make the tar again, or give one tar alone")
+        arrange(self, self._by_name, [], options._replace(split=None) if self.splits else options)
+        self._images = [self._by_name[name] for name in self.names]
 
     def read(self, name: str) -> bytes:
         return self._files.read(self._by_name[name], kind_of(name))
@@ -201,7 +188,6 @@ class TarSource(ListedSource):
         return member.name if len(self.shards) == 1 else f"{self.shards[member.shard].name}:{member.name}"
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where an image's bytes are: the number of its shard, and the first byte in it."""
         member = self._images[index]
         return member.shard, member.start
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.folders.make import broken, png, power
 from benchmarks.folders.run import HEADER, cells, table
 from duetgan.data.errors import ImageError
-from duetgan.data.images import decode_file
+from tests.data.conftest import decode_file
 
 
 @pytest.mark.parametrize("kind", range(5))

@@ -13,13 +13,13 @@ from benchmarks.loading import first_batch, ours, peers, timing
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Window, alternate, best_of, ratio, stream_rate
 from duetgan.data.decode import RandomCrop
-from duetgan.data.images import decode_file
 from duetgan.data.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
+from tests.data.conftest import decode_file
 
 TINY = loader.Sizes(
     repeats=1, raw_files=20, raw_images={8: 70}, raw_batch=8, raw_epochs=2, raw_window=Window(skipped=1, timed=2),

@@ -10,6 +10,8 @@ from PIL import Image
 
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
+from duetgan.data.values import decode_image
+from duetgan.utils.image_spec import ImageSpec
 
 CLASSES = ["cat", "dog", "emu"]
 
@@ -30,6 +32,11 @@ def as_file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format=kind, **options)
     return buffer.getvalue()
+
+
+def decode_file(content: bytes, channels: int) -> np.ndarray:
+    """A file as uint8 [H, W, channels]."""
+    return decode_image(content, ImageSpec(channels, 0, 0))
 
 
 def flip(path: Path, needle: bytes, offset: int = 0) -> None:

@@ -24,6 +24,7 @@ from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.near_duplicates import DISTANCE, Candidates, confirm, near
 from duetgan.data.records import add_image, pack_arrays, signature
 from duetgan.utils.errors import EXIT_OK
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import numpy_generator
 from tests.data.conftest import CLASSES
@@ -297,7 +298,7 @@ def test_leaks(planted: Path, tmp_path: Path) -> None:
 
 def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
     images = photos(20)[[11, 12, 13]]
-    layout = Layout(channels=3, resolutions=(0,), encoding="source")
+    layout = Layout.of(ImageSpec(3, 0, 0), "source")
     with LMDBWriter(tmp_path / "b.lmdb", layout, classes=[]) as writer:
         for sample_image, side in zip(images, (64, 96, 80), strict=True):
             pixels = cv2.resize(sample_image.transpose(1, 2, 0), (side, side + 10))

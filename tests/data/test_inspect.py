@@ -24,6 +24,7 @@ from duetgan.data.pack import main as pack_main
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.errors import EXIT_USER, UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage, Provenance, join, recorded
 from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
@@ -172,7 +173,7 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
     relabelled = record_format.make_entry(payload, 2, 8, 8, record_format.CODEC_PNG)
     change(path, b"picture/0000000001/00008", relabelled.tobytes() + payload)
     assert verify(LMDBReader(path)).records == {1: "it differs from its index"}
-    layout = Layout(channels=3, resolutions=(0,), encoding="source")
+    layout = Layout.of(ImageSpec(3, 0, 0), "source")
     with LMDBWriter(tmp_path / "y.lmdb", layout, classes=[]) as writer:
         add_image(writer, sample_images(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
         writer.finish()

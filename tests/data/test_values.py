@@ -211,7 +211,7 @@ def test_what_is_packed(
             "1 of 2 channels, floats: these do not go together",
         ),
         ({"a.npy": npy(FLOATS), "b.npy": npy(FLOATS[..., :2])}, {"channels": 5}, "2 channels where 5 channels, floats"),
-        ({"a.npy": npy(FLOATS)}, {"depth": "8"}, "floating-point pixels; pass --depth float"),
+        ({"a.npy": npy(FLOATS)}, {"depth": "8"}, "floating-point pixels; .* or pack it with --depth float"),
         ({"a.npy": npy(FLOATS)}, {"encoding": "png"}, "png does not keep images of 5 channels, floats: take raw"),
         ({"a.npy": npy(FLOATS)}, {"encoding": "jpeg"}, "encoding jpeg does not keep"),
         ({"a.npy": npy(FLOATS)}, {"value_range": (3.0, 3.0)}, "--range 3,3: .* do not fit float32"),

@@ -22,6 +22,7 @@ from duetgan.data.records import add_image, pack_arrays
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config import plugins
 from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.script import run_cli
 from tests.data.conftest import sample_images, save
 from tests.end_to_end.helpers import last
@@ -103,7 +104,7 @@ def own_sizes(packed, tmp_path):
     """The training images as JPEGs of 80 px and more: a pattern of SHARDS files, each of which stays open."""
     with Dataset(packed / "train.lmdb") as reader:
         images, labels = reader.read(range(len(reader)))
-        layout = Layout(channels=1, resolutions=(0,), encoding="source")
+        layout = Layout.of(ImageSpec(1, 0, 0), "source")
         for shard in range(SHARDS):
             with LMDBWriter(tmp_path / f"own-{shard}.lmdb", layout, classes=reader.classes) as writer:
                 for number in range(shard, len(images), SHARDS):

@@ -14,6 +14,7 @@ from duetgan.data.records import add_image
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.checkpoint import point, save
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import forked
 
 CLASSES = ["dark", "grey", "light"]
@@ -25,9 +26,7 @@ def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resi
     """Images whose brightness tells their class, packed in the order of classes; returns the path."""
     draw = np.random.default_rng(seed)
     kinds = max(1, len(classes))
-    writer = LMDBWriter(
-        path, Layout(channels=channels, resolutions=(side,)), classes=classes, resize_filter=resize_filter
-    )
+    writer = LMDBWriter(path, Layout.of(ImageSpec(channels, side, side)), classes=classes, resize_filter=resize_filter)
     with writer:
         for label in np.sort(np.arange(count) % kinds).tolist():
             noise = draw.integers(0, 40, (side, side, channels))

@@ -105,7 +105,7 @@ def test_h8_pipe_never_hangs(pipe: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_h8_pipe_by_url_and_in_the_way(pipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also as the hidden file that packing writes into."""
     with open_source(f"file://{pipe}") as source, pytest.raises(ImageError, match="is a named pipe, not a regular"):
-        source.item(source.names.index("b.png") if isinstance(source, RemoteSource) else 0)
+        source.content(source.names.index("b.png") if isinstance(source, RemoteSource) else 0)
     (pipe / "b.png").unlink()
     os.mkfifo(tmp_path / ".x.lmdb.partial")
     assert run_cli(pack, [str(pipe), str(tmp_path / "x.lmdb")]) == 2
@@ -173,7 +173,7 @@ def test_h10_url_without_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_source("memory://h10") as source:
         assert isinstance(source, RemoteSource)
         source._sizes.clear()
-        assert source.item(1).content == b"b"
+        assert source.content(1) == b"b"
         stream = Endless()
         monkeypatch.setattr(MemoryFileSystem, "open", lambda *args, **options: contextlib.nullcontext(stream))
         monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "3")
@@ -204,13 +204,13 @@ def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     packed: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
     parquet(tmp_path / "x.parquet", {"image": cells}, **packed)
     assert (tmp_path / "x.parquet").stat().st_size < 10_000
-    assert open_source(str(tmp_path / "x.parquet")).item(0).content == cells[0]
+    assert open_source(str(tmp_path / "x.parquet")).content(0) == cells[0]
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     with (
         open_source(str(tmp_path / "x.parquet")) as source,
         pytest.raises(ImageError, match=r"has .* bytes, more than the 1 MiB for an image"),
     ):
-        source.item(0)
+        source.content(0)
     monkeypatch.setenv("DUET_MAX_TABLE_MIB", "1")
     parquet(tmp_path / "y.parquet", {"image": [b"a"], "label": ["x" * (2 << 20)]}, **packed)
     refused(tmp_path / "y.parquet", r"has .* more than the 1 MiB for a list")
@@ -234,7 +234,7 @@ def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(
     monkeypatch.setattr(tables, "_child", tables._Child())
     monkeypatch.setattr(tables, "available_bytes", lambda: 300 << 20)
     with pytest.raises((UserError, ImageError), match=r"cannot be read[^\n]*(failed|ends the process)"):
-        open_source(str(path)).item(0)
+        open_source(str(path)).content(0)
 
 
 def _varint(number: int, length: int = 0) -> bytes:
@@ -258,7 +258,7 @@ def test_h10_zip_member_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         archive.writestr("a.png", bytes(2 << 20))
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="more than the 1 MiB"):
-        source.item(0)
+        source.content(0)
     (tmp_path / "w.pth").write_bytes(bytes(2 << 20))
     monkeypatch.setenv("DUET_MAX_WEIGHTS_MIB", "1")
     with pytest.raises(UserError, match=r"w\.pth cannot be read \(has 2,097,152 bytes, more than the 1 MiB for a"):
@@ -272,7 +272,7 @@ def test_h1_backslashes_in_zips(tmp_path: Path) -> None:
             archive.writestr(name, name.encode())
     with open_source(str(tmp_path / "x.zip")) as source:
         assert source.classes == ["cat", "dog"]
-        assert [source.item(index).content for index in range(3)] == [name.encode() for name in names[:3]]
+        assert [source.content(index) for index in range(3)] == [name.encode() for name in names[:3]]
         assert source.ignored == ["../evil.png"]
 
 

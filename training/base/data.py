@@ -14,7 +14,7 @@ from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.dataset import Dataset, choose_workers
 from duetgan.data.reading.loader import InfiniteLoader
-from duetgan.data.reading.mixture import MixedDataset, MixedSampler, SyntheticSource
+from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.several_files import open_at_once, shard_paths
 from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
@@ -136,7 +136,7 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
 
 
 def require_same_images(
-    path: object, images: SyntheticSource, like: object, training: Dataset, remedy: str, *, scaled: bool
+    path: object, images: Dataset | GeneratedSamples, like: object, training: Dataset, remedy: str, *, scaled: bool
 ) -> None:
     """Raise UserError unless images have the channels and, where they are not `scaled`, the size of the training's."""
     spec, wanted = images.meta.spec, training.spec

@@ -56,16 +56,12 @@ class GeneratedSamples:
         self._labels = even_labels(shares or [1.0] * kinds, count)
         self._about = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
         self._drawn: tuple[tuple[int, int, int], np.ndarray] | None = None  # the last block: its key, its images
-        channels, step, layout = self.generator.channels, checkpoint["step"], Layout.of(self.spec)
+        channels, step = self.generator.channels, checkpoint["step"]
         known = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
         self.meta = Meta(
             count=count,
             classes=classes,
-            channels=channels,
-            resolutions=list(layout.resolutions),
-            size=layout.size,
-            pixel_format=layout.pixel_format,  # type: ignore[arg-type]  # pydantic reads it
-            encoding="raw",
+            **Layout.of(self.spec).document,
             histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],
             mean=[0.5] * channels,
             std=[0.5] * channels,

@@ -26,6 +26,7 @@ from duetgan.training.classifier.finetune import FineTuning
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.distributed import collectives
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import MIB, available_bytes, local_processes
 from duetgan.utils.runlog.run_log import say_main
 
@@ -182,7 +183,7 @@ def on_disk(rows: Iterator[np.ndarray], item: int, folder: Path) -> Callable[[np
     There they are square grey images, of a few bytes more. Raises UserError for a full disk.
     """
     path, side = folder / f"frozen-{collectives.rank()}.lmdb", math.isqrt(item - 1) + 1
-    with LMDBWriter(path, Layout(channels=1, resolutions=(side,)), classes=[], overwrite=True) as writer:
+    with LMDBWriter(path, Layout.of(ImageSpec(1, side, side)), classes=[], overwrite=True) as writer:
         for part in rows:
             for row in part:
                 add_image(writer, np.pad(row, (0, side**2 - item)).reshape(side, side, 1))

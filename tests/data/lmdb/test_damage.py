@@ -225,7 +225,7 @@ def outcome_of(path: Path) -> str:
     """What becomes of reading everything."""
     try:
         with open_source(str(path)) as source:
-            found = [source.item(index).content for index in range(len(source))]
+            found = [source.content(index) for index in range(len(source))]
         same = found == [bytes([index]) * 128 * 40 for index in range(100)]
         return "the same" if same else "other"
     except (UserError, ImageError) as error:

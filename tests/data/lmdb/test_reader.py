@@ -17,10 +17,11 @@ from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays, pixel_sums
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
 
-GREY = Layout(channels=1, resolutions=(8,))
+GREY = Layout.of(ImageSpec(1, 8, 8))
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
@@ -73,13 +74,13 @@ def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None)
 
 
 def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> None:
-    with LMDBWriter(tmp_path / "x.lmdb", Layout(channels=3, resolutions=(8,)), classes=CLASSES) as writer:
+    with LMDBWriter(tmp_path / "x.lmdb", Layout.of(ImageSpec(3, 8, 8)), classes=CLASSES) as writer:
         good = np.zeros((8, 8, 3), np.uint8)
         for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
             assert_raises(ValueError, "image", add_image, writer, wrong)
         assert_raises(ValueError, "label 3", add_image, writer, good, 3)
         assert_raises(ValueError, "no images", writer.finish)
-    assert_raises(ValueError, "do not fit", Layout, channels=3, resolutions=(8,), encoding="source")
+    assert_raises(ValueError, "do not fit", Layout.of, ImageSpec(3, 8, 8), "source")
     with LMDBWriter(tmp_path / "new" / "deep" / "x.lmdb", GREY, classes=[]) as writer:
         add_image(writer, np.zeros((8, 8, 1), np.uint8))
         assert list((tmp_path / "new" / "deep").iterdir())

@@ -100,7 +100,7 @@ def test_sample_is_padded_to_32(tmp_path: Path) -> None:
     main(["sample", str(dest), "--size", "32", "--split", "test"])
     reader, source = Dataset(dest), open_source("sample", split="test")
     images, labels = reader.read(range(2000))
-    full = np.stack([np.asarray(source.item(index).content) for index in range(2000)])[:, :, :, 0]
+    full = np.stack([np.asarray(source.content(index)) for index in range(2000)])[:, :, :, 0]
     np.testing.assert_array_equal(images[:, 0, 2:30, 2:30], full)
     assert images.sum(dtype=int) == full.sum(dtype=int)  # zeros around
     np.testing.assert_array_equal(labels, source.labels())

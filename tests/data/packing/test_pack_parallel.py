@@ -30,6 +30,7 @@ from duetgan.data.sources import open_source
 from duetgan.data.sources.base import ArraySource, Source
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 
@@ -81,7 +82,7 @@ class Numbers(Source):
         return np.full((8, 8, 1), index % 256, np.uint8)
 
 
-PLAN = Plan(layout=Layout(channels=1, resolutions=(8,)), mode="exact")
+PLAN = Plan(layout=Layout.of(ImageSpec(1, 8, 8)), mode="exact")
 
 
 @pytest.mark.parametrize(

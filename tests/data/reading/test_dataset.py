@@ -27,6 +27,7 @@ from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.records import add_image, make_record, pack_arrays
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, as_file, sample_images
@@ -42,7 +43,7 @@ def smooth(height: int, width: int, seed: int) -> np.ndarray:
 
 def own_sizes(path: Path, count: int = 9) -> list[np.ndarray]:
     """Pack JPEGs of sizes of their own; record i has label i % 3. Returns their pixels."""
-    layout = Layout(channels=3, resolutions=(0,), encoding="source")
+    layout = Layout.of(ImageSpec(3, 0, 0), "source")
     pixels = []
     with LMDBWriter(path, layout, classes=CLASSES) as writer:
         for number in range(count):

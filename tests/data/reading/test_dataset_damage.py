@@ -19,6 +19,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.records import add_image, pack_arrays
+from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, flip, sample_images, stored
 
@@ -35,7 +36,7 @@ def pack(tmp_path: Path) -> Packer:
     def packed(encoding: str, damaged: Sequence[int] = (), count: int = COUNT, name: str = "x.lmdb") -> Path:
         path, images = tmp_path / name, sample_images(count)
         if encoding == "source":
-            layout = Layout(channels=3, resolutions=(0,), encoding=encoding)
+            layout = Layout.of(ImageSpec(3, 0, 0), encoding)
             with LMDBWriter(path, layout, classes=CLASSES) as writer:
                 for number, image in enumerate(images.transpose(0, 2, 3, 1)):
                     add_image(writer, image, number % 3, payload=encode(image, "png"))

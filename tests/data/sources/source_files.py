@@ -25,7 +25,7 @@ def content_of(shade: int) -> bytes:
 
 
 def contents(source: Source) -> list[Any]:
-    return [source.item(index).content for index in range(len(source))]
+    return [source.content(index) for index in range(len(source))]
 
 
 def refused(where: object, message: str, **options: Any) -> None:
@@ -34,7 +34,7 @@ def refused(where: object, message: str, **options: Any) -> None:
 
 
 def item_refused(source: Source, index: int, message: str) -> None:
-    assert_raises(ImageError, message, source.item, index)
+    assert_raises(ImageError, message, source.content, index)
 
 
 def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:

@@ -35,9 +35,9 @@ def test_an_array_of_images(order: Any, axes: tuple[int, ...], kind: str, tmp_pa
     images = np.repeat(IMAGES, 5, axis=1)[:, :40].repeat(4, axis=2) if axes[1] == 3 else IMAGES
     (tmp_path / "x.npy").write_bytes(npy(np.asarray(images.transpose(axes)[::-1].astype(kind), order=order)))
     with open_source(str(tmp_path / "x.npy")) as source:
-        assert (len(source), source.shape, source.channels) == (6, images.shape[1:3], 5)
+        assert (len(source), source.spec.size, source.spec.channels) == (6, images.shape[1:3], 5)
         for index in range(6):
-            np.testing.assert_array_equal(np.asarray(source.item(index).content), images[5 - index])
+            np.testing.assert_array_equal(np.asarray(source.content(index)), images[5 - index])
     if axes[1] != 3:
         with packed(tmp_path / "x.npy") as reader:
             np.testing.assert_array_equal(reader.read([4])[0][0].transpose(1, 2, 0), images[1])
@@ -153,6 +153,6 @@ def test_a_file_a_channel(tmp_path: Path) -> None:
     refused(tmp_path / "cells", "wild/a has no file of channel gfp", stack=pattern, classes_from="none")
     (tmp_path / "cells/wild/a_gfp.png").write_bytes(png(IMAGES[0, :, :, :3]))
     with open_source(str(tmp_path / "cells"), stack=pattern, classes_from="none") as source:
-        assert_raises(ImageError, "channels of several sizes or types", source.content, 0)
+        assert_raises(ImageError, "channels of several sizes or kinds", source.content, 0)
     (tmp_path / "x.npy").write_bytes(npy(IMAGES))
     refused(tmp_path / "x.npy", "--stack does not apply", stack=pattern)

@@ -16,6 +16,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import named, open_source
 from duetgan.data.sources.named import DEBIAN, SAMPLE, cache_folder, find_idx, read_idx
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from tests.data.sources.make_sample import choose, idx_gz, main, sample_files
 from tests.data.sources.source_files import refused
 
@@ -37,9 +38,9 @@ def test_idx_files(tmp_path: Path, suffix: str) -> None:
     write_idx(tmp_path, "t10k", IMAGES[:5], LABELS[:5], suffix)
     for source in (open_source(str(tmp_path)), open_source("idx", root=tmp_path)):
         assert source.classes == ["0", "1", "2", "3"]
-        assert (source.shape, source.channels, len(source)) == ((28, 28), 1, 12)
-        np.testing.assert_array_equal(source.item(7).content, IMAGES[7, :, :, None])
-        assert source.item(7).label == 3
+        assert (source.spec, len(source)) == (ImageSpec(1, 28, 28), 12)
+        np.testing.assert_array_equal(source.content(7), IMAGES[7, :, :, None])
+        assert source.labels()[7] == 3
     assert len(open_source(str(tmp_path), split="test")) == 5
 
 
@@ -138,9 +139,9 @@ def test_cifar10_formats(tmp_path, monkeypatch, write, inner):
         write(folder)
         for split, rows in (("train", slice(0, 10)), ("test", slice(10, 15))):
             source = open_source("cifar10", split=split, root=root)
-            assert (source.shape, source.channels, source.classes[3]) == ((32, 32), 3, "cat")
+            assert (source.spec, source.classes[3]) == (ImageSpec(3, 32, 32), "cat")
             assert source.labels().tolist() == CIFAR_LABELS[rows]
-            np.testing.assert_array_equal([source.item(i).content for i in range(len(source))], COLOUR[rows])
+            np.testing.assert_array_equal([source.content(i) for i in range(len(source))], COLOUR[rows])
 
 
 def test_cifar10_damage(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, 
 @pytest.mark.parametrize(("split", "count"), [("train", 10_000), ("test", 2_000)])
 def test_class_balance(split: str, count: int) -> None:
     source = open_source("sample", split=split)
-    assert (len(source), source.shape, source.channels) == (count, (28, 28), 1)
+    assert (len(source), source.spec) == (count, ImageSpec(1, 28, 28))
     assert np.bincount(source.labels()).tolist() == [count // 10] * 10
     assert len(source.classes) == 10
     assert (np.diff(source.labels()) < 0).any()  # in the set's order, not sorted by class

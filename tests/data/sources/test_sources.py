@@ -18,6 +18,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.data.sources import READERS, Source, open_source
 from duetgan.data.sources.base import ArraySource, SourceOptions
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from tests.data.conftest import CLASSES, change, flip, sample_images, save
 from tests.data.sources.source_files import contents, item_refused, manifest, refused, rosinality
 
@@ -50,9 +51,7 @@ def test_class_folders(photos: Path, tmp_path: Path, kind: str) -> None:
         assert source.ignored == ["dog/notes.txt"]
         assert source.problems == []
         for index, name in enumerate(names):
-            item = source.item(index)
-            assert item.content == (photos / name).read_bytes()
-            assert item.label == source.labels()[index]
+            assert source.content(index) == (photos / name).read_bytes()
 
 
 def test_flat_is_unlabelled(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_stylegan_zip(tmp_path: Path) -> None:
     with open_source(str(zipped(tmp_path / "x", tmp_path / "x.zip", dataset_json(labels)))) as source:
         assert source.classes == ["0", "1"]
         assert source.labels().tolist() == [1, 0, 1]  # in order of name
-        assert source.item(1).content == (tmp_path / "x" / "00000" / "img1.png").read_bytes()
+        assert source.content(1) == (tmp_path / "x" / "00000" / "img1.png").read_bytes()
         assert source.ignored == []
     with open_source(str(zipped(tmp_path / "x", tmp_path / "y.zip", dataset_json(None)))) as source:
         assert source.classes == []
@@ -152,9 +151,9 @@ def test_stylegan_zip(tmp_path: Path) -> None:
         (b'{"labels": [3]}', "is not"),
         (dataset_json([["img.png", 0], ["gone.png", 1]])["dataset.json"], "gone.png is in one of them only"),
         (dataset_json([["other.png", 0]])["dataset.json"], "do not match"),
-        (dataset_json([["img.png", "cat"]])["dataset.json"], "label of img.png is 'cat'"),
-        (dataset_json([["img.png", -1]])["dataset.json"], "label of img.png is -1"),
-        (dataset_json([["img.png", 7]])["dataset.json"], "labels go up to 7"),
+        (dataset_json([["img.png", 0.5]])["dataset.json"], "label of img.png is 0.5"),
+        (dataset_json([["img.png", -1]])["dataset.json"], "img.png: label -1; labels are names, or whole"),
+        (dataset_json([["img.png", 7]])["dataset.json"], "img.png: label 7; labels are names, or whole"),
         (
             dataset_json([["img.png", 0], ["img.png", 1]])["dataset.json"],
             "gives img.png the labels 0 and 1: remove one",
@@ -174,7 +173,7 @@ def test_damaged_zips_and_a_member_larger_than_it_says(photos: Path, tmp_path: P
     damaged[-1] ^= 1
     path.write_bytes(content.replace(image, bytes(damaged)))
     with open_source(str(path)) as source:
-        assert source.item(0).content
+        assert source.content(0)
         item_refused(source, 1, r"cannot be unpacked.*CRC")
     path.write_bytes(content[: len(content) // 2])
     refused(path, r"photos\.zip cannot be read")
@@ -203,7 +202,7 @@ def test_zip_members_never_touch_the_disk(tmp_path: Path) -> None:
         assert entries(source) == [(f"{path}:cat/a.png", 0)]
         assert source.ignored == ["/cat/abs.png", "cat/../../evil.png"]
         assert source.problems == []
-        source.item(0)
+        source.content(0)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -240,34 +239,34 @@ def test_zip_members_that_are_refused(tmp_path, monkeypatch, member, method, pat
     if patch:
         patched(path, *patch)
     with open_source(str(path)) as source, pytest.raises(ImageError, match=message):
-        source.item(0)
+        source.content(0)
 
 
 @pytest.mark.parametrize("subdir", [True, False])
 def test_rosinality(tmp_path: Path, subdir: bool) -> None:
     path = rosinality(tmp_path / "faces", (8, 128, 1024, 16), subdir=subdir)
     with open_source(str(path)) as source:
-        assert (source.name, source.classes, source.shape) == ("faces", [], None)
+        assert (source.name, source.classes, source.spec) == ("faces", [], None)
         assert contents(source) == [b"1024 0", b"1024 1", b"1024 2"]
         assert source.labels().tolist() == [0, 0, 0]
         assert source.item_name(2).endswith(": record 1024-00002")
     for size, side in ((128, 128), (64, 1024)):
         with open_source(str(path), size=size) as source:
-            assert source.item(0).content == f"{side} 0".encode()
+            assert source.content(0) == f"{side} 0".encode()
     refused(path, "has no splits: leave --split out", split="test")
 
 
 def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
     with open_source(str(rosinality(tmp_path / "x", (8,), 100_001))) as source:
-        assert source.item(100_000).content == b"8 100000"
-        assert source.item(99_999).content == b"8 99999"
+        assert source.content(100_000) == b"8 100000"
+        assert source.content(99_999) == b"8 99999"
 
 
 def test_rosinality_damage(tmp_path: Path) -> None:
     path = rosinality(tmp_path / "x", subdir=False)
     change(path, b"16-00001", None)
     with open_source(str(path)) as source, pytest.raises(ImageError, match="is missing"):
-        source.item(1)
+        source.content(1)
     for length, message in ((b"many", "not a number"), (b"0", "not a number"), (b"99", "but `length` is 99")):
         change(path, b"length", length)
         refused(path, message)
@@ -284,7 +283,7 @@ def test_rosinality_damage(tmp_path: Path) -> None:
 
 def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed: Path, tmp_path: Path) -> None:
     with open_source(str(packed)) as source:
-        assert (source.classes, source.shape, source.channels) == (CLASSES, (8, 8), 3)
+        assert (source.classes, source.spec) == (CLASSES, ImageSpec(3, 8, 8))
         assert source.labels().tolist() == [index % 3 for index in range(20)]
         images = contents(source)
         summary = pack(source, tmp_path / "new.lmdb", size=4)
@@ -294,7 +293,7 @@ def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed: Path, tmp
     pack_arrays(tmp_path / "x.lmdb", sample_images(3, side=16), smallest=4)
     for size, side in ((None, 16), (4, 4), (8, 8), (16, 16), (6, 16)):
         with open_source(str(tmp_path / "x.lmdb"), size=size) as source:
-            assert source.shape == (side, side) == contents(source)[0].shape[:2]
+            assert source.spec.size == (side, side) == contents(source)[0].shape[:2]
             assert contents(source)[2].shape == (side, side, 3)
 
 
@@ -305,7 +304,7 @@ def test_damaged_packed_image_is_named(tmp_path: Path) -> None:
     with open_source(str(tmp_path / "x.lmdb")) as source:
         item_refused(source, 2, "is damaged")
         assert source.item_name(2).endswith("x.lmdb: record 2")
-        np.testing.assert_array_equal(source.item(3).content, images[3].transpose(1, 2, 0))
+        np.testing.assert_array_equal(source.content(3), images[3].transpose(1, 2, 0))
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])

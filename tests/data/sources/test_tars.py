@@ -109,7 +109,7 @@ def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
     members |= {"6.jpg": content_of(7), "6.json": "[" * 5000, "6.cls": "0"}
     with open_source(str(tar(tmp_path / "x.tar", members))) as source:
         assert source.labels().tolist() == [0, 1, 1, 0]
-        assert source.item(2).content == content_of(5)
+        assert source.content(2) == content_of(5)
         assert source.ignored == ["plain"]
         problems = [str(problem).partition("x.tar")[2] for problem in source.problems]
     assert problems[0].startswith(":6.json cannot be read")
@@ -127,7 +127,7 @@ def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
     with open_source(path) as source:
         assert (source.classes, source.labels().tolist(), source.splits) == (["a", "b"], [0, 1], ("train", "val"))
         assert contents(source) == [content_of(1), content_of(0)]
-    assert open_source(path, split="val").item(0).content == content_of(2)
+    assert open_source(path, split="val").content(0) == content_of(2)
     flat = tar(tmp_path / "flat.tar", {f"cat.{n}.jpg": content_of(n) for n in range(3)})
     assert open_source(str(flat)).classes == []
     assert open_source(str(flat), classes_from="name").classes == ["cat"]
@@ -235,7 +235,7 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_local_url_and_stylegan_manifest(photos: Path, store: Any) -> None:
     with open_source(f"file://{photos}") as source:
         assert source.classes == ["cat", "dog"]
-        assert source.item(3).content == (photos / "dog" / "b.png").read_bytes()
+        assert source.content(3) == (photos / "dog" / "b.png").read_bytes()
     store.pipe("/x/dataset.json", json.dumps({"labels": [["a.png", 0], ["b.png", 1]]}).encode())
     store.pipe({"/x/a.png": b"a", "/x/b.png": b"b"})
     assert open_source("memory://x").labels().tolist() == [0, 1]
@@ -261,7 +261,7 @@ def test_url_is_tried_three_times(store: Any, monkeypatch: pytest.MonkeyPatch, f
 
         monkeypatch.setattr(MemoryFileSystem, name, flaky)
     if succeeds:
-        assert source.item(0).content == b"a"
+        assert source.content(0) == b"a"
         assert len(open_source("memory://x")) == 1
     else:
         item_refused(source, 0, r"cannot be read \(connection reset, after 3 attempts\)")

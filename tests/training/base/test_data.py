@@ -25,6 +25,7 @@ from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from tests.data.conftest import CLASSES, flip, sample_images
 from tests.data.test_inspect import change_entry
 
@@ -36,9 +37,7 @@ def folder(tmp_path):
     """train.lmdb: 10 raw RGB images of 8 px; test.lmdb: four others; own.lmdb: sizes of their own."""
     pack_arrays(tmp_path / "train.lmdb", sample_images(10), LABELS, CLASSES)
     pack_arrays(tmp_path / "test.lmdb", sample_images(4, seed=1), [0, 1, 2, 0], CLASSES)
-    with LMDBWriter(
-        tmp_path / "own.lmdb", Layout(channels=3, resolutions=(0,), encoding="source"), classes=CLASSES
-    ) as writer:
+    with LMDBWriter(tmp_path / "own.lmdb", Layout.of(ImageSpec(3, 0, 0), "source"), classes=CLASSES) as writer:
         for number in range(6):
             image = sample_images(1, side=8 + number, seed=9)[0].transpose(1, 2, 0)[:8]
             add_image(writer, image, number % 3, payload=encode(image, "png"))
