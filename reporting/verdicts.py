@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from duetgan.reporting.report import chance, signed, span
+from duetgan.utils.bounded import TABLE, read_file
 from duetgan.utils.errors import explained
 from duetgan.utils.text import duration
 
@@ -21,12 +22,12 @@ def verdicts(folders: Sequence[Path]) -> str:
         with explained(
             (OSError, ValueError, KeyError, TypeError), f"{folder}: give a study's folder, with a study.json"
         ):
-            lines += _section(folder, json.loads((folder / "study.json").read_text()))
+            lines += _section(folder, json.loads(read_file(folder / "study.json", TABLE)))
     return "\n".join(lines)
 
 
 def _section(folder: Path, study: dict[str, Any]) -> list[str]:
-    seconds = sum(json.loads(file.read_text())["seconds"] for file in folder.glob("*/*.json"))
+    seconds = sum(json.loads(read_file(file, TABLE))["seconds"] for file in folder.glob("*/*.json"))
     runs, rows = study["runs"], [HEAD, ["---"] * len(HEAD)]
     for row in [row for row in study["comparisons"] if row["asked"]]:
         share = row["figure"] is None

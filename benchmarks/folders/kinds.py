@@ -115,7 +115,7 @@ class Kind(NamedTuple):
 # R1 of ten times the recipe's: with as little as there D leaves G behind on these
 LARGE = "--config configs/gan_64_cpu.yaml --loss.r1-gamma 4 --ema.ema-kimg 5 --evaluation.every 0 --steps"
 SMALL = "--config configs/fashion_mnist_gan_short.yaml --ada.mode fixed --ada.p 0.2 --evaluation.every 0 --steps"
-NAMED = "--config configs/quickstart_classifier.yaml --steps 1200"
+NAMED = "--config configs/quickstart_classifier.yaml --steps 400 --batch-size 32 --optimizer.warmup-steps 50"
 SHARE = "{folder} {dest}.lmdb --val-share 0.1"
 KINDS = {
     "rectangles": Kind(
@@ -125,17 +125,17 @@ KINDS = {
     "transparent": Kind(transparent, [EMOJI, STILL], "MIT", [f"{SHARE} --size 64 --channels 4"], f"{LARGE} 5500"),
     "floats": Kind(
         *(floats, SOUNDS, "CC-BY-SA-3.0; Russian CC-BY-3.0", [f"{SHARE} --depth float --size 64"]),
-        *(f"{LARGE} 5500 --augment.flip false", f"{NAMED} --augment.flip false"),
+        *(f"{LARGE} 3200 --augment.flip false", f"{NAMED} --augment.flip false"),
     ),
     "bands": Kind(
         *(bands, ["apt:r-cran-stars=0.6-0-4"], "Apache-2.0; NASA's scene: public domain"),
         ["{folder}/train {dest}.lmdb --channels auto", "{folder}/val {dest}-val.lmdb --channels auto"],
-        f"{SMALL} 11000 --augment.flip true --loss.auxiliary_weight 0",
+        f"{SMALL} 4500 --augment.flip true --loss.auxiliary-weight 0",
     ),
     "several": Kind(
         *(several, [EMOJI, TWITTER], "Apache-2.0; CC-BY-4.0"),
         ["{folder}/list.csv {dest}.lmdb --size 32 --val-share 0.1"],
-        *(f"{SMALL} 11000 --augment.flip true", NAMED),
+        *(f"{SMALL} 4500 --augment.flip true", f"{NAMED} --loss.kind bce"),
     ),
 }
 
