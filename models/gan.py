@@ -47,7 +47,7 @@ class ImageGenerator(ImageNetwork):
 
     `labels`: int64 [N], or weights of the classes [N, classes] for mixtures and several labels an image; None without
     classes. `noise`: a map [N, 1, H, W] for each of `noise_shapes()`, "const" for stored ones, "none".
-    Truncation is for those that have styles.
+    Truncation is for those that have styles. What the last layer gives goes through `finished`.
     """
 
     has_styles: ClassVar[bool] = False  # there is a w between z and the image: see StyledGenerator
