@@ -66,6 +66,10 @@ class Dataset(AbstractContextManager["Dataset"]):
                 " choose a lower data.resolution or pack again with a larger --size"
             )
         self.crop, self.workers, self.on_damage = crop, workers, on_damage
+        # whether batches are copied as they are stored, without decoding or scaling
+        self.gathers = (
+            self.meta.encoding == "raw" and crop is None and {shard.spec for shard in self.shards} == {self.spec}
+        )
         self.damaged: dict[int, str] = {}  # records that were replaced, and why
         self._ends = np.cumsum([len(shard) for shard in self.shards])
         for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
@@ -85,12 +89,6 @@ class Dataset(AbstractContextManager["Dataset"]):
     def resolution(self) -> int | str:
         """The images' size as configurations hold it; 0 where they have sizes of their own."""
         return self.spec.resolution
-
-    @property
-    def gathers(self) -> bool:
-        """Whether batches are copied as they are stored, without decoding or scaling."""
-        same = all(shard.spec == self.spec for shard in self.shards)
-        return self.meta.encoding == "raw" and same and self.crop is None
 
     @property
     def replaced(self) -> set[int]:
