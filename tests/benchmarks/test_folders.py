@@ -6,9 +6,13 @@ import wave
 import numpy as np
 import pytest
 
+from benchmarks.folders.kinds import KINDS, commands
 from benchmarks.folders.make import broken, png, power
 from benchmarks.folders.run import HEADER, cells, table
 from duetgan.data.errors import ImageError
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.cli import normalise
+from duetgan.utils.config.yaml_files import read_yaml
 from tests.data.conftest import decode_file
 
 
@@ -44,3 +48,15 @@ def test_a_run_has_a_row_however_it_ends():
     assert cells(whole) == ["emoji", "1,000 of 4", "0", "1.5", accuracy, "-", accuracy, "0.40", "-", "copies"]
     assert cells(refused) == ["flags", "-", "2", "0.1", *["-"] * 6]
     assert [line.count("|") for line in table([whole, refused]).splitlines()] == [len(HEADER) + 1] * 4
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_commands_of_a_kind_of_images_are_those_that_train_takes(name):
+    lines = [command[1:] for command in commands(KINDS[name], "x")]
+    assert [line[0] for line in lines] == ["train.py", "evaluate.py"] * (len(lines) // 2)
+    for _, _, recipe, *given, run, place in lines[::2]:
+        options = dict(zip(given[::2], given[1::2], strict=True)) | {run: place}
+        del options["--run-dir"]
+        overrides = normalise([f"{key}={value}" for key, value in options.items()])
+        config = build_run_config(read_yaml(recipe), overrides, recipe)
+        assert (config.data.path, config.precision, config.threads) == ("x.lmdb", "bf16", 1)
