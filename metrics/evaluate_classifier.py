@@ -136,7 +136,8 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
-        classifier = faster(classifier_from(checkpoint, device, several=True), device, **speed)
+        restored = classifier_from(checkpoint, device, several=True)
+        classifier = faster(restored, device, **speed)
         if (options.robustness or options.ood) and classifier.thresholds is not None:
             raise UserError("--robustness and --ood are for one label an image; leave them out")
         if options.robustness:
@@ -155,7 +156,7 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         answers = answers_of(classifier, reader, logits)
         document = speed | _written(checkpoint, reader, out, answers, options.seed)
         if not isinstance(answers, LabelAnswers):
-            found = save_evidence(classifier_from(checkpoint, device), reader, answers, out / "evidence.png")
+            found = save_evidence(restored, reader, answers, out / "evidence.png")
             document["images"] += ["evidence.png"] * found
         if probe := checkpoint["state"].get("probe"):
             document["probe"] = probe

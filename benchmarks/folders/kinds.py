@@ -5,10 +5,8 @@ with a held-out part, and prints the commands that train and judge its networks;
 Packages are kept in DEST/packages.
 """
 
-import functools
 import io
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,13 +27,11 @@ from benchmarks.folders.make import (
     Packages,
     by_group,
     catalogue,
-    fetched,
-    files_of,
+    made,
     messages,
+    parser,
     power,
 )
-from duetgan.utils.config.cli import Parser
-from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -153,26 +149,15 @@ def commands(kind: Kind, place: str) -> list[list[str]]:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="kinds.py", description="Make, pack, train and judge images of five kinds.")
-    parser.add_argument("dest", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(KINDS)} (default: all)")
-    parser.add_argument("--run", action="store_true", help="run the commands, half an hour each")
-    options = parser.parse_args(argv)
-    store = options.dest / "packages"
-    store.mkdir(parents=True, exist_ok=True)
-    for name in options.names or KINDS:
-        if name not in KINDS:
-            raise UserError(f"{name}: is none of {', '.join(KINDS)}")
-        kind, place = KINDS[name], options.dest / name
-        shutil.rmtree(place, ignore_errors=True)
-        for path, content in kind.make([functools.partial(files_of, fetched(spec, store)) for spec in kind.packages]):
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            (place / path).write_bytes(content)
-        packing = [line.format(folder=place, dest=place).split() for line in kind.pack]
+    options = parser("kinds.py", "Make, pack, train and judge images of five kinds.", KINDS)
+    options.add_argument("--run", action="store_true", help="run the commands, half an hour each")
+    asked = options.parse_args(argv)
+    for name, place in made(asked, KINDS):
+        packing = [line.format(folder=place, dest=place).split() for line in KINDS[name].pack]
         every = [[sys.executable, "-m", "data.pack", *line, "--overwrite"] for line in packing]
-        for command in [*every, *commands(kind, str(place))]:
+        for command in [*every, *commands(KINDS[name], str(place))]:
             print(f"python {shlex.join(command[1:])}", flush=True)
-            if options.run or "data.pack" in command:
+            if asked.run or "data.pack" in command:
                 subprocess.run(command, check=True, cwd=HOUSE)
 
 

