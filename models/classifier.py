@@ -24,7 +24,6 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
 
 Stem = Literal["imagenet", "small", "small-stride2"]
-PARTS = 4  # a side, of each map, whose largest values a readout takes
 
 
 class ModelConfig(Config):
@@ -36,8 +35,10 @@ class ModelConfig(Config):
     stem: Stem | None = "imagenet"
     he_strides: bool = False  # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights
     classes: PositiveInt | None = None  # outputs of the head; None: as many as the data has
-    # hidden: linear, ReLU, linear; readout: linear, of the maps of all stages (`read_out`)
+    # hidden: linear, ReLU, linear; readout: linear, of stages' maps (`read_out`)
     head: Literal["linear", "hidden", "readout"] = "linear"
+    readout_stages: PositiveInt | None = None  # the last so many; None: all
+    readout_parts: PositiveInt = 4  # of each map, a side; the largest value of each is read
     head_width: PositiveInt = 128  # of the hidden head's layer
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: as with the weights, else [-1, 1] as it is
@@ -60,7 +61,7 @@ class ModelConfig(Config):
                 "micro_batch saves memory too"
             )
         if self.head == "readout" and not (self.backbone.in_turn and self.split == "off"):
-            raise UserError(f"head readout takes the maps of all stages: not of {self.name}, or with model.split")
+            raise UserError(f"head readout takes the maps of stages: not of {self.name}, or with model.split")
 
     @property
     def imagenet_normalised(self) -> bool:
@@ -166,15 +167,17 @@ class Classifier(ImageNetwork):
 
     def features(self, x: Tensor, end: int | None = None) -> Tensor:
         """Pooled features [N, F] before the head; `end`: the output of so many of the first stages."""
-        maps: list[Tensor] = []
+        maps = [x] if self.begin else []  # the stage's before
 
         def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
             maps.append(self._stage(modules, x))
             return maps[-1]
 
         found = self.backbone.features(self.network, x if self.begin else self.prepare(x), stage, self.begin, end)
-        every = self.config.head == "readout" and len(maps) == len(self.backbone.stages)
-        return torch.cat([read_out(each) for each in maps], 1) if every else found
+        number, last = len(self.backbone.stages), self.config.readout_stages or 0
+        if self.config.head != "readout" or self.begin == number or end not in (None, number):
+            return found
+        return torch.cat([read_out(each, self.config.readout_parts) for each in maps[-last:]], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
@@ -217,12 +220,12 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
     return found.to(images.dtype)
 
 
-def read_out(maps: Tensor) -> Tensor:
+def read_out(maps: Tensor, parts: int) -> Tensor:
     """What a readout takes of a stage's maps [N, C, H, W]: [N, F], of each map the largest value of each of up to
-    PARTS x PARTS equal parts.
+    `parts` x `parts` equal parts.
     """
     size = [int(side) for side in maps.shape[2:]]
-    return F.max_pool2d(maps, [side // math.gcd(side, PARTS) for side in size]).flatten(1)
+    return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 
 
 torch.fx.wrap("read_out")

@@ -8,18 +8,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import FORMATS
 from duetgan.data.sources import open_source
-from duetgan.data.values import decode_image
+from duetgan.data.values import decode_image, kind
 from duetgan.planning.plan import Machine, Plan, Speed, Survey, choose
 from duetgan.utils import threads
 from duetgan.utils.config.cli import Parser, number
@@ -51,20 +48,18 @@ def survey(spec: str) -> Survey:
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
-        sides, oblong, grey, transparent, unreadable = [], 0, True, False, ""
+        sides, oblong, grey, transparent, deep, unreadable = [], 0, True, False, False, ""
         for row in rows:
             try:
                 content = source.content(row)
-                pixels = decode_image(content, ImageSpec(3, 0, 0))
+                what, pixels = kind(content), decode_image(content, ImageSpec(3, 0, 0))
             except ImageError as error:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"
                 continue
             sides.append(min(pixels.shape[:2]))
             oblong += min(pixels.shape[:2]) < SQUARE * max(pixels.shape[:2])
             grey = grey and bool((pixels == pixels[..., :1]).all())
-            if isinstance(content, bytes):
-                with Image.open(BytesIO(content), formats=FORMATS) as image:
-                    transparent = transparent or image.has_transparency_data
+            transparent, deep = transparent or what.alpha, deep or what.deep
         if not sides:
             raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
         seconds = (time.perf_counter() - started) / len(rows)
@@ -83,6 +78,7 @@ def survey(spec: str) -> Survey:
         oblong=oblong / len(sides),
         channels=1 if grey else 3,
         transparent=transparent,
+        deep=deep,
         unreadable=unreadable,
         seconds=seconds,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from duetgan.planning.sizes import SIZES, START, Size, cadence, side_for, work
+from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, Size, cadence, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -24,8 +24,6 @@ SEARCHED_LESS = 2000  # training images that are searched for copies where time 
 GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN's training 2 % more time
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
 TUNED_SIDE = 128  # px inside the network and of the images that a classifier reads that is fine-tuned as a whole
-# behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
-LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
 SCRATCH_FROM = 5000  # images that suffice without pretrained weights
 LAST_STEPS = 10  # at least: those begin at a regression
 TUNED_FROM = 1000  # images, from which a network is fine-tuned as a whole where there is time
@@ -68,18 +66,18 @@ class Survey(Stored):
     oblong: float = 0.0  # share of those that are far from square
     channels: int  # 1: all of those are grey
     transparent: bool  # whether some have an alpha channel
+    deep: bool = False  # whether some have more than 8 bits
     unreadable: str  # the first that cannot be read, or empty
     seconds: float  # reading and decoding one image
 
     def text(self) -> str:
         most = f" to {self.largest_class:,}" if self.largest_class > self.smallest_class else ""
-        kind = f"{self.classes} classes of {self.smallest_class:,}{most}"
-        if self.classes < 2:
-            kind = "one class" if self.classes else "no labels"
+        several = f"{self.classes} classes of {self.smallest_class:,}{most}"
+        kind = {0: "no labels", 1: "one class"}.get(self.classes, several)
         apart = f", and {self.held_out:,} held out" if self.held_out else ""
-        alpha = ", some transparent (put on white)" if self.transparent else ""
+        lost = ", some transparent (put on white)" * self.transparent + ", some of 16 bits (cut to 8)" * self.deep
         colour = "grey" if self.channels == 1 else "colour"
-        return f"{self.count:,} images{apart}, {kind}, about {self.side} px, {colour}{alpha}"
+        return f"{self.count:,} images{apart}, {kind}, about {self.side} px, {colour}{lost}"
 
 
 class Training(Stored):
@@ -296,6 +294,7 @@ class _Choice:
         def sized(inside: int, views: int) -> list[str]:
             trained = f"{{head: 0, {last}: 0}}" if views > 1 else "{head: 0}"
             found = [*options, "--finetune.unfreeze", trained, "--model.input-size", str(inside)]
+            found += READOUT if views == 1 and name.startswith("resnet") else []
             return [*found, "--augment.flip", str(views > 1).lower()]
 
         def speed(options: list[str]) -> Speed:

@@ -1,4 +1,4 @@
-"""Sizes of a GAN that the quickstart chooses from, and the work of one of their images."""
+"""Sizes that the quickstart chooses from: of GANs, with the work of one of their images, and behind frozen stages."""
 
 import math
 from typing import NamedTuple
@@ -26,6 +26,11 @@ SIZES = (
     Size(32, 256, 64, 30, 640),
     Size(16, 256, 64, 0, 400),
 )
+
+# behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
+LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
+# of a ResNet's head alone: better than means, until the last stage trains (docs/measurements/folders.md)
+READOUT = ["--model.head", "readout", "--model.readout-stages", "2", "--model.readout-parts", "1"]
 
 
 def work(size: Size) -> float:

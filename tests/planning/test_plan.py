@@ -168,6 +168,19 @@ def test_what_is_tuned_follows_from_images_and_time(machine, images, minutes, re
     assert plan(machine, images, minutes).trainings["classifier"].config == SCRATCH
 
 
+@pytest.mark.parametrize(
+    ("machine", "minutes", "name", "head"),
+    [("tiny", 3, "resnet18", "readout"), ("tiny", 3, "convnext_tiny", None), ("fast", 15, "resnet18", None)],
+)
+def test_the_head_of_a_resnet_alone_reads_the_maps_of_two_stages(machine, minutes, name, head):
+    chosen = MACHINES[machine]()
+    chosen.weights = ("weights.pth", name, False)
+    classifier = choose(IMAGES["emoji"], chosen, minutes=minutes).trainings["classifier"]
+    assert classifier.config == LAST
+    given = dict(pairwise(classifier.overrides))
+    assert (given.get("--model.head"), given["--finetune.unfreeze"] == HEAD) == (head, machine == "tiny")
+
+
 def test_without_labels_the_gan_is_alone_and_the_plan_says_why():
     for images, told in (("flat", "no labels"), ("one class", "one class")):
         made = plan("fast", images, 15)

@@ -65,6 +65,20 @@ def test_grey_and_transparent_images_are_seen(tmp_path):
     assert survey(grey).channels == 3
 
 
+def test_arrays_and_sixteen_bits_are_seen(tmp_path):
+    for number in range(FEWEST):
+        values = np.full((20, 20, 3), number * 1000, np.uint16)
+        for name, pixels in (("deep", values), ("plain", values.astype(np.uint8)), ("many", np.dstack([values] * 2))):
+            (tmp_path / name).mkdir(exist_ok=True)
+            np.save(tmp_path / name / f"{number}.npy", pixels)
+    deep, plain = (survey(str(tmp_path / name)) for name in ("deep", "plain"))
+    assert (deep.deep, plain.deep, deep.side) == (True, False, 20)
+    assert "some of 16 bits (cut to 8)" in deep.text()
+    assert "bits" not in plain.text()
+    with pytest.raises(UserError, match="has 6 channels where RGB was expected"):
+        survey(str(tmp_path / "many"))
+
+
 def test_images_far_from_square_are_counted_and_told(tmp_path):
     place = Path(images(tmp_path / "wide", 15))
     for number, size in enumerate([(20, 26), (40, 20), (24, 20)] * 5):

@@ -139,8 +139,11 @@ class FineTuning:
             return 0
         trained = {self.model.stage_of(name) for name in self.parameters if self.trains(name, step)}
         first = next((place for place, stage in enumerate(stages) if stage in trained), len(stages))
-        begins = self.model.backbone.in_turn and self.model.config.head != "readout"  # which takes every stage's output
-        return first if first == len(stages) or begins else 0
+        if first == len(stages) or not self.model.backbone.in_turn:
+            return first if first == len(stages) else 0
+        model = self.model.config
+        read = min(model.readout_stages or len(stages), len(stages)) if model.head == "readout" else 1
+        return min(first, len(stages) + 1 - read)  # what the first stage that is read gives may be kept
 
     def at(self, step: int) -> None:
         """Set the model up for update number `step`: what does not train wants no gradient, and a BatchNorm all of

@@ -79,6 +79,8 @@ TREE: dict[str, Any] = {
     "checkpoint": {"every": 100},
     "log": {"every": 4, "tensorboard": False, "samples_every": 0},
 }
+READ: dict[str, Any] = {"stem": "small-stride2", "head": "readout", "readout_parts": 1}
+LAST = {"freeze": ["stem", "layer1", "layer2", "layer3"]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "flip": {"augment": {"flip": True}},
@@ -88,8 +90,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "statistics": {"finetune": {"freeze": ["stem", "layer1"], "freeze_bn": True}, "precision": "fp16"},
     "balanced": {"data": {"sampling": "balanced"}, "augment": {"flip": "alternating"}},
     "one stage": {"model": {"name": "timm:test_resnet"}},
+    "readout of two": {"model": READ | {"readout_stages": 2}, "finetune": LAST, "augment": {"flip": True}},
+    "readout of three": {"model": READ | {"readout_stages": 3}, "finetune": LAST},
+    "readout of all": {"model": READ, "finetune": LAST},
 }
-BORDERS = {"maps": 3, "bf16": 1, "statistics": 2}
+BORDERS = {"maps": 3, "bf16": 1, "statistics": 2, "readout of two": 4, "readout of three": 3, "readout of all": 1}
 
 
 def config_of(packed: Path, **more: Any) -> Any:

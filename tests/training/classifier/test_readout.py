@@ -43,35 +43,37 @@ def network(name: str, side: int = 32, **config: Any) -> Any:
         return Classifier(model, channels=1, classes=3, resolution=side)
 
 
-def largest(maps: torch.Tensor) -> torch.Tensor:
-    """Of each map of [N, C, h, w], of each of up to 4 x 4 equal parts, the largest value: slowly."""
-    rows, columns = (next(parts for parts in (4, 2, 1) if side % parts == 0) for side in maps.shape[2:])
+def largest(maps: torch.Tensor, most: int = 4) -> torch.Tensor:
+    """Of each map of [N, C, h, w], of each of up to `most` x `most` equal parts, the largest value: slowly."""
+    rows, columns = (next(n for n in (4, 2, 1) if n <= most and side % n == 0) for side in maps.shape[2:])
     strips = [strip.chunk(columns, 3) for strip in maps.chunk(rows, 2)]
     return torch.stack([part.amax((2, 3)) for strip in strips for part in strip], 2).flatten(1)
 
 
+@pytest.mark.parametrize("read", [{}, {"readout_stages": 2, "readout_parts": 1}, {"readout_stages": 9}])
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "airbench", *SIZES])
-def test_it_takes_the_largest_values_of_the_maps_of_all_stages(name):
-    model = network(name).eval()
+def test_it_takes_the_largest_values_of_the_maps_of_the_last_stages(name, read):
+    model = network(name, **read).eval()
     images, maps = torch.rand(3, *model.spec.shape) * 2 - 1, []
     for end in range(1, len(model.stages) - 1):
         maps.append(model.features(images, end))
     last = model.network.get_submodule(model.backbone.stages[model.stages[-2]][-1].removesuffix(".*"))
     last.register_forward_hook(lambda *call: maps.append(call[-1]))
     found = model.features(images)
-    torch.testing.assert_close(found, torch.cat([largest(each) for each in maps], 1))
+    parts = [largest(each, read.get("readout_parts", 4)) for each in maps[-read.get("readout_stages", 9) :]]
+    torch.testing.assert_close(found, torch.cat(parts, 1))
     assert found.shape[1] == model.feature_dim == model.head.in_features
     assert model.head.bias is not None
     torch.testing.assert_close(fold_batchnorm(model)(images), model(images), rtol=1e-4, atol=1e-5)
     assert model.training is False
-    assert network(name).training
+    assert network(name, **read).training
 
 
 def test_parts_of_maps_that_four_does_not_divide():
     for side, parts in ((28, 4), (14, 2), (7, 1), (2, 2), (1, 1)):
         maps = torch.randn(2, 3, side, 8)
-        assert torch.equal(read_out(maps), largest(maps))
-        assert read_out(maps).shape == (2, 3 * parts * 4)
+        assert torch.equal(read_out(maps, 4), largest(maps))
+        assert read_out(maps, 4).shape == (2, 3 * parts * 4)
 
 
 def test_a_fit_is_scikit_learns_on_the_maps_of_all_stages_in_float64():
@@ -163,7 +165,7 @@ def test_all_of_it_trains_and_resumes_to_the_bit(few, tmp_path):
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"model": {"head": "readout", "split": "auto"}}, "head readout takes the maps of all stages"),
+        ({"model": {"head": "readout", "split": "auto"}}, "head readout takes the maps of stages"),
         ({"model": {"head": "readout", "name": "timm:test_resnet", "stem": None}}, "head readout takes the maps"),
         ({"resizing": {"initial_scale": 0.5}}, "model.head readout has as many inputs as its maps have parts"),
     ],
