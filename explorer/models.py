@@ -6,7 +6,7 @@ and the training images that spoke for it.
 import base64
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from duetgan.inference.influence_scores import Part, check_data, images_of, infl
 from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
 from duetgan.inference.projection import find
-from duetgan.inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
+from duetgan.inference.samples import Sampler, Start, mixed, synthesize, truncated_styles, with_styles
 from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
-from duetgan.models.gan import NoiseMode
 from duetgan.models.restore import classifier_from, generator_from, read
 from duetgan.reporting import figures
 from duetgan.reporting.compare import shared_charts
@@ -125,24 +124,12 @@ def compare_page(a: Shown, b: Shown) -> str:
     names, runs = (a.name, b.name), (a.files(), b.files())
     pairs = dict(zip(names, runs, strict=True))
     notes = [f"{name}: {note}" for name, run in pairs.items() for note in run.notes]
-    results = [_results(run) for run in runs]
+    found = [[*figures.results(run), *figures.headline(run)] for run in runs]  # how sure is another for each run
+    results = [{what: value + how for value, what, how in each} for each in found]
     progress = [{what: value for value, what in figures.progress(run)} for run in runs]  # how far and how fast
     both = (results, progress)
     rows = [(what, left.get(what, "-"), right.get(what, "-")) for left, right in both for what in left | right]
     return render("side_by_side.html.j2", names=names, rows=rows, charts_of_both=shared_charts(pairs), notes=notes)
-
-
-def _results(run: Run) -> dict[str, str]:
-    """The evaluation's figures by what they are; how sure one is stands beside it, for that is another for each run."""
-    side: dict[str, str] = {}
-    for row in figures.TILES:
-        for value, text in figures.results(run, [row]):
-            side[row.meaning] = f"{value}{text.removeprefix(row.meaning)}"
-    for value, text in figures.headline(run):
-        what, bracket, rest = text.partition(" (real images: ")  # of a distance
-        if bracket:
-            side[what] = f"{value} (real images: {rest}"
-    return side
 
 
 CLASSES = 5  # the most likely ones, which are told
@@ -199,12 +186,10 @@ class _Pair(Sampler):
 
     other: Sampler
 
-    def latents(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, list[Tensor] | NoiseMode]:
+    def latents(self, numbers: Sequence[int]) -> Start:
         own = super().latents([0])
-        made = [own, self.other.latents([0])]
-        z = torch.cat([made[number][0] for number in numbers])
-        labels = [label for number in numbers if (label := made[number][1]) is not None]
-        return z, torch.cat(labels) if labels else None, own[2]  # a walk keeps the noise of its start
+        both = Start.join([own, self.other.latents([0])])
+        return replace(both.take(numbers), noise=own.noise)  # a walk keeps the noise of its start
 
 
 def walk(shown: Shown, pair: tuple[Source, Source]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Editor:
 
     def start(self, sampler: Sampler, numbers: Sequence[int]) -> Start:
         """The sampler's images as a start."""
-        return Start(*sampler.latents(numbers)) if self.space == "z" else truncated_styles(sampler, numbers)
+        return sampler.latents(numbers) if self.space == "z" else truncated_styles(sampler, numbers)
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
         """The images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size]; differentiable."""

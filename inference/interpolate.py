@@ -59,7 +59,7 @@ class Journey:
         return self.keyframes * self.frames
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        noise, spec = self.sampler.latents([0])[2], self.sampler.generator.spec
+        noise, spec = self.sampler.latents([0]).noise, self.sampler.generator.spec
         for places in self.sampler.batches(len(self)):
             with torch.no_grad(), full_float32(self.sampler.device):
                 images = spec.from_float(self._images(places, noise)).cpu()
@@ -73,7 +73,8 @@ class Journey:
         row = {keyframe: index for index, keyframe in enumerate(needed)}
         before = [row[segment] for segment in segments]
         after = [row[(segment + 1) % self.keyframes] for segment in segments]
-        z, labels, _ = self.sampler.latents(needed)
+        start = self.sampler.latents(needed)
+        z, labels = start.code, start.labels
         t = z.new_tensor([place % self.frames / self.frames for place in places])[:, None]  # [n, 1]
         maps = noise if isinstance(noise, str) else [m.expand(len(t), -1, -1, -1) for m in noise]
         ends = (None, None) if labels is None else (labels[before], labels[after])

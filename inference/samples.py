@@ -96,12 +96,12 @@ class Sampler:
                 batch_size=self.batch_size,
             )
 
-    def latents(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, list[Tensor] | NoiseMode]:
-        """z [n, z_dim], labels [n] or None, and the noise (maps [n, 1, H, W] for each layer, or the mode's name)."""
+    def latents(self, numbers: Sequence[int]) -> "Start":
+        """z with the labels, and the noise of the samples."""
         z, maps = draw(self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers))
         labels = self.labels(numbers)
         noise = [upload(m, self.device) for m in maps] if self.noise_mode == "random" else self.noise_mode
-        return upload(z, self.device), None if labels is None else upload(labels, self.device), noise
+        return Start(upload(z, self.device), None if labels is None else upload(labels, self.device), noise)
 
 
 def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
@@ -257,11 +257,11 @@ class Start:
 
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
     """The truncated styles and the noise of samples of a generator with w; the sampler's psi unless one is given."""
-    z, labels, noise = sampler.latents(numbers)
+    start = sampler.latents(numbers)
     psi, generator = sampler.truncation_psi if psi is None else psi, cast(StyledGenerator, sampler.generator)
     with torch.no_grad(), full_float32(sampler.device):
-        ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
-        return Start(generator.truncate(ws, psi, sampler.truncation_cutoff), None, noise)
+        ws = generator.mapping(start.code, start.labels)[:, None].expand(-1, generator.num_ws, -1)
+        return Start(generator.truncate(ws, psi, sampler.truncation_cutoff), None, start.noise)
 
 
 def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:

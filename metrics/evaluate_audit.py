@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.evaluate_gan import Sampler
+from duetgan.metrics.evaluate_gan import sampled
 from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
@@ -65,9 +65,9 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
         features = RealFeatures(batch_size=options.batch_size, show=True)
         real = torch.cat([features.get(file, selection, [place])[0] for file, selection in files])
         labels = members.labels[np.arange(n) % len(members.labels)]
-        drawn = Sampler(generator, Selection(np.arange(n), labels, f"samples {seed} {n}"), seed=seed)
+        source = partial(sampled, generator, torch.from_numpy(labels) if generator.classes else None, seed)
         with evaluating(generator):
-            (samples,) = feature_sets(drawn.draw, [place], total=n, what="samples", **how)
+            (samples,) = feature_sets(source, [place], total=n, what="samples", **how)
         logits = _logits(checkpoint, generator, files, seed, how)
 
         def finish() -> dict[str, Any]:

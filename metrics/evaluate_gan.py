@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.comparison.compare import keep_predictions
+from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
     build_extractors,
-    classifier_input,
     feature_sets,
     fingerprint,
-    shared_pass,
 )
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
-from duetgan.metrics.features.selection import Selection, select
+from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, Samples, measured
 from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
@@ -40,7 +39,7 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.images import save_captioned, save_rows
+from duetgan.utils.images import save_captioned
 from duetgan.utils.provenance import Lineage, recorded
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -137,13 +136,19 @@ def gather(
         few = replace(drawn, indices=drawn.indices[:n], labels=drawn.labels[:n], key=f"{drawn.key}, the first {n}")
         for space in spaces if floor else filter(None, [place]):
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
-    samples = Sampler(generator, side, seed=seed, hot=hot, judge=classifier, observe=observe)
+    judges = [] if classifier is None else [judging(classifier)]
+    shown, asked = (torch.from_numpy(each) for each in (side.labels, reader.meta.conditions(side.labels)))
+    source = partial(sampled, generator, asked if generator.classes else None, seed)
+    how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
+    if observe is not None:
+        how["observe"] = lambda rows, images, features: observe(
+            images, shown[rows.start : rows.stop], features[-1] if judges else None
+        )
     with evaluating(generator):
-        how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
-        fakes = feature_sets(samples.draw, spaces, **how, what="samples" if show else "", take=samples.take)
+        fakes = feature_sets(source, [*spaces, *judges], **how, what="samples" if show else "")
     about: Any = {"n": n, "seed": seed, "per_class": per_class, "thresholds": getattr(classifier, "thresholds", None)}
-    about |= {"names": reader.classes if generator.classes else [], "probabilities": samples.probabilities(n)}
-    about["labels"] = torch.from_numpy(side.labels if hot is None else hot[side.labels])
+    about |= {"names": reader.classes if generator.classes else [], "probabilities": fakes[-1][:n] if judges else None}
+    about["labels"] = shown if hot is None else asked > 0
     records = [
         Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, extractor=space.name, **about)
         for space, fake, test in zip(extractors, fakes, tests, strict=False)  # without the added space
@@ -157,52 +162,23 @@ def gather(
     return Gathered(records, list(extractors), search, notes)
 
 
-@dataclass
-class Sampler:
-    """A generator's samples as a source of images; rank 0 keeps what the judge says of them."""
+def sampled(generator: ImageGenerator, labels: Tensor | None, seed: int, rows: range) -> Tensor:
+    """Samples `rows`, uint8 [b, C, H, W]; sample i depends on the seed, i and its label alone. `labels`: of all samples
+    as the generator takes them.
+    """
+    own = None if labels is None else labels[rows.start : rows.stop]
+    with full_float32(device_of(generator)):
+        return generate(generator, labels=own, indices=rows, seed=seed, batch_size=len(rows))
 
-    generator: ImageGenerator
-    selection: Selection
-    seed: int
-    hot: np.ndarray | None = None  # bool [labels, K]: of several labels a sample what each of their numbers stands for
-    judge: Classifier | None = None
-    observe: Observer | None = None
-    answers: list[Tensor] = field(default_factory=list)  # probabilities [b, K] of the judge
 
-    def draw(self, rows: range) -> tuple[Tensor, tuple[Tensor | None, Tensor, Tensor | None]]:
-        """Draw and judge samples `rows`; sample i depends on the seed, i and its label alone. Returns them, and what
-        `take` wants.
-        """
-        labels = torch.from_numpy(self.selection.labels[rows.start : rows.stop])
-        asked = labels if self.hot is None else torch.from_numpy(self.hot[labels]).float()
-        with full_float32(next(self.generator.parameters()).device):
-            images = generate(
-                self.generator,
-                labels=asked if self.generator.classes else None,
-                indices=rows,
-                seed=self.seed,
-                batch_size=len(rows),
-            )
-        probabilities = None if self.judge is None else judge_images(self.judge, images)
-        return images, (None if self.observe is None else images, labels, probabilities)
-
-    def probabilities(self, n: int) -> Tensor | None:
-        """The judge's, of the first n samples that it has seen; None: there is none."""
-        return torch.cat(self.answers)[:n] if self.answers else None
-
-    def take(self, drawn: tuple[Tensor | None, Tensor, Tensor | None]) -> None:
-        """Keep the answers and show the samples to the observer."""
-        images, labels, probabilities = drawn
-        if probabilities is not None:
-            self.answers.append(probabilities)
-        if self.observe is not None and images is not None:
-            self.observe(images, labels, probabilities)
+def judging(classifier: Classifier) -> Extractor:
+    """Its probabilities as features."""
+    return Extractor("of the judge", classifier.classes, partial(judge_images, classifier), device_of(classifier))
 
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
-    """A classifier's probabilities [n, K] for uint8 images [n, C, H, W]; float64 on the CPU."""
-    with evaluating(classifier), full_float32(device_of(classifier)):
-        logits = classifier(classifier_input(classifier, images)).cpu().double()
+    """The probabilities [n, K] of `logits_of`, float64."""
+    logits = logits_of(classifier, images).double()
     return logits.softmax(1) if getattr(classifier, "thresholds", None) is None else logits.sigmoid()
 
 
@@ -276,13 +252,12 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
 
         def finish() -> dict[str, Any]:
             document = gathered.document(details=True)
-            images = [*board.save(out, reader.spec), "real.png"]
+            images = board.save(out, reader)
             if train is not None and document["memorisation"] is not None:
                 how: Any = {"seed": options.seed, "asked": reader.meta.conditions}
                 pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
-            save_real(reader, board, out / "real.png")
             notes = document["notes"] | leaks(reader, train)
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
@@ -331,11 +306,9 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     the class score that they have.
     """
     chosen = select(reader.label_numbers(), n=n, seed=options.seed, role="judge")
-    work = lambda rows: judge_images(judge, chosen.images(reader, rows))  # noqa: E731
-    parts = list(shared_pass(n, work, side=reader.spec.side, batch_size=options.batch_size))
+    (answers,) = RealFeatures(batch_size=options.batch_size).get(reader, chosen, [judging(judge)])
 
     def figures() -> dict[str, Any]:
-        answers = torch.cat(parts)
         labels = torch.from_numpy(reader.meta.conditions(chosen.labels))
         hits = recognised(answers, labels if judge.thresholds is None else labels > 0, judge.thresholds)
         score = class_score(answers) if judge.thresholds is None else Measured(None)
@@ -343,13 +316,3 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
         return shares | {"class_score": score.value, "class_score_interval": score.interval}
 
     return collectives.from_main_process(figures)
-
-
-def save_real(reader: Dataset, board: SampleBoard, path: Path) -> None:
-    """Write a grid of real test images, laid out like the grid of samples."""
-    labels = reader.label_numbers() if board.names else np.zeros(len(reader), dtype=np.int64)
-    rows = []
-    for label in board.shown:
-        images, _ = reader.read(np.flatnonzero(labels == label)[: board.capacity])
-        rows.append(list(torch.from_numpy(images)))
-    save_rows(rows, path, columns=board.columns, captions=board.captions, spec=reader.spec)

@@ -1,7 +1,7 @@
 """How sure a figure over images is: 95 % intervals by formula, none by resampling."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 NORMAL = 1.959964  # 97.5 % of the normal distribution lie below: intervals of 95 %
+ROUNDS = 100  # of a bisection: to the last digits of a float64
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ def normal_interval(value: float, variance: float, *, low: float = -math.inf, hi
     """The 95 % interval of an estimate with a known variance, within `low` and `high`."""
     half = NORMAL * max(0.0, variance) ** 0.5
     return [min(max(end, low), high) for end in (value - half, value + half)]
+
+
+def root(falling: Callable[[float], float | Tensor], value: float | Tensor, low: float, high: float) -> float:
+    """Where a falling function reaches `value`, or the end of the range that is nearer to it."""
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > value else (low, middle)
+    return (low + high) / 2
 
 
 def jackknife_variance(left_out: Tensor) -> float:

@@ -95,7 +95,7 @@ def write_quickstart_report(
     runs = {title: Run(Path(folder) / name) for name, title in titles.items()}
     first = [figure for run in runs.values() for figure in headline(run)]
     if seconds is not None:
-        first.append((duration(seconds), "all steps together"))
+        first.append((duration(seconds), "all steps together", ""))
     page = {"title": "Duet quickstart", "headline": first, "choices": notes, "runs": runs, "commands": commands}
     return write_page(Path(folder) / "report.html", "report.html.j2", **page, answers=answers)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval
+from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval, root
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
@@ -79,7 +79,6 @@ class Ranking:
 
 BINS = 15  # of the calibration error
 COLDEST, HOTTEST = 0.01, 100.0  # a temperature beyond is not looked for
-HALVINGS = 60  # of that range's logarithm: to the last digits of a float64
 
 
 def bin_of(confidence: Tensor, bins: int) -> Tensor:
@@ -122,14 +121,12 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     Where every image is right, T would be 0: it stops at COLDEST; HOTTEST is the other end.
     """
     logits = logits.double()
-    mean_own = logits.gather(1, labels[:, None]).mean()
-    low, high = math.log(COLDEST), math.log(HOTTEST)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        expected = ((logits / math.exp(middle)).softmax(1) * logits).sum(1).mean()
-        # the sharper the softmax, the larger the expected logit: above the own one's mean it is too sharp
-        low, high = (middle, high) if expected > mean_own else (low, middle)
-    return math.exp((low + high) / 2)
+
+    def expected(logarithm: float) -> Tensor:  # logit: the sharper the softmax, the larger
+        return ((logits / math.exp(logarithm)).softmax(1) * logits).sum(1).mean()
+
+    own = logits.gather(1, labels[:, None]).mean()
+    return math.exp(root(expected, own, math.log(COLDEST), math.log(HOTTEST)))
 
 
 def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> dict[str, Any] | None:
@@ -190,7 +187,8 @@ class Answers:
 
     @cached_property
     def hits(self) -> Tensor:
-        return self.predicted == self.labels
+        """bool [n]: whether exactly its classes are predicted."""
+        return (self.named == self.shown).all(1)
 
     @cached_property
     def shown(self) -> Tensor:

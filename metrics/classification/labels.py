@@ -38,11 +38,6 @@ class LabelAnswers(Answers):
         return self.probabilities >= self.thresholds.double()
 
     @cached_property
-    def hits(self) -> Tensor:
-        """bool [n]: whether exactly its labels are named."""
-        return (self.named == self.labels).all(1)
-
-    @cached_property
     def confidence(self) -> Tensor:
         """float64 [n]: of the wrong decisions on each image's labels the surest one's, 0.0 where there is none."""
         return ((self.probabilities - self.labels.double()).abs() * (self.named != self.labels)).amax(1)

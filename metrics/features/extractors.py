@@ -8,8 +8,9 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from duetgan.utils.runlog.progress import Bar
 
 @dataclass
 class Extractor:
-    """A deterministic function of images as files have them: [n, C, H, W] on any device -> float32 [n, dim]."""
+    """A deterministic function of images as files have them: [n, C, H, W] on any device -> floats [n, dim]."""
 
     name: str  # which figures carry, e.g. `resnet50`
     dim: int  # number of features
@@ -261,7 +262,7 @@ def build(
 
 
 def extract(extractor: Extractor, images: Tensor) -> Tensor:
-    """Features float32 [n, dim] on the CPU, computed in full float32. UserError if one is not finite."""
+    """Features [n, dim] on the CPU, computed in full float32. UserError if one is not finite."""
     with full_float32(extractor.device):
         features = extractor(images).cpu()
     if not torch.isfinite(features).all():
@@ -290,8 +291,6 @@ T = TypeVar("T")
 
 MOST, LEAST = 64, 4  # images of a chunk
 PIXELS = 2**20  # of a chunk, between these bounds: what a network needs of memory does not grow with the image size
-Source = Callable[[range], tuple[Tensor, Any]]
-"""Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""
 
 
 def chunk_size(side: int) -> int:
@@ -328,32 +327,30 @@ def shared_pass(
 
 
 def feature_sets(
-    source: Source,
+    source: Callable[[range], Tensor],  # images of a range, uint8 [b, C, H, W]
     extractors: Sequence[Extractor],
     *,
     total: int,  # images
     side: int,  # of the images, in px
     batch_size: int = 64,
     what: str = "",  # the images on a progress bar; empty: there is none
-    take: Callable[[Any], None] = lambda _: None,
+    observe: Callable[[range, Tensor, list[Tensor]], None] | None = None,  # on rank 0: each range, images and features
 ) -> list[Tensor]:
-    """One pass over the images for all extractors, shared by the ranks: float32 [total, F] of each on rank 0, [0, F]
-    on the others.
-
-    `take` is called on rank 0 with what `source` gave besides the images, in their order. All ranks must call this.
+    """One pass over the images for all extractors, shared by the ranks: [total, F] of each on rank 0, [0, F] on the
+    others. All ranks must call this.
     """
-    rows: list[list[Tensor]] = [[] for _ in extractors]
+    rows = [[torch.empty(0, extractor.dim)] for extractor in extractors]
 
-    def work(chunk: range) -> tuple[list[Tensor], Any]:
-        images, besides = source(chunk)
-        return [extract(extractor, images) for extractor in extractors], besides
+    def work(chunk: range) -> tuple[range, Tensor | None, list[Tensor]]:
+        images = source(chunk)
+        return chunk, images if observe else None, [extract(extractor, images) for extractor in extractors]
 
-    for features, besides in shared_pass(total, work, side=side, batch_size=batch_size, what=what):
+    for chunk, images, features in shared_pass(total, work, side=side, batch_size=batch_size, what=what):
         for part, new in zip(rows, features, strict=True):
             part.append(new)
-        take(besides)
-    none = [torch.empty(0, extractor.dim) for extractor in extractors]
-    return [torch.cat([empty, *part]) for empty, part in zip(none, rows, strict=True)]
+        if observe is not None and images is not None:
+            observe(chunk, images, features)
+    return [torch.cat(part) for part in rows]
 
 
 @dataclass
@@ -375,7 +372,7 @@ class RealFeatures:
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
         if missing:
             features = feature_sets(
-                lambda rows: (selection.images(reader, rows), None),
+                partial(selection.images, reader),
                 list(missing.values()),
                 total=len(selection.indices),
                 side=reader.spec.side,

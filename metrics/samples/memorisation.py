@@ -23,7 +23,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import Extractor, pixel_features
 from duetgan.metrics.features.precision import full_float32
 from duetgan.metrics.features.selection import Selection, select
-from duetgan.metrics.samples.neighbours import QUERY_BLOCK, distance_blocks
+from duetgan.metrics.samples.neighbours import QUERY_BLOCK, neighbours
 from duetgan.models.gan import ImageGenerator, generate
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
@@ -53,20 +53,13 @@ class RealSet:
 def nearest(queries: Tensor, references: Tensor) -> Nearest:
     """Nearest of the references [m, F] for each of the queries [n, F], exactly; the first of equally near ones.
 
-    Computed in float64 and in blocks, so that memory does not grow with n times m. The distances of the pairs found
-    are taken from the differences themselves: that of a copy is 0, not a rounding error. Raises ValueError
-    for no reference, or other dimensions.
+    The distances of the pairs found are taken from the differences themselves: that of a copy is 0, not a rounding
+    error. Raises ValueError for no reference, or other dimensions.
     """
     if queries.ndim != 2 or references.ndim != 2 or queries.shape[1] != references.shape[1] or len(references) == 0:
         raise ValueError(f"no nearest neighbours of {list(queries.shape)} among {list(references.shape)}")
     queries, references = queries.detach().cpu(), references.detach().cpu()
-    least = torch.full((len(queries),), torch.inf, dtype=torch.float64)
-    indices = torch.zeros(len(queries), dtype=torch.int64)
-    for rows, columns, block in distance_blocks(queries, references):
-        squares, places = block.min(1)
-        nearer = squares < least[rows]
-        least[rows] = torch.where(nearer, squares, least[rows])
-        indices[rows] = torch.where(nearer, places + columns.start, indices[rows])
+    indices = neighbours(queries, references, 1)[1][:, 0]
     pieces = zip(queries.split(QUERY_BLOCK), indices.split(QUERY_BLOCK), strict=True)
     distances = [(part.double() - references[places].double()).norm(dim=1) for part, places in pieces]
     return Nearest(torch.cat(distances), indices)
@@ -87,11 +80,10 @@ def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
     """Z_U of Meehan et al. (section 3): (U - n m / 2) / sqrt(n m (n + m + 1) / 12), U counting the pairs in which the
     sample is the farther one; equally far counts half. About N(0, 1) for equal distributions, below 0 for copies.
     """
-    from scipy.stats import rankdata  # here: its import takes a second of every start
+    from scipy.stats import mannwhitneyu  # here: its import takes a second of every start
 
     n, m = len(samples), len(held_out)
-    ranks = rankdata(torch.cat([samples, held_out]).numpy())
-    u = ranks[:n].sum() - n * (n + 1) / 2
+    u = mannwhitneyu(samples.numpy(), held_out.numpy(), method="asymptotic").statistic
     return float((u - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))
 
 
@@ -225,9 +217,9 @@ def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Dra
         of_file = drawn.reader.label_numbers()[drawn.side.indices[:count]].astype(np.int64)
         labels.append(torch.from_numpy(of_file if alike and drawn.reader.classes else np.zeros_like(of_file)))
     real = RealSet(held_out.features[:n], labels[0])
-    figures, neighbours = memorisation(samples, RealSet(train.features, labels[1]), real)
-    records = train.side.indices[neighbours.indices.numpy()]
-    rows = pairs(range(n), held_out.side.labels[:n], records, neighbours.distances)
+    figures, near = memorisation(samples, RealSet(train.features, labels[1]), real)
+    records = train.side.indices[near.indices.numpy()]
+    rows = pairs(range(n), held_out.side.labels[:n], records, near.distances)
     lists = {"closest": sorted(rows, key=lambda row: row["distance"])[:PAIRS], "first": rows[:PAIRS]}
     return {"extractor": place.name, "weights": place.source, **figures, **lists}
 

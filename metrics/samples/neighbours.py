@@ -55,7 +55,8 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
         own = torch.arange(first, max(first, min(rows.stop, columns.stop)))  # the images that are in both
         if queries is references:
             block[own - rows.start, own - columns.start] = torch.inf
-        near = block.topk(min(k, block.shape[1]), largest=False)
+        # of equally near ones the first
+        near = block.min(1, keepdim=True) if k == 1 else block.topk(min(k, block.shape[1]), largest=False)
         both = torch.cat([squares[rows], near.values], dim=1).sort(dim=1, stable=True)
         squares[rows] = both.values[:, :k]
         named = torch.cat([indices[rows], near.indices + columns.start], dim=1)
