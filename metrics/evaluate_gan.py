@@ -81,11 +81,9 @@ def evaluate_generator(
     details: bool = True,  # whether the figures that training does not follow are computed
     **how: Any,  # see `gather`
 ) -> dict[str, Any]:
-    """Distances with their floors, recognised share, diversity and memorisation, ready for JSON.
-
-    Returns `n`, `seed`, `distances` (a list of `extractor`, `weights`, `n` and the figures of that extractor), the
-    judge's figures and, once more, those of the first extractor (`metrics.figures.GAN`), `memorisation` (see
-    `metrics.samples.memorisation.search_copies`), `notes`. What cannot be computed is None, and `notes` says why.
+    """The figures of `metrics.figures.GAN`, ready for JSON: `n`, `seed`, `distances` (a list of `extractor`, `weights`,
+    `n` and the figures of that extractor), the judge's figures and, once more, those of the first extractor,
+    `memorisation` (see `search_copies`), `notes`. What cannot be computed is None, and `notes` says why.
 
     All ranks must call this, and get the same. They share the passes over the images; rank 0 computes the figures.
     Raises UserError where images or classes of a file or the judge do not fit the generator; for less than two images.
@@ -116,8 +114,7 @@ def gather(
     n falls to the size of the smallest real set. Sample i has the label of the i-th real image drawn, so both sides
     have the same mix of classes.
     """
-    notes: dict[str, str] = {}
-    train = _second_real_set(reader, train_reader, notes)
+    train, notes = _second_real_set(reader, train_reader)
     real = real or RealFeatures(batch_size=batch_size, show=show)
     with collectives.raising_together():
         n = min(n, len(reader), len(train) if train is not None and floor else len(reader))
@@ -138,14 +135,9 @@ def gather(
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
     judges = [] if classifier is None else [judging(classifier)]
     shown, asked = (torch.from_numpy(each) for each in (side.labels, reader.meta.conditions(side.labels)))
-    source = partial(sampled, generator, asked if generator.classes else None, seed)
-    how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
-    if observe is not None:
-        how["observe"] = lambda rows, images, features: observe(
-            images, shown[rows.start : rows.stop], features[-1] if judges else None
-        )
-    with evaluating(generator):
-        fakes = feature_sets(source, [*spaces, *judges], **how, what="samples" if show else "")
+    watch = observe and (lambda rows, *seen: observe(seen[0], shown[rows], seen[1][-1] if judges else None))
+    how: Any = {"total": len(shown), "batch_size": batch_size, "what": "samples" if show else "", "observe": watch}
+    fakes = sample_features(generator, asked if generator.classes else None, [*spaces, *judges], seed=seed, **how)
     about: Any = {"n": n, "seed": seed, "per_class": per_class, "thresholds": getattr(classifier, "thresholds", None)}
     about |= {"names": reader.classes if generator.classes else [], "probabilities": fakes[-1][:n] if judges else None}
     about["labels"] = shown if hot is None else asked > 0
@@ -162,13 +154,23 @@ def gather(
     return Gathered(records, list(extractors), search, notes)
 
 
-def sampled(generator: ImageGenerator, labels: Tensor | None, seed: int, rows: range) -> Tensor:
-    """Samples `rows`, uint8 [b, C, H, W]; sample i depends on the seed, i and its label alone. `labels`: of all samples
-    as the generator takes them.
-    """
-    own = None if labels is None else labels[rows.start : rows.stop]
-    with full_float32(device_of(generator)):
-        return generate(generator, labels=own, indices=rows, seed=seed, batch_size=len(rows))
+def sample_features(
+    generator: ImageGenerator,
+    labels: Tensor | None,  # of all samples, as the generator takes them
+    extractors: Sequence[Extractor],
+    *,
+    seed: int,
+    **how: Any,  # see `feature_sets`
+) -> list[Tensor]:
+    """`feature_sets` of samples; sample i depends on the seed, i and its label alone."""
+
+    def draw(rows: range) -> Tensor:
+        own = None if labels is None else labels[rows.start : rows.stop]
+        with full_float32(device_of(generator)):
+            return generate(generator, labels=own, indices=rows, seed=seed, batch_size=len(rows))
+
+    with evaluating(generator):
+        return feature_sets(draw, extractors, side=generator.spec.side, **how)
 
 
 def judging(classifier: Classifier) -> Extractor:
@@ -177,19 +179,18 @@ def judging(classifier: Classifier) -> Extractor:
 
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
-    """The probabilities [n, K] of `logits_of`, float64."""
+    """A classifier's probabilities of images, float64 [n, K] on the CPU; see `logits_of`."""
     logits = logits_of(classifier, images).double()
     return logits.softmax(1) if getattr(classifier, "thresholds", None) is None else logits.sigmoid()
 
 
-def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> Dataset | None:
+def _second_real_set(reader: Dataset, train: Dataset | None) -> tuple[Dataset | None, dict[str, str]]:
     """The training images, if they can serve for the floor; otherwise a note says why not."""
     if train is None:
-        notes["floor"] = "no training images were given as the second real set"
-    elif train.meta.content_hash == reader.meta.content_hash:
-        notes["floor"] = "training and test images are the same; the floor needs two disjoint real sets"
-        return None
-    return train
+        return None, {"floor": "no training images were given as the second real set"}
+    if train.meta.content_hash == reader.meta.content_hash:
+        return None, {"floor": "training and test images are the same; the floor needs two disjoint real sets"}
+    return train, {}
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
@@ -310,7 +311,7 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
 
     def figures() -> dict[str, Any]:
         labels = torch.from_numpy(reader.meta.conditions(chosen.labels))
-        hits = recognised(answers, labels if judge.thresholds is None else labels > 0, judge.thresholds)
+        hits = recognised(answers, labels, judge.thresholds)
         score = class_score(answers) if judge.thresholds is None else Measured(None)
         shares = {"accuracy": hits.value, "accuracy_interval": hits.interval, "n": n}
         return shares | {"class_score": score.value, "class_score_interval": score.interval}

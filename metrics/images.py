@@ -95,7 +95,7 @@ def save_confused(
     for pair in pairs:
         true, predicted = names.index(pair["true"]), names.index(pair["predicted"])
         chosen = surest((answers.labels == true) & (answers.predicted == predicted), answers)[:columns]
-        rows.append(list(torch.from_numpy(reader.read(chosen)[0])))
+        rows.append(list(reader.read(chosen)[0]))
     heads = [f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs]
     save_table(rows, path, row_heads=heads, spec=reader.spec)
 
@@ -136,15 +136,11 @@ def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
         for corruption in CORRUPTIONS.values()
     ]
     heads = ["as it is", *(f"strength {strength}" for strength in range(1, STRENGTHS + 1))]
-    tensors = [[torch.from_numpy(np.ascontiguousarray(each)) for each in row] for row in rows]
-    save_table(tensors, path, row_heads=list(CORRUPTIONS), column_heads=heads)
+    save_table(rows, path, row_heads=list(CORRUPTIONS), column_heads=heads)
 
 
 def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path: str | Path) -> None:
-    """Draw accuracy by confidence, a bar for each bin that has images, above how many images it has.
-
-    The diagonal is a calibrated classifier; the gap from a bar to it is filled.
-    """
+    """Draw accuracy by confidence, a bar for each bin that has images, above how many images it has."""
     shown = [(place, row) for place, row in enumerate(reliability) if row["n"]]
     places = (np.array([place for place, _ in shown]) + 0.5) / len(reliability)
     accuracy, confidence, counts = (np.array([row[key] for _, row in shown]) for key in ("accuracy", "confidence", "n"))

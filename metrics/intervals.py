@@ -28,13 +28,22 @@ class Measured:
         """An estimate of a known variance (its own, not an image's) and its normal interval, within what it can be; no
         interval where nothing varies: such images leave no spread to estimate it from.
         """
-        return cls(value, normal_interval(value, variance, low=low, high=high) if variance > 0 else None)
+        half = NORMAL * max(0.0, variance) ** 0.5
+        return cls(value, [min(max(end, low), high) for end in (value - half, value + half)] if half else None)
 
     @classmethod
-    def influenced(cls, value: float, influence: Tensor | np.ndarray, *, high: float = 1.0) -> Self:
-        """A figure at least 0 of n images from each one's influence on it, [n]."""
+    def influenced(
+        cls, value: float, influence: Tensor | np.ndarray, by_class: Sequence[float | None] = (), *, high: float = 1.0
+    ) -> Self:
+        """A figure of n images, from 0 to `high`, from each one's influence on it, [n].
+
+        The standard error is the root of the mean square over n, of the infinitesimal jackknife (Efron 1982); it is
+        what the bootstrap's tends to. No interval where no image has any, as `normal`.
+        """
         influence = np.asarray(influence)
-        return cls(value, influence_interval(value, influence, high=high), influence=influence)
+        half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
+        interval = [max(0.0, value - half), min(high, value + half)] if half else None
+        return cls(value, interval, by_class, influence=influence)
 
     @classmethod
     def share(cls, hits: Tensor, by_class: Sequence[float | None] = ()) -> Self:
@@ -64,22 +73,6 @@ def balanced_interval(hits: Sequence[int], counts: Sequence[int]) -> list[float]
     below = math.hypot(*(share - low for share, (low, _) in limits)) / len(limits)
     above = math.hypot(*(high - share for share, (_, high) in limits)) / len(limits)
     return [max(0.0, mean - below), min(1.0, mean + above)]
-
-
-def influence_interval(value: float, influence: np.ndarray, *, high: float = 1.0) -> list[float] | None:
-    """The 95 % interval of a figure of n images from each one's influence on it, [n], within 0 and `high`.
-
-    The standard error is the root of the mean square over n, of the infinitesimal jackknife (Efron 1982); it is what
-    the bootstrap's tends to. None where no image has any: such images leave no spread to estimate it from.
-    """
-    half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
-    return [max(0.0, value - half), min(high, value + half)] if half else None
-
-
-def normal_interval(value: float, variance: float, *, low: float = -math.inf, high: float = math.inf) -> list[float]:
-    """The 95 % interval of an estimate with a known variance, within `low` and `high`."""
-    half = NORMAL * max(0.0, variance) ** 0.5
-    return [min(max(end, low), high) for end in (value - half, value + half)]
 
 
 def root(falling: Callable[[float], float | Tensor], value: float | Tensor, low: float, high: float) -> float:

@@ -56,8 +56,8 @@ def tango(gained: int, lost: int, n: int) -> list[float]:
 def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Difference:
     """The difference `value` of two figures of the same images, from each image's influence on both, [n].
 
-    The standard error is of the infinitesimal jackknife, see `metrics.intervals.influence_interval`; for the AUROC this
-    is DeLong's paired test (1988), for a mean the paired normal test.
+    The standard error is of the infinitesimal jackknife, see `Measured.influenced`; for the AUROC this is DeLong's
+    paired test (1988), for a mean the paired normal test.
     """
     error = float(np.sqrt(np.square(second - first).sum())) / len(first)
     return _normal(value, error, "paired by image")

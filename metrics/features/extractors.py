@@ -47,8 +47,12 @@ class Extractor:
     lineage: Lineage = field(default_factory=Lineage.of)  # what its weights have seen
 
     def __call__(self, images: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.compute(images)
+        """On the CPU, computed in full float32. UserError if one is not finite."""
+        with torch.no_grad(), full_float32(self.device):
+            features = self.compute(images).cpu()
+        if not torch.isfinite(features).all():
+            raise UserError(f"extractor {self.name} gives features that are not finite; its weights are broken")
+        return features
 
 
 def pixel_features(spec: ImageSpec) -> Extractor:
@@ -104,8 +108,8 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1, 1], fitted by
-    `fit_images`. Raises UserError for images of another kind, except grey for RGB and RGB for grey.
+    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1, 1], of its size.
+    Raises UserError for images of another kind, except grey for RGB and RGB for grey.
     """
     spec, channels = classifier.spec, images.shape[1]
     fits = channels == spec.channels or (spec.plain and channels in (1, 3))
@@ -121,9 +125,8 @@ PLACES = (CHECKOUT / "weights" / FILE_NAME, CHECKOUT.parent / "shared" / "weight
 
 
 def find_weights(given: str | Path | None = None) -> Path | None:
-    """The weights file: the given one, else $DUET_WEIGHTS, else one in `weights/` or `../shared/weights/`, else None.
-
-    Raises UserError where the given file, or the one that the variable names, is not there.
+    """The weights file: the given one, else $DUET_WEIGHTS, else one of PLACES, else None. Raises UserError where the
+    given file, or the one that the variable names, is not there.
     """
     for source, name in (("--weights", given), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
         if name:
@@ -148,10 +151,8 @@ def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Pat
 
 
 def resnet50_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
-    """2048 pooled features of an ImageNet ResNet-50.
-
-    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly, rectangles bent to squares; grey is
-    repeated to three channels.
+    """2048 pooled features of an ImageNet ResNet-50. Images up to 64 px are scaled to 64 px, larger ones to 224 px,
+    bilinearly, rectangles bent to squares; grey is repeated to three channels.
     """
     path, place = needed_weights(weights, "extractor resnet50 needs a weights file"), torch.device(device)
     known_by = file_hash(path)
@@ -186,9 +187,8 @@ def load_resnet50(path: Path) -> nn.Module:
 
 
 def inception_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
-    """2048 pooled features of the Inception network that published FID figures use, through torch-fidelity.
-
-    It does its own scaling to 299 px, bit for bit as the TensorFlow original.
+    """2048 pooled features of the Inception network that published FID figures use, through torch-fidelity, which
+    scales to 299 px as the TensorFlow original does.
     """
     with explained(ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"):
         library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
@@ -225,10 +225,9 @@ def build(
     classifier: str | None = None,  # run or file that a bare `classifier` means
     judge: Classifier | None = None,  # that run's classifier, if it is loaded already
 ) -> list[Extractor]:
-    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`.
-
-    Raises UserError for an unknown name (the near one is told), one that comes twice, a weights file that fits no or
-    two of them, and where something that the extractor needs is missing.
+    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`. Raises
+    UserError for an unknown name, one that comes twice, a weights file that fits no or two of them, and where something
+    that the extractor needs is missing.
     """
     parts = [spec.partition(":") for spec in specs]
     for kind, colon, argument in parts:
@@ -259,15 +258,6 @@ def build(
             raise UserError(f"extractor {extractor.name} is named twice; name it once")
         built[extractor.name] = extractor
     return list(built.values())
-
-
-def extract(extractor: Extractor, images: Tensor) -> Tensor:
-    """Features [n, dim] on the CPU, computed in full float32. UserError if one is not finite."""
-    with full_float32(extractor.device):
-        features = extractor(images).cpu()
-    if not torch.isfinite(features).all():
-        raise UserError(f"extractor {extractor.name} gives features that are not finite; its weights are broken")
-    return features
 
 
 def build_extractors(
@@ -343,7 +333,7 @@ def feature_sets(
 
     def work(chunk: range) -> tuple[range, Tensor | None, list[Tensor]]:
         images = source(chunk)
-        return chunk, images if observe else None, [extract(extractor, images) for extractor in extractors]
+        return chunk, images if observe else None, [extractor(images) for extractor in extractors]
 
     for chunk, images, features in shared_pass(total, work, side=side, batch_size=batch_size, what=what):
         for part, new in zip(rows, features, strict=True):
@@ -355,9 +345,8 @@ def feature_sets(
 
 @dataclass
 class RealFeatures:
-    """Features of real images, kept between the evaluations of one training run.
-
-    Keyed by the file's content, the draw, and the extractor's name and weights, so that no stale entry is met.
+    """Features of real images, kept between evaluations by the file's content, the draw, the extractor's name and
+    weights.
     """
 
     batch_size: int = 64
@@ -365,9 +354,7 @@ class RealFeatures:
     _sets: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
     def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[Tensor]:
-        """The features of `selection` under each extractor; reads images only for those not kept yet. All ranks must
-        call this; rank 0 has the features.
-        """
+        """The features of `selection` under each extractor. All ranks must call this; rank 0 has the features."""
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
         if missing:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from duetgan.metrics.classification.answers import hot
 from duetgan.metrics.intervals import Measured
-from duetgan.metrics.samples.judged import hot
 
 BLOCK = 1024  # rows at a time
 FEW_PER_CLASS = 500  # images of a class below which its distance is mostly bias

@@ -1,9 +1,9 @@
 """Are samples what was asked for, by an independent classifier, and do they differ as much as real images do?"""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from duetgan.metrics.classification.answers import hot
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import PER_CLASS
 
@@ -22,11 +22,6 @@ def recognised(
     named = hot(answer, probabilities.shape[1]) if thresholds is None else probabilities >= thresholds.to(probabilities)
     counts = zip((named & asked).sum(0).tolist(), asked.sum(0).tolist(), strict=True)
     return Measured.share((named == asked).all(1), [count / total if total else None for count, total in counts])
-
-
-def hot(labels: Tensor, classes: int) -> Tensor:
-    """Of which classes images are, bool [n, classes], from labels int64 [n], or from what is so already."""
-    return labels if labels.ndim == 2 else F.one_hot(labels, classes).bool()
 
 
 def class_score(probabilities: Tensor) -> Measured:

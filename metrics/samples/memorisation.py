@@ -153,12 +153,10 @@ def training_bound(
 def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[dict[str, Any], Nearest]:
     """What the neighbours of samples [n, F] say, ready for JSON, and the nearest training image of each sample.
 
-    Returns `n`, `searched` (training images), `share` of the samples nearer to a training image than all but 1 % of
-    the held-out images and what is `expected` of it, `c_t`, `near` (samples nearer than that bound to any real
-    image), `near_train` (those of them that are nearest to a training image), `p_value` of so many, the verdict
-    `copies` (p_value below 0.001), and `usual_distance` (median of held-out images to their nearest training
-    image). The cells of C_T are the classes of the nearest training images, a partition of the space as the paper's
-    k-means cells are.
+    Returns `n`, `searched` (training images), `share` and `expected` of `share_below`, `c_t`, `near` (samples nearer
+    than that bound to any real image), `near_train` (those of them nearest to a training image), `p_value` of so many,
+    the verdict `copies`, and `usual_distance` (median of held-out images to their nearest training image). The cells of
+    C_T are the classes of the nearest training images, a partition of the space as the paper's k-means cells are.
     """
     to_train, other = nearest(samples, train.features), nearest(samples, held_out.features)
     reference = nearest(held_out.features, train.features)
@@ -181,10 +179,8 @@ def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[di
 
 
 def search_place(extractors: Sequence[Extractor], spec: ImageSpec) -> Extractor:
-    """The extractor in whose space copies are searched: the first that was not trained on the training images.
-
-    To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out images
-    without being copies. Where there is no other extractor, pixels serve.
+    """The extractor in whose space copies are searched: the first that is no classifier, else pixels. To a classifier
+    its training images are all too familiar: samples would seem nearer to them without being copies.
     """
     return next((each for each in extractors if not each.name.startswith("classifier:")), pixel_features(spec))
 
@@ -197,19 +193,15 @@ def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Real images that were drawn from a file."""
-
     reader: Dataset
     side: Selection
     features: Tensor  # [m, F]
 
 
 def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Drawn) -> dict[str, Any]:
-    """The figures of `metrics.samples.memorisation.memorisation` for samples [n, F], which were asked for the labels of
-    the first n held-out images.
-
-    With `extractor` and `weights`, and two lists of {`sample` (its index), `label`, `train` (record of the nearest
-    training image), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
+    """The figures of `memorisation` for samples [n, F], which were asked for the labels of the first n held-out images;
+    `extractor` and `weights`; and two lists of `pairs`: `closest`, the smallest distances first, and `first`, the first
+    samples as drawn.
     """
     n, labels = len(samples), []
     alike = held_out.reader.meta.label_names == train.reader.meta.label_names  # if not, they are all of one kind
@@ -227,7 +219,7 @@ def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Dra
 def pairs(
     samples: Iterable[Any], labels: Iterable[Any], records: Iterable[Any], distances: Iterable[Any]
 ) -> list[dict[str, Any]]:
-    """Samples, each with its nearest training image, as a document lists them."""
+    """Samples, each with its nearest training image (a record), as a document lists them."""
     return [
         {"sample": int(sample), "label": int(label), "train": int(record), "distance": float(distance)}
         for sample, label, record, distance in zip(samples, labels, records, distances, strict=True)
@@ -237,10 +229,8 @@ def pairs(
 def neighbour_images(
     generator: ImageGenerator, train: Dataset, copies: dict[str, Any], *, seed: int, asked: Any = np.array
 ) -> tuple[list[Tensor], list[str]]:
-    """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
-
-    The samples are drawn again: sample i depends on the seed, i and its label alone; `asked` makes an array of labels
-    what the generator takes.
+    """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample, drawn again, on the left, with
+    captions; `asked` makes an array of labels what the generator takes.
     """
     rows = [*copies["closest"], *copies["first"]]
     labels = torch.from_numpy(asked([row["label"] for row in rows])) if generator.classes else None
