@@ -77,9 +77,7 @@ class Shown:
 
 
 def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list[Shown]:
-    """Load the models; a folder that is no run stands for the runs in it, and no name for the quickstart's.
-    GANs come first.
-
+    """Load the models, GANs first; a folder that is no run stands for the runs in it, and no name for the quickstart's.
     Raises UserError for what holds no checkpoint.
     """
     paths = list(dict.fromkeys(run for name in named or [str(QUICKSTART)] for run in _runs_in(Path(name))))
@@ -93,11 +91,8 @@ def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list
 def _told_apart(paths: Sequence[Path]) -> list[str]:
     """A name for each: its last part, with as many before it as are needed where others end so, too."""
     parts = [path.resolve().parts for path in paths]
-    names = ["" for _ in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        ends = ["/".join(part[-length:]) for part in parts]
-        names = [name or (end if ends.count(end) == 1 else "") for name, end in zip(names, ends, strict=True)]
-    return names
+    ends = [["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts), default=0) + 1)]
+    return [next((each[place] for each in ends if each.count(each[place]) == 1), "") for place in range(len(paths))]
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -117,9 +112,8 @@ def _open(path: Path, name: str, which: str, device: torch.device) -> Shown:
 
 
 def compare_page(a: Shown, b: Shown) -> str:
-    """The HTML of two runs side by side, whatever they are, to be put into the page: their figures in a table, their
-    curves in the same charts. Whether a difference is more than chance `python -m reporting.compare` says, of runs that
-    were evaluated alike.
+    """The HTML of two runs side by side, whatever they are: their figures in a table, their curves in the same charts.
+    Whether a difference is more than chance `python -m reporting.compare` says.
     """
     names, runs = (a.name, b.name), (a.files(), b.files())
     pairs = dict(zip(names, runs, strict=True))
@@ -201,9 +195,8 @@ def walk(shown: Shown, pair: tuple[Source, Source]) -> dict[str, Any]:
 
 
 def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[str, Any]:
-    """The generator's nearest images to that in `content`: `target`, and `found`: name, words, address.
-
-    Raises ImageError for what is no image, UserError for a generator without w.
+    """The generator's nearest images to that in `content`: `target`, and `found`: name, words, address. Raises
+    ImageError for what is no image, UserError for a generator without w.
     """
     target = Transform.of(shown.checkpoint).read(content)[None]
     sampler = Sampler(generator=shown.model, chosen=range(shown.model.classes), noise_mode="const")
@@ -249,9 +242,8 @@ def editor_of(shown: Shown, classifier: Shown) -> Editor:
 
 
 def name(shown: Shown, content: bytes) -> dict[str, Any]:
-    """The likely classes of the image in `content`, largest first, and the evidence for the first (Grad-CAM).
-
-    Raises ImageError for what is no image.
+    """The likely classes of the image in `content`, largest first, and the evidence for the first (Grad-CAM). Raises
+    ImageError for what is no image.
     """
     classifier, image = shown.model, Transform.of(shown.checkpoint).read(content)
     row = judge_images(classifier, image[None])[0]
@@ -301,9 +293,8 @@ def _kept(shown: Shown, files: Sequence[Path], path: str) -> list[Part]:
 
 
 def training_images(shown: Shown) -> str:
-    """The packed file that the config names: seen from here, else beside the run, where a quickstart lays it.
-
-    Raises UserError where none is named.
+    """The packed file that the config names: seen from here, else beside the run, where a quickstart lays it. Raises
+    UserError where none is named.
     """
     named = (shown.checkpoint["config"].get("data") or {}).get("path")
     if named is None:

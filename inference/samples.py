@@ -25,10 +25,9 @@ from duetgan.utils.runlog.progress import Bar
 class Sampler:
     """A generator and how it is sampled. Samples have numbers, from 0, which go round the chosen classes.
 
-    Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`. That sample depends on the seed,
-    its class and i // K alone: not on what else is chosen, nor on how many are drawn. Where images may have several
-    labels, a class is a set of them (`ImageGenerator.sets`). Raises UserError for a
-    truncation that the generator cannot do.
+    Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`: it depends on the seed, its class
+    and i // K alone. Where images may have several labels, a class is a set of them (`ImageGenerator.sets`). Raises
+    UserError for a truncation that the generator cannot do.
     """
 
     generator: ImageGenerator
@@ -115,10 +114,8 @@ def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
 
 
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
-    """Labels of `all` classes (the first `most`), or of those named with commas between; an unconditional generator has
-    no `classes`.
-
-    Raises UserError for an unknown or a repeated class, and for any name where there are no classes.
+    """Labels of `all` classes (the first `most`), or of those named with commas between. Raises UserError for an
+    unknown or a repeated class, and for any name where there are no `classes`.
     """
     if names == "all":
         return list(range(len(classes)))[:most]
@@ -138,9 +135,8 @@ CELL, COPIES = 64, 3  # px that small images are enlarged to; the picture, Pillo
 
 def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()) -> int:
     """Write `count` images to a PNG file, or one by one into a folder (`save_image`), as many of each class or one
-    less; returns how many they are. A single image has seed, index (of its key) and class in its name and text chunks.
-
-    Args: `names` of all classes by label, for these. Raises UserError for a picture that memory does not hold.
+    less; returns how many they are. A single image has seed, index (of its key) and class, of `names`, in its name and
+    text chunks. Raises UserError for a picture that memory does not hold.
     """
     kinds, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * kinds or GRID[1]
@@ -172,8 +168,7 @@ def draw_truncation(
 ) -> int:
     """Write a PNG: a row for each psi, in each column the same latents and noise; returns how many samples it shows.
 
-    psi 1 is the sample as it is, 0 the mean image (StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg)).
-    Args: `names` of all classes by label. Raises UserError for a generator without w.
+    StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg). Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
