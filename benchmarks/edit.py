@@ -120,7 +120,7 @@ def redrawn(editor: Editor, sampler: Sampler, source: int, numbers: Sequence[int
     given = replace(sampler, chosen=[source])
     drawn = []
     for first in range(0, len(numbers), sampler.batch_size):
-        z, _, noise = given.latents(numbers[first : first + sampler.batch_size])
+        z, _, noise = vars(given.latents(numbers[first : first + sampler.batch_size])).values()
         labels = torch.full([len(z)], sampler.chosen[0], device=z.device)
         with torch.no_grad():
             images = sampler.generator(z, labels, noise=noise, truncation_psi=sampler.truncation_psi)

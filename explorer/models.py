@@ -6,7 +6,7 @@ and the training images that spoke for it.
 import base64
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from duetgan.inference.influence_scores import Part, check_data, images_of, infl
 from duetgan.inference.inputs import Transform
 from duetgan.inference.interpolate import Journey
 from duetgan.inference.projection import find
-from duetgan.inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
+from duetgan.inference.samples import Sampler, Start, mixed, synthesize, truncated_styles, with_styles
 from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
-from duetgan.models.gan import NoiseMode
 from duetgan.models.restore import classifier_from, generator_from, read
 from duetgan.reporting import figures
 from duetgan.reporting.compare import shared_charts
@@ -78,9 +77,7 @@ class Shown:
 
 
 def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list[Shown]:
-    """Load the models; a folder that is no run stands for the runs in it, and no name for the quickstart's.
-    GANs come first.
-
+    """Load the models, GANs first; a folder that is no run stands for the runs in it, and no name for the quickstart's.
     Raises UserError for what holds no checkpoint.
     """
     paths = list(dict.fromkeys(run for name in named or [str(QUICKSTART)] for run in _runs_in(Path(name))))
@@ -94,11 +91,8 @@ def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list
 def _told_apart(paths: Sequence[Path]) -> list[str]:
     """A name for each: its last part, with as many before it as are needed where others end so, too."""
     parts = [path.resolve().parts for path in paths]
-    names = ["" for _ in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        ends = ["/".join(part[-length:]) for part in parts]
-        names = [name or (end if ends.count(end) == 1 else "") for name, end in zip(names, ends, strict=True)]
-    return names
+    ends = [["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts), default=0) + 1)]
+    return [next((each[place] for each in ends if each.count(each[place]) == 1), "") for place in range(len(paths))]
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -118,31 +112,18 @@ def _open(path: Path, name: str, which: str, device: torch.device) -> Shown:
 
 
 def compare_page(a: Shown, b: Shown) -> str:
-    """The HTML of two runs side by side, whatever they are, to be put into the page: their figures in a table, their
-    curves in the same charts. Whether a difference is more than chance `python -m reporting.compare` says, of runs that
-    were evaluated alike.
+    """The HTML of two runs side by side, whatever they are: their figures in a table, their curves in the same charts.
+    Whether a difference is more than chance `python -m reporting.compare` says.
     """
     names, runs = (a.name, b.name), (a.files(), b.files())
     pairs = dict(zip(names, runs, strict=True))
     notes = [f"{name}: {note}" for name, run in pairs.items() for note in run.notes]
-    results = [_results(run) for run in runs]
+    found = [[*figures.results(run), *figures.headline(run)] for run in runs]  # how sure is another for each run
+    results = [{what: value + how for value, what, how in each} for each in found]
     progress = [{what: value for value, what in figures.progress(run)} for run in runs]  # how far and how fast
     both = (results, progress)
     rows = [(what, left.get(what, "-"), right.get(what, "-")) for left, right in both for what in left | right]
     return render("side_by_side.html.j2", names=names, rows=rows, charts_of_both=shared_charts(pairs), notes=notes)
-
-
-def _results(run: Run) -> dict[str, str]:
-    """The evaluation's figures by what they are; how sure one is stands beside it, for that is another for each run."""
-    side: dict[str, str] = {}
-    for row in figures.TILES:
-        for value, text in figures.results(run, [row]):
-            side[row.meaning] = f"{value}{text.removeprefix(row.meaning)}"
-    for value, text in figures.headline(run):
-        what, bracket, rest = text.partition(" (real images: ")  # of a distance
-        if bracket:
-            side[what] = f"{value} (real images: {rest}"
-    return side
 
 
 CLASSES = 5  # the most likely ones, which are told
@@ -199,12 +180,10 @@ class _Pair(Sampler):
 
     other: Sampler
 
-    def latents(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, list[Tensor] | NoiseMode]:
+    def latents(self, numbers: Sequence[int]) -> Start:
         own = super().latents([0])
-        made = [own, self.other.latents([0])]
-        z = torch.cat([made[number][0] for number in numbers])
-        labels = [label for number in numbers if (label := made[number][1]) is not None]
-        return z, torch.cat(labels) if labels else None, own[2]  # a walk keeps the noise of its start
+        both = Start.join([own, self.other.latents([0])])
+        return replace(both.take(numbers), noise=own.noise)  # a walk keeps the noise of its start
 
 
 def walk(shown: Shown, pair: tuple[Source, Source]) -> dict[str, Any]:
@@ -216,9 +195,8 @@ def walk(shown: Shown, pair: tuple[Source, Source]) -> dict[str, Any]:
 
 
 def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[str, Any]:
-    """The generator's nearest images to that in `content`: `target`, and `found`: name, words, address.
-
-    Raises ImageError for what is no image, UserError for a generator without w.
+    """The generator's nearest images to that in `content`: `target`, and `found`: name, words, address. Raises
+    ImageError for what is no image, UserError for a generator without w.
     """
     target = Transform.of(shown.checkpoint).read(content)[None]
     sampler = Sampler(generator=shown.model, chosen=range(shown.model.classes), noise_mode="const")
@@ -264,9 +242,8 @@ def editor_of(shown: Shown, classifier: Shown) -> Editor:
 
 
 def name(shown: Shown, content: bytes) -> dict[str, Any]:
-    """The likely classes of the image in `content`, largest first, and the evidence for the first (Grad-CAM).
-
-    Raises ImageError for what is no image.
+    """The likely classes of the image in `content`, largest first, and the evidence for the first (Grad-CAM). Raises
+    ImageError for what is no image.
     """
     classifier, image = shown.model, Transform.of(shown.checkpoint).read(content)
     row = judge_images(classifier, image[None])[0]
@@ -316,9 +293,8 @@ def _kept(shown: Shown, files: Sequence[Path], path: str) -> list[Part]:
 
 
 def training_images(shown: Shown) -> str:
-    """The packed file that the config names: seen from here, else beside the run, where a quickstart lays it.
-
-    Raises UserError where none is named.
+    """The packed file that the config names: seen from here, else beside the run, where a quickstart lays it. Raises
+    UserError where none is named.
     """
     named = (shown.checkpoint["config"].get("data") or {}).get("path")
     if named is None:

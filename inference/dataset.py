@@ -1,7 +1,6 @@
 """Packed data sets of generated images, and of images with other labels, which `train.py` reads like any other."""
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import evaluation_batches
 from duetgan.data.records import add_image
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import DATASET
-from duetgan.metrics.evaluate_gan import judge_images
-from duetgan.metrics.features.extractors import classifier_input
-from duetgan.metrics.features.precision import device_of, evaluating, full_float32
+from duetgan.metrics.evaluate_classifier import classify
+from duetgan.metrics.features.extractors import RealFeatures, classifier_features
+from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.lineage import provenance_of
 from duetgan.metrics.samples.spreading import UNKNOWN, spreading
 from duetgan.models.classifier import Classifier
@@ -79,13 +77,9 @@ def provenance(path: Path, checkpoint: dict[str, Any], sampler: Sampler) -> str:
 
 def guesses(classifier: Classifier, reader: Dataset, *, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The likeliest class of every image, int64 [n], and its probability, float64 [n]."""
-    rows = []
-    with Bar(total=len(reader), desc="labelling", unit="image") as bar:
-        for batch in evaluation_batches(reader, batch_size):
-            rows.append(judge_images(classifier, batch.images).max(dim=1))
-            bar.update(len(batch))
-    sure, labels = (torch.cat(column).numpy() for column in zip(*rows, strict=True))
-    return labels, sure
+    logits = classify(classifier, reader, batch_size=batch_size, what="labelling")
+    sure, labels = logits.double().softmax(1).max(1)
+    return labels.numpy(), sure.numpy()
 
 
 def spread_guesses(
@@ -94,9 +88,9 @@ def spread_guesses(
     """As `guesses`, by labels that spread from `labelled` images over neighbours in the classifier's features; for a
     probability stands a class's share of what arrives at an image.
     """
-    with evaluating(classifier), full_float32(device_of(classifier)):
-        batches = chain(*(evaluation_batches(each, batch_size) for each in (labelled, reader)))
-        x = torch.cat([classifier.features(classifier_input(classifier, batch.images)).cpu() for batch in batches])
+    place, real = [classifier_features(classifier, name="classifier")], RealFeatures(batch_size=batch_size)
+    every = [(each, Selection(np.arange(len(each)), each.label_numbers(), "all")) for each in (labelled, reader)]
+    x = torch.cat([real.get(*each, place)[0] for each in every])
     labels = torch.cat([torch.tensor(labelled.labels()), torch.full((len(reader),), UNKNOWN)])
     found = spreading(x, labels, x[:1], len(labelled.classes))[0][len(labelled) :]
     sure, likeliest = (found / found.sum(1, keepdim=True).clamp_min(1e-300)).max(1)

@@ -46,9 +46,8 @@ class Direction:
 
 
 class Editor:
-    """Finds directions from class to class and moves images along them. Deterministic for the sampler's seed.
-
-    In w a move is added to the style of every layer. In z the class that is asked for stays what it was.
+    """Finds directions from class to class and moves images along them: in w the style of every layer, in z all but the
+    class that is asked for. Deterministic for the sampler's seed.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Editor:
 
     def start(self, sampler: Sampler, numbers: Sequence[int]) -> Start:
         """The sampler's images as a start."""
-        return Start(*sampler.latents(numbers)) if self.space == "z" else truncated_styles(sampler, numbers)
+        return sampler.latents(numbers) if self.space == "z" else truncated_styles(sampler, numbers)
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
         """The images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size]; differentiable."""
@@ -120,10 +119,7 @@ class Editor:
         return torch.cat([judge_images(classifier or self.classifier, part) for part in images.split(size)])
 
     def reach(self, start: Start, direction: Direction) -> tuple[Tensor, Tensor]:
-        """The step float64 [n] at which each image has the target's probability `config.reach`, and whether it does.
-
-        The first on a grid up to `config.limit`; where it never does, the one where it comes nearest.
-        """
+        """`first_reached`, on a grid up to `config.limit`, of the target's probability `config.reach`: [n]."""
 
         def share(rows: Tensor, step: float) -> Tensor:
             images = self.images(start.take(rows.to(self.device)), direction, step)
@@ -190,10 +186,8 @@ def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
 
 
 def pixel_rows(images: Tensor, offsets: Tensor, draws: Iterator[Tensor]) -> Tensor:
-    """Rows r [n * draws, size] whose mean r r^T estimates how the mean square of the pixels changes with the offsets.
-
-    r = J^T v with v of N(0, 1 / pixels), so that E[r r^T] = J^T J / pixels: one backward pass for each draw, images [n,
-    C, H, H] and draws of their shape.
+    """Rows r [n * draws, size] whose mean r r^T estimates how the mean square of the pixels changes with the offsets:
+    r = J^T v with v of N(0, 1 / pixels). Images [n, C, H, W] and draws of their shape.
     """
     pixels = images[0].numel()
     rows = [torch.autograd.grad(images, offsets, draw.to(images) / pixels**0.5, retain_graph=True)[0] for draw in draws]

@@ -62,12 +62,12 @@ def sample_gradients(
     labels: Tensor,  # int64 [n]
     names: Sequence[str],  # of the parameters that gradients are taken of
     *,
-    chunk: int | None = None,  # images at once by vmap; None: one by one on a CPU, else as many as MOST_ELEMENTS allows
+    chunk: int | None = None,  # images at once; None: one on a CPU, else as many as MOST_ELEMENTS allows
 ) -> Gradients:
     """d cross_entropy(model(x_i), y_i) / d parameters, [n, P]: the named parameters flattened one after the other.
 
-    On a CPU a loop is faster than vmap, whose convolutions with a weight for each image are slow there. Parameters need
-    not require gradients and their `.grad` is not touched. Raises ValueError for a model in training mode.
+    Parameters need not require gradients and their `.grad` is not touched. Raises ValueError for a model in training
+    mode.
     """
     if any(module.training for module in model.modules()):
         raise ValueError("per-sample gradients need a model in evaluation mode: BatchNorm mixes the images otherwise")
@@ -78,13 +78,11 @@ def sample_gradients(
         logits = functional_call(model, (parameters, tensors), (image[None],))
         return F.cross_entropy(logits, label[None])
 
-    if chunk is None and images.device.type == "cpu":
-        each = [grad(loss)(asked, image, label) for image, label in zip(images, labels, strict=True)]
-        found = torch.stack([torch.cat([own[name].flatten() for name in names]) for own in each])
-    else:
-        chunk = chunk or max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in asked.values()))
-        together = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(asked, images, labels)
-        found = torch.cat([together[name].flatten(1) for name in names], dim=1)
+    if chunk is None:
+        most = max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in asked.values()))
+        chunk = 1 if images.device.type == "cpu" else most  # there convolutions with a weight for each image are slow
+    each = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(asked, images, labels)
+    found = torch.cat([each[name].flatten(1) for name in names], dim=1)
     return Gradients(torch.ones_like(found[:, :1]), found)
 
 
@@ -151,10 +149,7 @@ class Part:
 
 
 def passes(snapshots: Sequence[Snapshot], reader: Dataset, *, batch_size: int = 64) -> Iterator[Part]:
-    """All training images, by each checkpoint in turn.
-
-    The checkpoints' shares are their rates, scaled to a sum of 1; equal where all rates are 0.
-    """
+    """All training images, by each checkpoint in turn. Shares are rates scaled to a sum of 1; equal where all are 0."""
     total = sum(snapshot.rate for snapshot in snapshots)
     with Bar(total=len(reader) * len(snapshots), desc="images", unit="image") as bar:
         for snapshot in snapshots:
@@ -226,9 +221,7 @@ class Suspicion:
 
 
 def suspicion(parts: Iterable[Part], reader: Dataset) -> Suspicion:
-    """Both measures for every image of the file. A wrong label keeps a large gradient through the training, and the
-    network gives it a low probability, unless it has had the time to learn the label by heart.
-    """
+    """Both measures for every image of the file."""
     norms = torch.zeros(len(reader), dtype=torch.float64)
     probabilities = torch.zeros(len(reader), len(reader.classes), dtype=torch.float64)
     for part in parts:
@@ -268,7 +261,7 @@ def snapshot(file: Path, device: torch.device) -> Snapshot:
 
 
 def check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
-    """Raise UserError unless the images have the classifier's classes; note where they are not its training's."""
+    """Raise UserError unless the images have the classifier's classes; tell where they are not its training's."""
     remedy = "give the images that it was trained on"
     require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
     if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):

@@ -5,6 +5,7 @@ files and lists, as one row of images.
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -192,13 +193,10 @@ def _part(name: str) -> Source | list[str]:
 def _content(source: Source, index: int) -> Callable[[], Content]:
     """What reads an image of a source; it is read at once where the source must be read in order."""
     if not source.in_order:
-        return lambda: source.content(index)
+        return partial(source.content, index)
+    read = Future[Content]()
     try:
-        content = source.content(index)
+        read.set_result(source.content(index))
     except ImageError as error:
-        return partial(_again, error)
-    return lambda: content
-
-
-def _again(error: ImageError) -> bytes:
-    raise error
+        read.set_exception(error)
+    return read.result

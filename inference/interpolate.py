@@ -1,7 +1,4 @@
-"""Films that go from sample to sample, and through the classes, and come back to where they started.
-
-They are written frame by frame through PyAV: MP4 (H.264) and GIF, atomically, in memory that does not grow.
-"""
+"""Films from sample to sample and back, written frame by frame through PyAV: MP4 (H.264) and GIF."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +23,7 @@ from duetgan.utils.runlog.progress import Bar
 def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
     """Write the film to an .mp4 or .gif file; returns how many frames it has. Memory does not grow with their number.
 
-    Args: `scale`: each pixel becomes scale x scale; None: to about 256 px. Raises UserError.
+    `scale`: see `enlargement`. Raises UserError.
     """
     scale = enlargement(journey.sampler.generator.spec.size, scale)
     with film(out, fps=fps, scale=scale) as add:
@@ -59,7 +56,7 @@ class Journey:
         return self.keyframes * self.frames
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        noise, spec = self.sampler.latents([0])[2], self.sampler.generator.spec
+        noise, spec = self.sampler.latents([0]).noise, self.sampler.generator.spec
         for places in self.sampler.batches(len(self)):
             with torch.no_grad(), full_float32(self.sampler.device):
                 images = spec.from_float(self._images(places, noise)).cpu()
@@ -73,7 +70,8 @@ class Journey:
         row = {keyframe: index for index, keyframe in enumerate(needed)}
         before = [row[segment] for segment in segments]
         after = [row[(segment + 1) % self.keyframes] for segment in segments]
-        z, labels, _ = self.sampler.latents(needed)
+        start = self.sampler.latents(needed)
+        z, labels = start.code, start.labels
         t = z.new_tensor([place % self.frames / self.frames for place in places])[:, None]  # [n, 1]
         maps = noise if isinstance(noise, str) else [m.expand(len(t), -1, -1, -1) for m in noise]
         ends = (None, None) if labels is None else (labels[before], labels[after])
@@ -137,11 +135,8 @@ def enlargement(size: Sequence[int], asked: int | None = None) -> int:
 
 @contextmanager
 def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Write a film: the context hands out what takes its frames, uint8 [H, W, C] with C 1 or 3, all of one size, and
-    puts the file in place when it is left whole.
-
-    Each pixel becomes scale x scale. After an exception nothing is left behind and an older file is as it was. Raises
-    UserError if the file cannot be written.
+    """Write a film, as `building` does: the context hands out what takes its frames, uint8 [H, W, C] with C 1 or 3, all
+    of one size; each pixel becomes scale x scale. Raises UserError if the file cannot be written.
     """
     import av  # not at the start of every generate.py
 
@@ -181,12 +176,10 @@ class _Palettes:
             source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=self._tick)
             split, use, sink = graph.add("split"), graph.add("paletteuse", "new=1:dither=none"), graph.add("buffersink")
             palette = graph.add("palettegen", "stats_mode=single:reserve_transparent=0")
-            source.link_to(split)
-            split.link_to(palette, 0, 0)
+            graph.link_nodes(source, split, palette)
             split.link_to(use, 1, 0)
             palette.link_to(use, 0, 1)
-            use.link_to(sink)
-            graph.configure()
+            graph.link_nodes(use, sink).configure()
         frame.pts, frame.time_base = self._count, self._tick
         self._graph.push(frame)
         drawn = self._graph.pull()

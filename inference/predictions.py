@@ -72,7 +72,7 @@ def predict(
                 answers, pixels, files = zip(*read, strict=True)
                 images = torch.stack(pixels)
                 probabilities = judge_images(fast or classifier, images)
-                for answer, row in zip(answers, probabilities, strict=True):
+                for answer, row, file in zip(answers, probabilities, files, strict=True):
                     order = row.sort(descending=True, stable=True).indices.tolist()
                     answer["label"] = classes[order[0]]
                     if classifier.thresholds is not None:
@@ -80,10 +80,9 @@ def predict(
                         answer["labels"] = [classes[i] for i in order if named[i]]
                         answer["label"] = ";".join(answer["labels"])
                     answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
+                    answer |= {"gradcam": str(file)} if maps else {}
                 if maps is not None:
                     save_maps(classifier, classes, images, probabilities, maps._replace(files=iter(files)))
-                    for answer, file in zip(answers, files, strict=True):
-                        answer["gradcam"] = str(file)
             yield from ((given, answer) for given, answer, _ in batch)
 
 
@@ -125,10 +124,8 @@ def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probab
 
 
 def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
-    """A PNG in `folder` for each file: its name without suffix and `-KIND`; numbered where that would come twice.
-
-    None leaves the folder, no two are the same (also where capital letters do not count), and none is one of `files`.
-    Raises UserError for a folder that cannot be written.
+    """A PNG in `folder` for each file: its name without suffix and `-KIND`; numbered where that would come twice (also
+    where capital letters do not count) or is one of `files`. Raises UserError for a folder that cannot be written.
     """
     check_writable(folder)
     taken = {_identity(Path(file)) for file in files}

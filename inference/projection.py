@@ -110,10 +110,8 @@ class Distance:
 
 
 def build_features(name: str | None, weights: str | Path | None, device: torch.device) -> ResNetFeatures | None:
-    """Features by name; None for `pixels`. Without a name: those of resnet50, or where its weights are not there pixels
-    and a line on stderr that says so.
-
-    Raises UserError if weights are named and missing, or given where none are read.
+    """Features by name; None for `pixels`, and without a name where there are no weights, which stderr says. Raises
+    UserError if weights are named and missing, or given where none are read.
     """
     if name is None and not weights and find_weights(None) is None:
         text = f"no ResNet-50 weights found: comparing pixels only, which gives blurred images; for more {HOW_TO_GET}"
@@ -164,9 +162,8 @@ class Projector:
         self.spaces: dict[str, Projection] = {}  # what `find` found in each, behind where it started
 
     def start(self, labels: Sequence[int]) -> Projection:
-        """Where the search starts: the mean w of the class among `labels` that looks most like the target.
-
-        Unconditional (no labels): `w_avg`.
+        """Where the search starts: the mean w of the class among `labels` that looks most like the target; without
+        labels `w_avg`.
         """
         z = torch.randn(MEAN_SAMPLES, self.generator.z_dim, generator=keyed_generator(self.seed, "project", "mean"))
         noise: Maps
@@ -276,10 +273,8 @@ def find(
     *,
     tick: Callable[[], object] = lambda: None,  # called after each step
 ) -> Projector:
-    """A projector that has searched; of several chosen classes it starts from the one whose mean image is most like the
-    target.
-
-    Raises UserError for a generator without w, and for missing weights.
+    """A projector that has searched, from one of the sampler's classes on. Raises UserError for a generator without w,
+    and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
     network = build_features(config.features, config.weights, sampler.device)

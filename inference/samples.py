@@ -25,10 +25,9 @@ from duetgan.utils.runlog.progress import Bar
 class Sampler:
     """A generator and how it is sampled. Samples have numbers, from 0, which go round the chosen classes.
 
-    Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`. That sample depends on the seed,
-    its class and i // K alone: not on what else is chosen, nor on how many are drawn. Where images may have several
-    labels, a class is a set of them (`ImageGenerator.sets`). Raises UserError for a
-    truncation that the generator cannot do.
+    Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`: it depends on the seed, its class
+    and i // K alone. Where images may have several labels, a class is a set of them (`ImageGenerator.sets`). Raises
+    UserError for a truncation that the generator cannot do.
     """
 
     generator: ImageGenerator
@@ -96,12 +95,12 @@ class Sampler:
                 batch_size=self.batch_size,
             )
 
-    def latents(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, list[Tensor] | NoiseMode]:
-        """z [n, z_dim], labels [n] or None, and the noise (maps [n, 1, H, W] for each layer, or the mode's name)."""
+    def latents(self, numbers: Sequence[int]) -> "Start":
+        """z with the labels, and the noise of the samples."""
         z, maps = draw(self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers))
         labels = self.labels(numbers)
         noise = [upload(m, self.device) for m in maps] if self.noise_mode == "random" else self.noise_mode
-        return upload(z, self.device), None if labels is None else upload(labels, self.device), noise
+        return Start(upload(z, self.device), None if labels is None else upload(labels, self.device), noise)
 
 
 def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
@@ -115,10 +114,8 @@ def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
 
 
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
-    """Labels of `all` classes (the first `most`), or of those named with commas between; an unconditional generator has
-    no `classes`.
-
-    Raises UserError for an unknown or a repeated class, and for any name where there are no classes.
+    """Labels of `all` classes (the first `most`), or of those named with commas between. Raises UserError for an
+    unknown or a repeated class, and for any name where there are no `classes`.
     """
     if names == "all":
         return list(range(len(classes)))[:most]
@@ -138,9 +135,8 @@ CELL, COPIES = 64, 3  # px that small images are enlarged to; the picture, Pillo
 
 def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()) -> int:
     """Write `count` images to a PNG file, or one by one into a folder (`save_image`), as many of each class or one
-    less; returns how many they are. A single image has seed, index (of its key) and class in its name and text chunks.
-
-    Args: `names` of all classes by label, for these. Raises UserError for a picture that memory does not hold.
+    less; returns how many they are. A single image has seed, index (of its key) and class, of `names`, in its name and
+    text chunks. Raises UserError for a picture that memory does not hold.
     """
     kinds, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * kinds or GRID[1]
@@ -172,8 +168,7 @@ def draw_truncation(
 ) -> int:
     """Write a PNG: a row for each psi, in each column the same latents and noise; returns how many samples it shows.
 
-    psi 1 is the sample as it is, 0 the mean image (StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg)).
-    Args: `names` of all classes by label. Raises UserError for a generator without w.
+    StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg). Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
@@ -257,11 +252,11 @@ class Start:
 
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
     """The truncated styles and the noise of samples of a generator with w; the sampler's psi unless one is given."""
-    z, labels, noise = sampler.latents(numbers)
+    start = sampler.latents(numbers)
     psi, generator = sampler.truncation_psi if psi is None else psi, cast(StyledGenerator, sampler.generator)
     with torch.no_grad(), full_float32(sampler.device):
-        ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
-        return Start(generator.truncate(ws, psi, sampler.truncation_cutoff), None, noise)
+        ws = generator.mapping(start.code, start.labels)[:, None].expand(-1, generator.num_ws, -1)
+        return Start(generator.truncate(ws, psi, sampler.truncation_cutoff), None, start.noise)
 
 
 def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:

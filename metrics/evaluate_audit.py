@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.evaluate_gan import Sampler
+from duetgan.metrics.evaluate_gan import sample_features
 from duetgan.metrics.features.extractors import (
-    Extractor,
     RealFeatures,
     build_extractors,
     chunk_size,
-    feature_sets,
     find_weights,
     shared_pass,
 )
@@ -43,9 +41,8 @@ PAIRS = 24  # members shown with their nearest sample
 
 
 def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
-    """Both attacks, their controls, the test with planted copies, and images, for a GAN's checkpoint.
-
-    Raises UserError where members or held-out images are missing or not what they must be.
+    """Attacks, controls, the test with planted copies, and images. Raises UserError where members or held-out images
+    are missing or not what they must be.
     """
     with collectives.raising_together():
         generator = generator_from(checkpoint, collectives.choose_device(options.device))
@@ -53,22 +50,24 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
             require_same_classes("the generator", checkpoint["classes"], "the images", reader.classes)
         train = _training_images(checkpoint, reader)
     searched, seed, n = options.searched or SEARCHED, options.seed, options.n or GAN_IMAGES
-    how: dict[str, Any] = {"side": generator.spec.side, "batch_size": options.batch_size}
+    size: int = options.batch_size
     with train:
         with collectives.raising_together():
             how_many: dict[str, Any] = {"conditional": bool(generator.classes), "searched": searched, "seed": seed}
             members, held_out, dropped = choose_sides(train, reader, **how_many)
+            options.extractor = options.extractor or ["pixels" if find_weights(options.weights) is None else "resnet50"]
         files = [(train, members), (reader, held_out)]
-        place = collectives.main_first(lambda: _place(options, generator))
+        device = next(generator.parameters()).device
+        extractors = collectives.main_first(lambda: build_extractors(options, generator.spec, device, None))
+        place = search_place(extractors, generator.spec)  # no classifier: to it its training images are familiar
         if collectives.is_main():
             print(f"extractor: {place.name}", file=sys.stderr)
-        features = RealFeatures(batch_size=options.batch_size, show=True)
+        features = RealFeatures(batch_size=size, show=True)
         real = torch.cat([features.get(file, selection, [place])[0] for file, selection in files])
         labels = members.labels[np.arange(n) % len(members.labels)]
-        drawn = Sampler(generator, Selection(np.arange(n), labels, f"samples {seed} {n}"), seed=seed)
-        with evaluating(generator):
-            (samples,) = feature_sets(drawn.draw, [place], total=n, what="samples", **how)
-        logits = _logits(checkpoint, generator, files, seed, how)
+        asked = torch.from_numpy(labels) if generator.classes else None
+        (samples,) = sample_features(generator, asked, [place], total=n, seed=seed, batch_size=size, what="samples")
+        logits = _logits(checkpoint, generator, files, seed, size)
 
         def finish() -> dict[str, Any]:
             key = partial(keyed_generator, seed, "eval", "audit", "planted")
@@ -156,19 +155,12 @@ def choose_sides(
     return members, held_out, len(reader) - len(kept)
 
 
-def _place(options: Namespace, generator: ImageGenerator) -> Extractor:
-    """The extractor whose features tell what is near: never a classifier, to which its training images are familiar."""
-    options.extractor = options.extractor or ["resnet50" if find_weights(options.weights) is not None else "pixels"]
-    extractors = build_extractors(options, generator.spec, next(generator.parameters()).device, None)
-    return search_place(extractors, generator.spec)
-
-
 def _logits(
     checkpoint: Checkpoint,
     generator: ImageGenerator,
     files: Sequence[tuple[Dataset, Selection]],
     seed: int,
-    how: dict[str, Any],  # of the passes
+    batch_size: int,
 ) -> Tensor | None:
     """The discriminator's logits of the files' images, one after the other, on rank 0; None where there is no whole
     discriminator. All ranks must call this.
@@ -189,14 +181,13 @@ def _logits(
             pieces = zip(*(part.split(max(1, chunk_size(side) // group)) for part in (images, labels)), strict=True)
             return torch.cat([partners.logits(discriminator, *piece) for piece in pieces])
 
-        parts += shared_pass(len(selection.indices), work, **how)
+        parts += shared_pass(len(selection.indices), work, side=full, batch_size=batch_size)
     return torch.cat(parts)
 
 
 class Partners:
-    """Samples beside which a discriminator sees an image where it looks at groups (minibatch standard deviation).
-
-    They are the same for every image: a logit that depended on other real images would tell of them too.
+    """Samples beside which a discriminator sees every image where it looks at groups (minibatch standard deviation): a
+    logit that depended on other real images would tell of them too.
     """
 
     def __init__(self, generator: ImageGenerator, count: int, *, seed: int) -> None:

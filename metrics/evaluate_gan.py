@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.comparison.compare import keep_predictions
+from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.features.extractors import (
     Extractor,
     RealFeatures,
     build_extractors,
-    classifier_input,
     feature_sets,
     fingerprint,
-    shared_pass,
 )
 from duetgan.metrics.features.precision import device_of, evaluating, full_float32
-from duetgan.metrics.features.selection import Selection, select
+from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, Samples, measured
 from duetgan.metrics.images import SampleBoard
 from duetgan.metrics.intervals import Measured
@@ -40,7 +39,7 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.images import save_captioned, save_rows
+from duetgan.utils.images import save_captioned
 from duetgan.utils.provenance import Lineage, recorded
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -82,11 +81,9 @@ def evaluate_generator(
     details: bool = True,  # whether the figures that training does not follow are computed
     **how: Any,  # see `gather`
 ) -> dict[str, Any]:
-    """Distances with their floors, recognised share, diversity and memorisation, ready for JSON.
-
-    Returns `n`, `seed`, `distances` (a list of `extractor`, `weights`, `n` and the figures of that extractor), the
-    judge's figures and, once more, those of the first extractor (`metrics.figures.GAN`), `memorisation` (see
-    `metrics.samples.memorisation.search_copies`), `notes`. What cannot be computed is None, and `notes` says why.
+    """The figures of `metrics.figures.GAN`, ready for JSON: `n`, `seed`, `distances` (a list of `extractor`, `weights`,
+    `n` and the figures of that extractor), the judge's figures and, once more, those of the first extractor,
+    `memorisation` (see `search_copies`), `notes`. What cannot be computed is None, and `notes` says why.
 
     All ranks must call this, and get the same. They share the passes over the images; rank 0 computes the figures.
     Raises UserError where images or classes of a file or the judge do not fit the generator; for less than two images.
@@ -117,8 +114,7 @@ def gather(
     n falls to the size of the smallest real set. Sample i has the label of the i-th real image drawn, so both sides
     have the same mix of classes.
     """
-    notes: dict[str, str] = {}
-    train = _second_real_set(reader, train_reader, notes)
+    train, notes = _second_real_set(reader, train_reader)
     real = real or RealFeatures(batch_size=batch_size, show=show)
     with collectives.raising_together():
         n = min(n, len(reader), len(train) if train is not None and floor else len(reader))
@@ -137,13 +133,14 @@ def gather(
         few = replace(drawn, indices=drawn.indices[:n], labels=drawn.labels[:n], key=f"{drawn.key}, the first {n}")
         for space in spaces if floor else filter(None, [place]):
             (trains[space.name],) = real.get(train, drawn if space is place else few, [space])
-    samples = Sampler(generator, side, seed=seed, hot=hot, judge=classifier, observe=observe)
-    with evaluating(generator):
-        how: Any = {"total": len(side.indices), "side": generator.spec.side, "batch_size": batch_size}
-        fakes = feature_sets(samples.draw, spaces, **how, what="samples" if show else "", take=samples.take)
+    judges = [] if classifier is None else [judging(classifier)]
+    shown, asked = (torch.from_numpy(each) for each in (side.labels, reader.meta.conditions(side.labels)))
+    watch = observe and (lambda rows, *seen: observe(seen[0], shown[rows], seen[1][-1] if judges else None))
+    how: Any = {"total": len(shown), "batch_size": batch_size, "what": "samples" if show else "", "observe": watch}
+    fakes = sample_features(generator, asked if generator.classes else None, [*spaces, *judges], seed=seed, **how)
     about: Any = {"n": n, "seed": seed, "per_class": per_class, "thresholds": getattr(classifier, "thresholds", None)}
-    about |= {"names": reader.classes if generator.classes else [], "probabilities": samples.probabilities(n)}
-    about["labels"] = torch.from_numpy(side.labels if hot is None else hot[side.labels])
+    about |= {"names": reader.classes if generator.classes else [], "probabilities": fakes[-1][:n] if judges else None}
+    about["labels"] = shown if hot is None else asked > 0
     records = [
         Samples(fake=fake, real=test, training=trains.get(space.name) if floor else None, extractor=space.name, **about)
         for space, fake, test in zip(extractors, fakes, tests, strict=False)  # without the added space
@@ -157,63 +154,43 @@ def gather(
     return Gathered(records, list(extractors), search, notes)
 
 
-@dataclass
-class Sampler:
-    """A generator's samples as a source of images; rank 0 keeps what the judge says of them."""
+def sample_features(
+    generator: ImageGenerator,
+    labels: Tensor | None,  # of all samples, as the generator takes them
+    extractors: Sequence[Extractor],
+    *,
+    seed: int,
+    **how: Any,  # see `feature_sets`
+) -> list[Tensor]:
+    """`feature_sets` of samples; sample i depends on the seed, i and its label alone."""
 
-    generator: ImageGenerator
-    selection: Selection
-    seed: int
-    hot: np.ndarray | None = None  # bool [labels, K]: of several labels a sample what each of their numbers stands for
-    judge: Classifier | None = None
-    observe: Observer | None = None
-    answers: list[Tensor] = field(default_factory=list)  # probabilities [b, K] of the judge
+    def draw(rows: range) -> Tensor:
+        own = None if labels is None else labels[rows.start : rows.stop]
+        with full_float32(device_of(generator)):
+            return generate(generator, labels=own, indices=rows, seed=seed, batch_size=len(rows))
 
-    def draw(self, rows: range) -> tuple[Tensor, tuple[Tensor | None, Tensor, Tensor | None]]:
-        """Draw and judge samples `rows`; sample i depends on the seed, i and its label alone. Returns them, and what
-        `take` wants.
-        """
-        labels = torch.from_numpy(self.selection.labels[rows.start : rows.stop])
-        asked = labels if self.hot is None else torch.from_numpy(self.hot[labels]).float()
-        with full_float32(next(self.generator.parameters()).device):
-            images = generate(
-                self.generator,
-                labels=asked if self.generator.classes else None,
-                indices=rows,
-                seed=self.seed,
-                batch_size=len(rows),
-            )
-        probabilities = None if self.judge is None else judge_images(self.judge, images)
-        return images, (None if self.observe is None else images, labels, probabilities)
+    with evaluating(generator):
+        return feature_sets(draw, extractors, side=generator.spec.side, **how)
 
-    def probabilities(self, n: int) -> Tensor | None:
-        """The judge's, of the first n samples that it has seen; None: there is none."""
-        return torch.cat(self.answers)[:n] if self.answers else None
 
-    def take(self, drawn: tuple[Tensor | None, Tensor, Tensor | None]) -> None:
-        """Keep the answers and show the samples to the observer."""
-        images, labels, probabilities = drawn
-        if probabilities is not None:
-            self.answers.append(probabilities)
-        if self.observe is not None and images is not None:
-            self.observe(images, labels, probabilities)
+def judging(classifier: Classifier) -> Extractor:
+    """Its probabilities as features."""
+    return Extractor("of the judge", classifier.classes, partial(judge_images, classifier), device_of(classifier))
 
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
-    """A classifier's probabilities [n, K] for uint8 images [n, C, H, W]; float64 on the CPU."""
-    with evaluating(classifier), full_float32(device_of(classifier)):
-        logits = classifier(classifier_input(classifier, images)).cpu().double()
+    """A classifier's probabilities of images, float64 [n, K] on the CPU; see `logits_of`."""
+    logits = logits_of(classifier, images).double()
     return logits.softmax(1) if getattr(classifier, "thresholds", None) is None else logits.sigmoid()
 
 
-def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> Dataset | None:
+def _second_real_set(reader: Dataset, train: Dataset | None) -> tuple[Dataset | None, dict[str, str]]:
     """The training images, if they can serve for the floor; otherwise a note says why not."""
     if train is None:
-        notes["floor"] = "no training images were given as the second real set"
-    elif train.meta.content_hash == reader.meta.content_hash:
-        notes["floor"] = "training and test images are the same; the floor needs two disjoint real sets"
-        return None
-    return train
+        return None, {"floor": "no training images were given as the second real set"}
+    if train.meta.content_hash == reader.meta.content_hash:
+        return None, {"floor": "training and test images are the same; the floor needs two disjoint real sets"}
+    return train, {}
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
@@ -276,13 +253,12 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
 
         def finish() -> dict[str, Any]:
             document = gathered.document(details=True)
-            images = [*board.save(out, reader.spec), "real.png"]
+            images = board.save(out, reader)
             if train is not None and document["memorisation"] is not None:
                 how: Any = {"seed": options.seed, "asked": reader.meta.conditions}
                 pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
-            save_real(reader, board, out / "real.png")
             notes = document["notes"] | leaks(reader, train)
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
@@ -331,25 +307,13 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     the class score that they have.
     """
     chosen = select(reader.label_numbers(), n=n, seed=options.seed, role="judge")
-    work = lambda rows: judge_images(judge, chosen.images(reader, rows))  # noqa: E731
-    parts = list(shared_pass(n, work, side=reader.spec.side, batch_size=options.batch_size))
+    (answers,) = RealFeatures(batch_size=options.batch_size).get(reader, chosen, [judging(judge)])
 
     def figures() -> dict[str, Any]:
-        answers = torch.cat(parts)
         labels = torch.from_numpy(reader.meta.conditions(chosen.labels))
-        hits = recognised(answers, labels if judge.thresholds is None else labels > 0, judge.thresholds)
+        hits = recognised(answers, labels, judge.thresholds)
         score = class_score(answers) if judge.thresholds is None else Measured(None)
         shares = {"accuracy": hits.value, "accuracy_interval": hits.interval, "n": n}
         return shares | {"class_score": score.value, "class_score_interval": score.interval}
 
     return collectives.from_main_process(figures)
-
-
-def save_real(reader: Dataset, board: SampleBoard, path: Path) -> None:
-    """Write a grid of real test images, laid out like the grid of samples."""
-    labels = reader.label_numbers() if board.names else np.zeros(len(reader), dtype=np.int64)
-    rows = []
-    for label in board.shown:
-        images, _ = reader.read(np.flatnonzero(labels == label)[: board.capacity])
-        rows.append(list(torch.from_numpy(images)))
-    save_rows(rows, path, columns=board.columns, captions=board.captions, spec=reader.spec)

@@ -40,11 +40,8 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
     in `targets` [n]. The model should be in evaluation mode; its parameters need not require gradients. Nothing before
     the layer is differentiated. Raises UserError for an unknown layer and one without maps.
     """
-
-    def asked(logits: Tensor) -> Tensor:
-        return logits.gather(1, targets[:, None]).sum()  # of each image its own: they do not touch one another
-
-    maps, gradients = output_gradient(model, layer, (images,), asked)
+    # of each image its own logit: they do not touch one another
+    maps, gradients = output_gradient(model, layer, (images,), lambda logits: logits.gather(1, targets[:, None]).sum())
     if maps.ndim != 4:
         shape = list(maps.shape)
         raise UserError(f"layer {layer!r} gives no maps (its output is {shape}); choose a stage or a convolution")

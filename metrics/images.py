@@ -17,7 +17,6 @@ from duetgan.metrics.grad_cam import image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
-from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table, visible
 
 SHOWN = 24  # images of a picture of single ones
@@ -59,14 +58,22 @@ class SampleBoard:
             best = sorted(offered, key=lambda each: -each[0])[:SHOWN]
             self.kept[name] = [(score, image.clone(), text) for score, image, text in best]  # no view of the batch
 
-    def save(self, folder: Path, spec: ImageSpec | None = None) -> list[str]:
-        """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
-        rows = [self.rows[row] for row in self.shown]
-        save_rows(rows, folder / "samples.png", columns=self.columns, captions=self.captions, spec=spec)
+    def save(self, folder: Path, real: Dataset | None = None) -> list[str]:
+        """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png, and real.png, test images
+        in the same rows; returns the names.
+        """
+        spec = None if real is None else real.spec
+        tables = {"samples.png": [self.rows[row] for row in self.shown]}
         judged = {name: kept for name, kept in self.kept.items() if kept}
         for name, kept in judged.items():
             save_captioned([image for _, image, _ in kept], [text for *_, text in kept], folder / name, spec=spec)
-        return ["samples.png", *judged]
+        if real is not None:
+            labels = real.label_numbers() if self.names else np.zeros(len(real), dtype=np.int64)
+            places = [np.flatnonzero(labels == label)[: self.capacity] for label in self.shown]
+            tables["real.png"] = [list(torch.from_numpy(real.read(each)[0])) for each in places]
+        for name, rows in tables.items():
+            save_rows(rows, folder / name, columns=self.columns, captions=self.captions, spec=spec)
+        return ["samples.png", *judged, *list(tables)[1:]]
 
 
 def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = SHOWN) -> bool:
@@ -88,7 +95,7 @@ def save_confused(
     for pair in pairs:
         true, predicted = names.index(pair["true"]), names.index(pair["predicted"])
         chosen = surest((answers.labels == true) & (answers.predicted == predicted), answers)[:columns]
-        rows.append(list(torch.from_numpy(reader.read(chosen)[0])))
+        rows.append(list(reader.read(chosen)[0]))
     heads = [f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs]
     save_table(rows, path, row_heads=heads, spec=reader.spec)
 
@@ -129,15 +136,11 @@ def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
         for corruption in CORRUPTIONS.values()
     ]
     heads = ["as it is", *(f"strength {strength}" for strength in range(1, STRENGTHS + 1))]
-    tensors = [[torch.from_numpy(np.ascontiguousarray(each)) for each in row] for row in rows]
-    save_table(tensors, path, row_heads=list(CORRUPTIONS), column_heads=heads)
+    save_table(rows, path, row_heads=list(CORRUPTIONS), column_heads=heads)
 
 
 def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path: str | Path) -> None:
-    """Draw accuracy by confidence, a bar for each bin that has images, above how many images it has.
-
-    The diagonal is a calibrated classifier; the gap from a bar to it is filled.
-    """
+    """Draw accuracy by confidence, a bar for each bin that has images, above how many images it has."""
     shown = [(place, row) for place, row in enumerate(reliability) if row["n"]]
     places = (np.array([place for place, _ in shown]) + 0.5) / len(reliability)
     accuracy, confidence, counts = (np.array([row[key] for _, row in shown]) for key in ("accuracy", "confidence", "n"))

@@ -1,7 +1,7 @@
 """How sure a figure over images is: 95 % intervals by formula, none by resampling."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 NORMAL = 1.959964  # 97.5 % of the normal distribution lie below: intervals of 95 %
+ROUNDS = 100  # of a bisection: to the last digits of a float64
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,22 @@ class Measured:
         """An estimate of a known variance (its own, not an image's) and its normal interval, within what it can be; no
         interval where nothing varies: such images leave no spread to estimate it from.
         """
-        return cls(value, normal_interval(value, variance, low=low, high=high) if variance > 0 else None)
+        half = NORMAL * max(0.0, variance) ** 0.5
+        return cls(value, [min(max(end, low), high) for end in (value - half, value + half)] if half else None)
 
     @classmethod
-    def influenced(cls, value: float, influence: Tensor | np.ndarray, *, high: float = 1.0) -> Self:
-        """A figure at least 0 of n images from each one's influence on it, [n]."""
+    def influenced(
+        cls, value: float, influence: Tensor | np.ndarray, by_class: Sequence[float | None] = (), *, high: float = 1.0
+    ) -> Self:
+        """A figure of n images, from 0 to `high`, from each one's influence on it, [n].
+
+        The standard error is the root of the mean square over n, of the infinitesimal jackknife (Efron 1982); it is
+        what the bootstrap's tends to. No interval where no image has any, as `normal`.
+        """
         influence = np.asarray(influence)
-        return cls(value, influence_interval(value, influence, high=high), influence=influence)
+        half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
+        interval = [max(0.0, value - half), min(high, value + half)] if half else None
+        return cls(value, interval, by_class, influence=influence)
 
     @classmethod
     def share(cls, hits: Tensor, by_class: Sequence[float | None] = ()) -> Self:
@@ -65,20 +75,12 @@ def balanced_interval(hits: Sequence[int], counts: Sequence[int]) -> list[float]
     return [max(0.0, mean - below), min(1.0, mean + above)]
 
 
-def influence_interval(value: float, influence: np.ndarray, *, high: float = 1.0) -> list[float] | None:
-    """The 95 % interval of a figure of n images from each one's influence on it, [n], within 0 and `high`.
-
-    The standard error is the root of the mean square over n, of the infinitesimal jackknife (Efron 1982); it is what
-    the bootstrap's tends to. None where no image has any: such images leave no spread to estimate it from.
-    """
-    half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
-    return [max(0.0, value - half), min(high, value + half)] if half else None
-
-
-def normal_interval(value: float, variance: float, *, low: float = -math.inf, high: float = math.inf) -> list[float]:
-    """The 95 % interval of an estimate with a known variance, within `low` and `high`."""
-    half = NORMAL * max(0.0, variance) ** 0.5
-    return [min(max(end, low), high) for end in (value - half, value + half)]
+def root(falling: Callable[[float], float | Tensor], value: float | Tensor, low: float, high: float) -> float:
+    """Where a falling function reaches `value`, or the end of the range that is nearer to it."""
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > value else (low, middle)
+    return (low + high) / 2
 
 
 def jackknife_variance(left_out: Tensor) -> float:

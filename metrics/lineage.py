@@ -83,10 +83,7 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
 
 
 def leaks(reader: Dataset, train: Dataset | None) -> dict[str, str]:
-    """A note under the key `leaks` where test images are among the training images, pixel for pixel; else none.
-
-    Files of other sizes or channels cannot be compared, nor files without signatures.
-    """
+    """A note under the key `leaks` where test images are among the training images, pixel for pixel; else none."""
     if train is None or not (count := overlap(reader, train)):
         return {}
     text = (
@@ -97,7 +94,7 @@ def leaks(reader: Dataset, train: Dataset | None) -> dict[str, str]:
 
 
 def overlap(reader: Dataset, train: Dataset) -> int:
-    """How many of `reader`'s images are in `train`, pixel for pixel; 0 where the files cannot be compared."""
+    """How many of `reader`'s images are in `train`, pixel for pixel; 0 where a file has no signatures."""
     try:
         return int(np.isin(reader.signatures()["digest"], train.signatures()["digest"]).sum())
     except UserError:
@@ -121,9 +118,8 @@ def load_judge(
 ) -> Classifier:
     """The classifier that names the samples.
 
-    Raises UserError if it helped to train the generator or to find edits, was trained on samples of any generator, has
-    seen the test images, or knows other classes. What it is and has seen is known by fingerprints and hashes, wherever
-    files lie; a guide also by its run, whose other checkpoints are too near to it.
+    Raises UserError if it helped to train the generator or to find edits (a guide's other checkpoints, too), was
+    trained on samples of any generator, has seen the test images, or knows other classes.
     """
     file = resolve(run)
     judge = read(file)
@@ -179,7 +175,7 @@ def identities(reader: Dataset) -> set[str]:
 
 def shared(judge: Checkpoint, reader: Dataset) -> float:
     """The share of the test images that are in the file a classifier was trained on, pixel for pixel; 0 if that is not
-    at hand, is another one by now, or holds images of other sizes or channels.
+    at hand or another one by now, and as `overlap`.
     """
     content, (trained, _) = (judge.get("data") or {}).get("content_hash"), training_images(judge)
     with trained or nullcontext():

@@ -1,6 +1,6 @@
 """An evaluation's document as text for people."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from duetgan.metrics.figures import CLASSIFIER, GAN, LABELS, Figure
@@ -48,14 +48,27 @@ def classifier_table(document: dict[str, Any]) -> str:
     classes = [[name, *(decimal(row[key]) for key in by_class), str(row["support"])] for name, row in rows]
     parts = [columns(figures, "<"), "", columns([["class", *by_class.values(), "images"], *classes])]
     if "robustness" in document:
-        corruptions = document["robustness"]["corruptions"]
-        spoiled = [
-            [name, decimal(document["accuracy"]), *(decimal(each["accuracy"]) for each in row["strengths"])]
-            for name, row in corruptions.items()
-        ]
-        head = ["accuracy under", "none", *(f"strength {place}" for place in range(1, len(spoiled[0]) - 1))]
-        parts += ["", columns([head, *spoiled])]
+        parts += ["", columns(accuracy_under(document, decimal))]
     return _page(document, parts)
+
+
+def accuracy_under(document: Mapping[str, Any], show: Callable[[Any], str]) -> list[list[str]]:
+    """Head and rows of the accuracy under each corruption, weakest first, as far as a document holds it."""
+    rows = []
+    for name, row in as_dict(as_dict(document.get("robustness")).get("corruptions")).items():
+        shares = [each.get("accuracy") for each in as_dicts(as_dict(row).get("strengths"))]
+        rows.append([name, show(document.get("accuracy")), *map(show, shares)])
+    most = max(map(len, rows), default=2)
+    head = ["accuracy under", "none", *(f"strength {place}" for place in range(1, most - 1))]
+    return [head, *(row + ["-"] * (most - len(row)) for row in rows)]
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def as_dicts(value: object) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def gan_table(document: dict[str, Any]) -> str:

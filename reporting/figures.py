@@ -11,11 +11,13 @@ from typing import Any
 
 from duetgan.metrics.figures import FIGURES
 from duetgan.metrics.figures import Figure as Row
+from duetgan.metrics.tables import accuracy_under, as_dict, as_dicts
 from duetgan.reporting.pictures import number
 from duetgan.reporting.run_files import Run
 from duetgan.utils.text import duration
 
 Figure = tuple[str, str]  # (value, what it is)
+Result = tuple[str, str, str]  # an evaluation's: how sure it is, too
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)
 Show = Callable[[object], str]
 
@@ -48,20 +50,20 @@ def writer(row: Row) -> Show:
     return percent if row.unit == "share" else plain
 
 
-def headline(run: Run) -> list[Figure]:
+def headline(run: Run) -> list[Result]:
     figures = results(run, [row for row in TILES if row.place == "headline"])
-    for row in _dicts(run.evaluation.get("distances"))[:1]:
+    for row in as_dicts(run.evaluation.get("distances"))[:1]:
         words = [f"real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
         words += _interval(row.get("frechet_interval"), plain)
-        figures.append((plain(row.get("frechet")), f"Frechet distance on {_extractor(row)} ({'; '.join(words)})"))
+        figures.append((plain(row.get("frechet")), f"Frechet distance on {_extractor(row)}", f" ({'; '.join(words)})"))
     return figures
 
 
-def results(run: Run, rows: Sequence[Row] = ()) -> list[Figure]:
+def results(run: Run, rows: Sequence[Row] = ()) -> list[Result]:
     """Those of the rows' figures (none: of all tiles) that the evaluation has, with how sure they are."""
     document = run.evaluation
     return [
-        (writer(row)(document[row.key]), row.meaning + _sureness(document, row))
+        (writer(row)(document[row.key]), row.meaning, _sureness(document, row))
         for row in rows or TILES
         if document.get(row.key) is not None and (row.key, type(document[row.key])) != ("precision", str)
     ]
@@ -69,7 +71,7 @@ def results(run: Run, rows: Sequence[Row] = ()) -> list[Figure]:
 
 def _sureness(document: Mapping[str, Any], row: Row) -> str:
     """A figure's 95 % interval, how many views of an image it is of, and how good the classifier is that judged it."""
-    words, judge = _interval(document.get(f"{row.key}_interval"), writer(row)), _dict(document.get("judge"))
+    words, judge = _interval(document.get(f"{row.key}_interval"), writer(row)), as_dict(document.get("judge"))
     if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
         words.append(VIEWS[str(document["tta"])])
     if row.key == "recognised" and judge:
@@ -90,7 +92,7 @@ def _interval(interval: object, show: Show) -> list[str]:
 
 
 def memorisation(run: Run) -> list[Figure]:
-    copies = _dict(run.evaluation.get("memorisation"))
+    copies = as_dict(run.evaluation.get("memorisation"))
     if not copies:
         return []
     verdict = "copies training images" if copies.get("copies") else "no sign of copies"
@@ -110,7 +112,7 @@ def evaluation_facts(run: Run) -> tuple[str, str]:
 
 def remarks(run: Run) -> list[tuple[str, str]]:
     """The evaluation's notes: what each is about, as the page calls it, and its words."""
-    notes = _dict(run.evaluation.get("notes")).items()
+    notes = as_dict(run.evaluation.get("notes")).items()
     return [(REMARKS.get(key, str(key).replace("_", " ")), str(words)) for key, words in notes]
 
 
@@ -118,18 +120,12 @@ def tables(run: Run) -> list[Table]:
     """The evaluation's tables: of distances and of classes, as far as they have rows."""
     document = run.evaluation
     keys, titles = [*(row.key for row in COLUMNS), "n"], [*(row.title for row in COLUMNS), "n"]
-    distances = [[_extractor(row), *(plain(row.get(key)) for key in keys)] for row in _dicts(document.get("distances"))]
+    each = as_dicts(document.get("distances"))
+    distances = [[_extractor(row), *(plain(row.get(key)) for key in keys)] for row in each]
     of_distances: Table = ["extractor", *titles], distances
-    there = (of_distances, _class_table(document), _robustness_table(document), _outlier_table(document))
+    head, *spoiled = accuracy_under(document, percent)
+    there = (of_distances, _class_table(document), (head, spoiled), _outlier_table(document))
     return [table for table in there if table[1]]
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _extractor(row: Mapping[str, Any]) -> str:
@@ -141,32 +137,21 @@ def _extractor(row: Mapping[str, Any]) -> str:
 def _class_table(document: Mapping[str, Any]) -> Table:
     """A row per class: precision and recall, or recognised and diversity, whatever the evaluation holds."""
     columns: dict[str, dict[str, str]] = {}
-    for name, figures in _dict(document.get("per_class")).items():
-        for key, value in _dict(figures).items():
+    for name, figures in as_dict(document.get("per_class")).items():
+        for key, value in as_dict(figures).items():
             columns.setdefault(key, {})[name] = plain(value) if key == "support" else percent(value)
     for row in FIGURES:
-        if by_class := _dict(document.get(row.by_class)):
+        if by_class := as_dict(document.get(row.by_class)):
             columns[row.title] = {label: writer(row)(value) for label, value in by_class.items()}
     names = dict.fromkeys(name for column in columns.values() for name in column)
     return ["class", *columns], [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
 
 
-def _robustness_table(document: Mapping[str, Any]) -> Table:
-    """Accuracy under each corruption, weakest first."""
-    rows = []
-    for name, row in _dict(_dict(document.get("robustness")).get("corruptions")).items():
-        shares = [each.get("accuracy") for each in _dicts(_dict(row).get("strengths"))]
-        rows.append([name, percent(document.get("accuracy")), *map(percent, shares)])
-    most = max(map(len, rows), default=2)
-    rows = [row + ["-"] * (most - len(row)) for row in rows]
-    return ["accuracy under", "none", *(f"strength {place}" for place in range(1, most - 1))], rows
-
-
 def _outlier_table(document: Mapping[str, Any]) -> Table:
     """How well images of another file are told from the test images."""
-    outliers, rows = _dict(document.get("ood")), []
+    outliers, rows = as_dict(document.get("ood")), []
     for key, name in (("max_probability", "largest probability"), ("energy", "energy")):
-        if row := _dict(outliers.get(key)):
+        if row := as_dict(outliers.get(key)):
             ends = row.get("auroc_interval")
             interval = " to ".join(map(plain, ends)) if isinstance(ends, list) else "-"
             rows.append([name, plain(row.get("auroc")), interval, percent(row.get("fpr95"))])

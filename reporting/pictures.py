@@ -55,9 +55,8 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
 
 
 class Chart:
-    """The curves of some series in one chart.
-
-    The y axis is logarithmic when all values are positive and the largest is 100 times the smallest or more.
+    """The curves of some series in one chart; the y axis is logarithmic where all values are positive and the largest
+    is LOG_FROM times the smallest or more.
     """
 
     def __init__(self, series: Mapping[str, Points], *, title: str) -> None:

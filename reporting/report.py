@@ -18,7 +18,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from duetgan.reporting import figures, pictures
-from duetgan.reporting.figures import change, headline, percent, plain
+from duetgan.reporting.figures import change, headline
 from duetgan.reporting.pictures import Chart, picture
 from duetgan.reporting.run_files import Run
 from duetgan.utils import bounded
@@ -59,9 +59,7 @@ def chart_of(key: str) -> str:
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `run_dir/report.html` for one run, with the commands to train it again and of the last evaluation; returns
-    its path.
-    """
+    """Write RUN_DIR/report.html, with the commands to train it again and of the last evaluation; returns its path."""
     run = Run(run_dir)
     title = f"Run {run.name}" + (f" ({run.task})" if run.task else "")
     config, evaluation = run.folder / "config.yaml", run.folder / "eval" / "command.txt"
@@ -95,7 +93,7 @@ def write_quickstart_report(
     runs = {title: Run(Path(folder) / name) for name, title in titles.items()}
     first = [figure for run in runs.values() for figure in headline(run)]
     if seconds is not None:
-        first.append((duration(seconds), "all steps together"))
+        first.append((duration(seconds), "all steps together", ""))
     page = {"title": "Duet quickstart", "headline": first, "choices": notes, "runs": runs, "commands": commands}
     return write_page(Path(folder) / "report.html", "report.html.j2", **page, answers=answers)
 
@@ -113,11 +111,11 @@ def render(template: str, **values: Any) -> str:
 
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.globals.update(figures=figures, pictures=pictures, curves_of=_charts)
+    page.globals.update(figures=figures, pictures=pictures, report=sys.modules[__name__])
     return page.get_template(template).render(**values)
 
 
-def _charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
+def charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
     """The charts that are shown at once and the others; words in the place of curves that cannot be drawn."""
     series = run.series
     groups: dict[str, list[str]] = {}
@@ -184,7 +182,6 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
         families={name: [row for row in rows if row["family"] == name] for name in families},
         controls=[_control(row) for row in document["controls"]],
         kinds=KINDS,
-        writing={"percent": percent, "plain": plain, "signed": signed, "span": span, "drawn": drawn, "chance": chance},
         tables=document["tables"],
         arms=[[arm["name"], arm["family"], len(arm["figures"]), arm["what"]] for arm in document["arms"]],
         images=[picture(folder / item["file"], item["caption"]) for item in document.get("pictures", [])],

@@ -31,10 +31,7 @@ def _section(folder: Path, study: dict[str, Any]) -> list[str]:
     runs, rows = study["runs"], [HEAD, ["---"] * len(HEAD)]
     for row in [row for row in study["comparisons"] if row["asked"]]:
         share = row["figure"] is None
-        effect, of = (
-            signed(row["difference"], share=share) + " points" * share,
-            row["group"] if share else row["figure"],
-        )
+        effect, of = signed(row["difference"], share=share) + " points" * share, row["group" if share else "figure"]
         known = span(row["interval"], share=share), chance(row["p"]), f"**{row['verdict']}**"
         rows.append([row["second"], row["first"], "; ".join(row["controls"]) or "-", of, effect, *known])
     state = f"Study `{study['subject']}`: {len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"

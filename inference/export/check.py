@@ -115,9 +115,8 @@ def measure_speed(rows: Sequence[Row], runs: Sequence[Runner], subject: Subject,
 
 
 def examine(subject: Subject, exported: tuple[str, int, Runner], job: Namespace) -> tuple[list[Row], str | None]:
-    """The table's rows, the original's first and the exported file's last, and what is wrong with the file or None.
-
-    `exported` is its name, its bytes and how it runs. Raises UserError if the original's own outputs are not finite.
+    """The table's rows, the original's first and the exported file's (name, bytes, how it runs) last, and what is wrong
+    with it or None. Raises UserError if the original's own outputs are not finite.
     """
     networks = {"fp32 eager": subject.network}
     if subject.is_classifier:  # else there is nothing to fold
@@ -218,9 +217,7 @@ def _readable(
 
 def export(job: Namespace, checkpoint: dict[str, Any]) -> tuple[list[Row], Subject, str | None]:
     """Write, load again, check, rename, as `job`, the options of export.py, says. Returns the table's rows, what was
-    exported and what is wrong, or None.
-
-    Where something is wrong, no file is left behind and one that was there stays. Raises UserError.
+    exported and what is wrong (then a file that was there stays), or None. Raises UserError.
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]

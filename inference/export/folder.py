@@ -7,7 +7,7 @@ serves them.
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from duetgan.inference.export.subject import (
     write_weights,
 )
 from duetgan.inference.samples import Sampler, draw_grid
-from duetgan.metrics.figures import CLASSIFIER, GAN, Figure
+from duetgan.metrics.figures import CLASSIFIER, GAN
 from duetgan.metrics.lineage import run_folder
 from duetgan.models.classifier import ModelConfig
 from duetgan.models.registry import DEFAULT
@@ -175,17 +175,15 @@ def figures(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures of an evaluation: `name`, `value`, `interval` (95 %) or null, `n` images, `extractor` or null, and of
     distances the `floor`.
     """
-    groups: list[tuple[dict[str, Any], Iterable[Figure], str | None]] = [(document, CLASSIFIER, None)]
-    if document.get("task") != "classifier":
-        groups = [(document, (figure for figure in GAN if figure.by_judge), "classifier")]
-        for distance in reversed(document.get("distances") or []):  # classifier:RUN without its path
-            groups.insert(0, (distance, GAN, str(distance.get("extractor")).partition(":")[0]))
+    judged = [row for row in GAN if row.by_judge]
+    groups = [(each, GAN, str(each.get("extractor")).partition(":")[0]) for each in document.get("distances") or []]
+    groups += [(document, CLASSIFIER, "") if document.get("task") == "classifier" else (document, judged, "classifier")]
     rows = []
-    for group, table, by in groups:
-        for name in (figure.key for figure in table if figure.key not in FLOORS.values()):
+    for group, table, by in groups:  # classifier:RUN without its path
+        for name in (row.key for row in table if row.key not in FLOORS.values()):
             if isinstance(group.get(name), (int, float)):
                 row = {"name": name, "value": group[name], "interval": group.get(f"{name}_interval")}
-                row |= {"n": group.get("n", document.get("n")), "extractor": by}
+                row |= {"n": group.get("n", document.get("n")), "extractor": by or None}
                 floor = group.get(FLOORS.get(name, ""))
                 rows.append(row | ({} if floor is None else {"floor": floor}))
     return rows

@@ -1,9 +1,8 @@
 """What is exported: a network as a plain function of tensors, and the inputs that it is checked with. A trained network
 in one .safetensors file needs nothing else: the weights, and in the metadata what they are.
 
-The metadata's entry `duet` is JSON with the keys of a checkpoint that building the network takes (`task`, `classes`,
-`shape`, `config`, ...), so that what `read_weights` gives goes where a checkpoint goes: `models.restore`. The entries
-`input`, `output` and `classes` (JSON) say how the network is called.
+The metadata's entry `duet` is the JSON of `contents`, so that what `read_weights` gives goes where a checkpoint goes:
+`models.restore`. Other entries are those of `interface`.
 """
 
 import copy
@@ -179,7 +178,6 @@ def classifier_subject(
     calibrated: int = 0,  # images of the calibration, at most
 ) -> Subject:
     """A classifier, with images drawn from the file, and others, from the same or another one, to calibrate with.
-
     Raises UserError if the images' classes are not the classifier's, or if too few are there.
     """
     classifier = classifier_from(checkpoint, several=True)

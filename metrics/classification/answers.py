@@ -1,7 +1,6 @@
 """A classifier's answers to labelled images, and its figures: pure functions of the logits in the images' order.
 
-So they depend neither on batches nor on processes. Figures have their 95 % interval. How far the probabilities can be
-believed, and the temperature that mends them, is told as by Guo et al. 2017 (1706.04599).
+So they depend neither on batches nor on processes. Calibration is Guo et al.'s, 2017 (1706.04599).
 """
 
 import math
@@ -13,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval
+from duetgan.metrics.intervals import Measured, balanced_interval, root
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
@@ -24,9 +22,8 @@ class Ranking:
     """Images ordered by a score: how well one class's probability ranks its images before all others, by AUROC and
     average precision. Equal scores form one level. Needs a positive and a negative image.
 
-    Each figure has each image's influence on it, the derivative by its weight. The mean of its squares is the variance
-    of the infinitesimal jackknife (Efron 1982), to which the bootstrap over images tends; for AUROC it is DeLong's
-    (1988).
+    Each figure has each image's influence on it, the derivative by its weight; for AUROC the mean of its squares is
+    DeLong's variance (1988).
     """
 
     def __init__(self, scores: np.ndarray, positive: np.ndarray) -> None:
@@ -79,7 +76,6 @@ class Ranking:
 
 BINS = 15  # of the calibration error
 COLDEST, HOTTEST = 0.01, 100.0  # a temperature beyond is not looked for
-HALVINGS = 60  # of that range's logarithm: to the last digits of a float64
 
 
 def bin_of(confidence: Tensor, bins: int) -> Tensor:
@@ -122,14 +118,12 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     Where every image is right, T would be 0: it stops at COLDEST; HOTTEST is the other end.
     """
     logits = logits.double()
-    mean_own = logits.gather(1, labels[:, None]).mean()
-    low, high = math.log(COLDEST), math.log(HOTTEST)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        expected = ((logits / math.exp(middle)).softmax(1) * logits).sum(1).mean()
-        # the sharper the softmax, the larger the expected logit: above the own one's mean it is too sharp
-        low, high = (middle, high) if expected > mean_own else (low, middle)
-    return math.exp((low + high) / 2)
+
+    def expected(logarithm: float) -> Tensor:  # logit: the sharper the softmax, the larger
+        return ((logits / math.exp(logarithm)).softmax(1) * logits).sum(1).mean()
+
+    own = logits.gather(1, labels[:, None]).mean()
+    return math.exp(root(expected, own, math.log(COLDEST), math.log(HOTTEST)))
 
 
 def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> dict[str, Any] | None:
@@ -146,15 +140,19 @@ def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> dict[str
     for name, divisor in (("before", 1.0), ("after", temperature)):
         scaled, wanted = logits[judged].double() / divisor, labels[judged]
         confidence, predicted = scaled.softmax(1).max(1)
-        error, influence = calibration_error(confidence, predicted == wanted)
+        error = Measured.influenced(*calibration_error(confidence, predicted == wanted))
         result[f"nll_{name}"] = float(negative_log_likelihood(scaled, wanted).mean())
-        result[f"ece_{name}"] = error
-        result[f"ece_interval_{name}"] = influence_interval(error, influence.numpy())
+        result[f"ece_{name}"], result[f"ece_interval_{name}"] = error.value, error.interval
     return result
 
 
 TOP = 5  # labels among so many largest logits are counted
 PAIRS = 10  # most confused pairs of classes that are listed
+
+
+def hot(labels: Tensor, classes: int) -> Tensor:
+    """Of which classes images are, bool [n, classes], from labels int64 [n], or of several an image [n, classes]."""
+    return labels > 0 if labels.ndim == 2 else labels[:, None] == torch.arange(classes)
 
 
 @dataclass(frozen=True)
@@ -166,12 +164,13 @@ class Answers:
     names: Sequence[str]  # [K], of the classes
 
     def __post_init__(self) -> None:
-        if self.logits.shape != (len(self.labels), len(self.names)):
-            raise ValueError(f"expected logits [{len(self.labels)}, {len(self.names)}], got {list(self.logits.shape)}")
-        if not len(self.labels):
+        count, classes = len(self.labels), len(self.names)
+        if self.logits.shape != (count, classes) or self.labels.shape[1:] not in ((), (classes,)):
+            found = f"{list(self.logits.shape)} and labels {list(self.labels.shape)}"
+            raise ValueError(f"expected logits [{count}, {classes}], got {found}")
+        if not count:
             raise UserError("there is no image to evaluate the classifier on; give some with --data")
-        if not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.names):
-            classes = len(self.names)
+        if self.labels.ndim == 1 and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes:
             raise UserError(f"a label of the data lies beyond the classifier's {classes} classes; give its data")
 
     @cached_property
@@ -190,17 +189,18 @@ class Answers:
 
     @cached_property
     def hits(self) -> Tensor:
-        return self.predicted == self.labels
+        """bool [n]: whether exactly its classes are predicted."""
+        return (self.named == self.shown).all(1)
 
     @cached_property
     def shown(self) -> Tensor:
         """bool [n, K]: of which classes each image is."""
-        return one_hot(self.labels, len(self.names)).bool()
+        return hot(self.labels, len(self.names))
 
     @cached_property
     def named(self) -> Tensor:
         """bool [n, K]: of which it is predicted to be."""
-        return one_hot(self.predicted, len(self.names)).bool()
+        return hot(self.predicted, len(self.names))
 
     def words(self, classes: Tensor) -> str:
         """What some of the classes, bool [K], are called."""
@@ -268,8 +268,7 @@ def _ranked(answers: Answers, name: str) -> Measured:
     influence = np.zeros(len(answers.labels))
     for ranking in filter(None, answers.rankings):
         influence += getattr(ranking, f"{name}_influence")() / len(there)
-    mean = sum(there) / len(there)
-    return Measured(mean, influence_interval(mean, influence), values, influence=influence)
+    return Measured.influenced(sum(there) / len(there), influence, values)
 
 
 # the mean over the classes of the area under the ROC curve, or of the average precision, of each against all others
@@ -331,9 +330,7 @@ def outliers(logits: Tensor, others: Tensor) -> dict[str, Any]:
         values = scores.numpy()
         ranking = Ranking(values, own)
         reached = np.sort(values[own])[len(logits) - -(-95 * len(logits) // 100)]
-        document[name] = {
-            "auroc": ranking.auroc(),
-            "auroc_interval": influence_interval(ranking.auroc(), ranking.auroc_influence()),
-            "fpr95": float((values[~own] >= reached).mean()),
-        }
+        area = Measured.influenced(ranking.auroc(), ranking.auroc_influence())
+        passed = float((values[~own] >= reached).mean())
+        document[name] = {"auroc": area.value, "auroc_interval": area.interval, "fpr95": passed}
     return document

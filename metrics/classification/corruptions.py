@@ -1,8 +1,7 @@
 """Five ways to spoil an image, each at five strengths: pure functions of the image, the strength and a key.
 
-After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px. At other sizes they
-are scaled so that an image is spoiled about as much to the eye: the blur's width grows with the side; noise, which the
-eye averages, with its square root; JPEG's quality falls with it. Brightness and contrast do not depend on the size.
+After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px, at other sizes scaled
+(`power`) so that an image is spoiled about as much to the eye.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,37 +10,21 @@ from torch import Tensor
 
 from duetgan.metrics.classification.answers import Answers
 from duetgan.metrics.intervals import Measured
-from duetgan.utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class LabelAnswers(Answers):
-    """What figures are made of; `labels` are bool [n, K]: which each image has. Raises UserError for no image."""
+    """What figures are made of; `labels` are bool [n, K]: which each image has."""
 
     thresholds: Tensor  # float [K]: the probability from which on a label is named
-
-    def __post_init__(self) -> None:
-        if self.logits.shape != self.labels.shape or self.logits.shape[1] != len(self.names):
-            raise ValueError(f"logits {list(self.logits.shape)} and labels {list(self.labels.shape)} do not fit")
-        if not len(self.labels):
-            raise UserError("there is no image to evaluate the classifier on; give some with --data")
 
     @cached_property
     def probabilities(self) -> Tensor:
         return self.logits.double().sigmoid()
 
     @cached_property
-    def shown(self) -> Tensor:
-        return self.labels
-
-    @cached_property
     def named(self) -> Tensor:
         return self.probabilities >= self.thresholds.double()
-
-    @cached_property
-    def hits(self) -> Tensor:
-        """bool [n]: whether exactly its labels are named."""
-        return (self.named == self.labels).all(1)
 
     @cached_property
     def confidence(self) -> Tensor:

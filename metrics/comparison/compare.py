@@ -2,9 +2,7 @@
 
 A group is one run, or several that were trained alike with other seeds. Every group is compared with the first.
 
-What an evaluation keeps of every image, beside metrics.json, is `predictions.safetensors`: a column for each of COLUMNS
-that there is, each of n rows, and in its metadata under `about` JSON of what was evaluated (`About`). Nothing in it is
-executed when it is read.
+What an evaluation keeps of every image is FILE: those of COLUMNS that there are, [n], and `About` in its metadata.
 """
 
 import hashlib
@@ -69,9 +67,7 @@ def keep_predictions(
 
 
 def save_predictions(folder: Path, about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Write FILE into a folder; `about` is `About` without `schema`. Returns what metrics.json says of it: `file`,
-    `sha256`.
-    """
+    """Write FILE into a folder; `about` is `About` without `schema`. Returns `file` and `sha256`."""
     arrays = {name: np.ascontiguousarray(column, dtype=COLUMNS[name]) for name, column in columns.items()}
     content = save(arrays, {"about": json.dumps({"schema": SCHEMA, **about})})
     write_atomic(folder / FILE, content)

@@ -1,16 +1,15 @@
 """Is one of two figures larger than the other? Differences with 95 % intervals and p-values, all two-sided."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from duetgan.metrics.intervals import NORMAL
+from duetgan.metrics.intervals import NORMAL, root
 
 LEVEL = 0.05  # of a verdict: an interval of 95 % leaves 0 out where p is below
-ROUNDS = 100  # of a bisection
 
 
 @dataclass(frozen=True)
@@ -51,22 +50,14 @@ def tango(gained: int, lost: int, n: int) -> list[float]:
         return distance / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, distance)
 
     estimate = (gained - lost) / n
-    return [_root(score, NORMAL, -1.0, estimate), _root(score, -NORMAL, estimate, 1.0)]
-
-
-def _root(falling: Callable[[float], float], value: float, low: float, high: float) -> float:
-    """Where a falling function reaches `value`, or the end of the range that is nearer to it."""
-    for _ in range(ROUNDS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > value else (low, middle)
-    return (low + high) / 2
+    return [root(score, NORMAL, -1.0, estimate), root(score, -NORMAL, estimate, 1.0)]
 
 
 def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Difference:
     """The difference `value` of two figures of the same images, from each image's influence on both, [n].
 
-    The standard error is of the infinitesimal jackknife, see `metrics.intervals.influence_interval`; for the AUROC this
-    is DeLong's paired test (1988), for a mean the paired normal test.
+    The standard error is of the infinitesimal jackknife, see `Measured.influenced`; for the AUROC this is DeLong's
+    paired test (1988), for a mean the paired normal test.
     """
     error = float(np.sqrt(np.square(second - first).sum())) / len(first)
     return _normal(value, error, "paired by image")

@@ -8,8 +8,9 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from duetgan.utils.runlog.progress import Bar
 
 @dataclass
 class Extractor:
-    """A deterministic function of images as files have them: [n, C, H, W] on any device -> float32 [n, dim]."""
+    """A deterministic function of images as files have them: [n, C, H, W] on any device -> floats [n, dim]."""
 
     name: str  # which figures carry, e.g. `resnet50`
     dim: int  # number of features
@@ -46,8 +47,12 @@ class Extractor:
     lineage: Lineage = field(default_factory=Lineage.of)  # what its weights have seen
 
     def __call__(self, images: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.compute(images)
+        """On the CPU, computed in full float32. UserError if one is not finite."""
+        with torch.no_grad(), full_float32(self.device):
+            features = self.compute(images).cpu()
+        if not torch.isfinite(features).all():
+            raise UserError(f"extractor {self.name} gives features that are not finite; its weights are broken")
+        return features
 
 
 def pixel_features(spec: ImageSpec) -> Extractor:
@@ -103,8 +108,8 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1, 1], fitted by
-    `fit_images`. Raises UserError for images of another kind, except grey for RGB and RGB for grey.
+    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1, 1], of its size.
+    Raises UserError for images of another kind, except grey for RGB and RGB for grey.
     """
     spec, channels = classifier.spec, images.shape[1]
     fits = channels == spec.channels or (spec.plain and channels in (1, 3))
@@ -120,9 +125,8 @@ PLACES = (CHECKOUT / "weights" / FILE_NAME, CHECKOUT.parent / "shared" / "weight
 
 
 def find_weights(given: str | Path | None = None) -> Path | None:
-    """The weights file: the given one, else $DUET_WEIGHTS, else one in `weights/` or `../shared/weights/`, else None.
-
-    Raises UserError where the given file, or the one that the variable names, is not there.
+    """The weights file: the given one, else $DUET_WEIGHTS, else one of PLACES, else None. Raises UserError where the
+    given file, or the one that the variable names, is not there.
     """
     for source, name in (("--weights", given), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
         if name:
@@ -147,10 +151,8 @@ def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Pat
 
 
 def resnet50_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
-    """2048 pooled features of an ImageNet ResNet-50.
-
-    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly, rectangles bent to squares; grey is
-    repeated to three channels.
+    """2048 pooled features of an ImageNet ResNet-50. Images up to 64 px are scaled to 64 px, larger ones to 224 px,
+    bilinearly, rectangles bent to squares; grey is repeated to three channels.
     """
     path, place = needed_weights(weights, "extractor resnet50 needs a weights file"), torch.device(device)
     known_by = file_hash(path)
@@ -185,9 +187,8 @@ def load_resnet50(path: Path) -> nn.Module:
 
 
 def inception_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
-    """2048 pooled features of the Inception network that published FID figures use, through torch-fidelity.
-
-    It does its own scaling to 299 px, bit for bit as the TensorFlow original.
+    """2048 pooled features of the Inception network that published FID figures use, through torch-fidelity, which
+    scales to 299 px as the TensorFlow original does.
     """
     with explained(ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"):
         library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
@@ -224,10 +225,9 @@ def build(
     classifier: str | None = None,  # run or file that a bare `classifier` means
     judge: Classifier | None = None,  # that run's classifier, if it is loaded already
 ) -> list[Extractor]:
-    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`.
-
-    Raises UserError for an unknown name (the near one is told), one that comes twice, a weights file that fits no or
-    two of them, and where something that the extractor needs is missing.
+    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`. Raises
+    UserError for an unknown name, one that comes twice, a weights file that fits no or two of them, and where something
+    that the extractor needs is missing.
     """
     parts = [spec.partition(":") for spec in specs]
     for kind, colon, argument in parts:
@@ -260,15 +260,6 @@ def build(
     return list(built.values())
 
 
-def extract(extractor: Extractor, images: Tensor) -> Tensor:
-    """Features float32 [n, dim] on the CPU, computed in full float32. UserError if one is not finite."""
-    with full_float32(extractor.device):
-        features = extractor(images).cpu()
-    if not torch.isfinite(features).all():
-        raise UserError(f"extractor {extractor.name} gives features that are not finite; its weights are broken")
-    return features
-
-
 def build_extractors(
     options: Namespace, spec: ImageSpec, device: torch.device, judge: Classifier | None
 ) -> list[Extractor]:
@@ -290,8 +281,6 @@ T = TypeVar("T")
 
 MOST, LEAST = 64, 4  # images of a chunk
 PIXELS = 2**20  # of a chunk, between these bounds: what a network needs of memory does not grow with the image size
-Source = Callable[[range], tuple[Tensor, Any]]
-"""Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""
 
 
 def chunk_size(side: int) -> int:
@@ -328,39 +317,36 @@ def shared_pass(
 
 
 def feature_sets(
-    source: Source,
+    source: Callable[[range], Tensor],  # images of a range, uint8 [b, C, H, W]
     extractors: Sequence[Extractor],
     *,
     total: int,  # images
     side: int,  # of the images, in px
     batch_size: int = 64,
     what: str = "",  # the images on a progress bar; empty: there is none
-    take: Callable[[Any], None] = lambda _: None,
+    observe: Callable[[range, Tensor, list[Tensor]], None] | None = None,  # on rank 0: each range, images and features
 ) -> list[Tensor]:
-    """One pass over the images for all extractors, shared by the ranks: float32 [total, F] of each on rank 0, [0, F]
-    on the others.
-
-    `take` is called on rank 0 with what `source` gave besides the images, in their order. All ranks must call this.
+    """One pass over the images for all extractors, shared by the ranks: [total, F] of each on rank 0, [0, F] on the
+    others. All ranks must call this.
     """
-    rows: list[list[Tensor]] = [[] for _ in extractors]
+    rows = [[torch.empty(0, extractor.dim)] for extractor in extractors]
 
-    def work(chunk: range) -> tuple[list[Tensor], Any]:
-        images, besides = source(chunk)
-        return [extract(extractor, images) for extractor in extractors], besides
+    def work(chunk: range) -> tuple[range, Tensor | None, list[Tensor]]:
+        images = source(chunk)
+        return chunk, images if observe else None, [extractor(images) for extractor in extractors]
 
-    for features, besides in shared_pass(total, work, side=side, batch_size=batch_size, what=what):
+    for chunk, images, features in shared_pass(total, work, side=side, batch_size=batch_size, what=what):
         for part, new in zip(rows, features, strict=True):
             part.append(new)
-        take(besides)
-    none = [torch.empty(0, extractor.dim) for extractor in extractors]
-    return [torch.cat([empty, *part]) for empty, part in zip(none, rows, strict=True)]
+        if observe is not None and images is not None:
+            observe(chunk, images, features)
+    return [torch.cat(part) for part in rows]
 
 
 @dataclass
 class RealFeatures:
-    """Features of real images, kept between the evaluations of one training run.
-
-    Keyed by the file's content, the draw, and the extractor's name and weights, so that no stale entry is met.
+    """Features of real images, kept between evaluations by the file's content, the draw, the extractor's name and
+    weights.
     """
 
     batch_size: int = 64
@@ -368,14 +354,12 @@ class RealFeatures:
     _sets: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
     def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[Tensor]:
-        """The features of `selection` under each extractor; reads images only for those not kept yet. All ranks must
-        call this; rank 0 has the features.
-        """
+        """The features of `selection` under each extractor. All ranks must call this; rank 0 has the features."""
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
         if missing:
             features = feature_sets(
-                lambda rows: (selection.images(reader, rows), None),
+                partial(selection.images, reader),
                 list(missing.values()),
                 total=len(selection.indices),
                 side=reader.spec.side,

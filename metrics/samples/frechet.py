@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from duetgan.metrics.classification.answers import hot
 from duetgan.metrics.intervals import Measured
-from duetgan.metrics.samples.judged import of_class
 
 BLOCK = 1024  # rows at a time
 FEW_PER_CLASS = 500  # images of a class below which its distance is mostly bias
@@ -47,12 +47,9 @@ def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: 
     A generator that ignores its labels may have a small distance over all classes together, but not within them. Args:
     features [n, F] and `labels`, int64 [n] or bool [n, classes], of both. A class of fewer than two images has none.
     """
-    counts = [int(of_class(labels, label).sum()) for label in range(classes)]
-    results = {
-        label: frechet_distance(samples[of_class(labels, label)], real[of_class(labels, label)])
-        for label, count in enumerate(counts)
-        if count > 1
-    }
+    rows = hot(labels, classes).T
+    counts = rows.sum(1).tolist()
+    results = {i: frechet_distance(samples[row], real[row]) for i, row in enumerate(rows) if counts[i] > 1}
     if not results:
         return Measured(None, by_class=[None] * classes)
     values, variances = torch.tensor(list(results.values()), dtype=torch.float64).T

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from duetgan.metrics.classification.answers import hot
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import PER_CLASS
 
@@ -17,18 +18,10 @@ def recognised(
     """
     if not len(labels):
         raise ValueError("the recognised share of no samples is undefined")
-    if thresholds is not None:
-        named = probabilities >= thresholds.to(probabilities)
-        pairs = zip((named & labels).sum(0).tolist(), labels.sum(0).tolist(), strict=True)
-        return Measured.share((named == labels).all(1), [count / total if total else None for count, total in pairs])
-    hits, classes = probabilities.argmax(1) == labels, probabilities.shape[1]
-    counts = zip(*(torch.bincount(each, minlength=classes).tolist() for each in (labels[hits], labels)), strict=True)
-    return Measured.share(hits, [count / total if total else None for count, total in counts])
-
-
-def of_class(labels: Tensor, label: int) -> Tensor:
-    """Which images are of a class, bool [n]: of labels int64 [n], or bool [n, K] where an image may have several."""
-    return labels == label if labels.ndim == 1 else labels[:, label]
+    asked, answer = hot(labels, probabilities.shape[1]), probabilities.argmax(1)
+    named = hot(answer, probabilities.shape[1]) if thresholds is None else probabilities >= thresholds.to(probabilities)
+    counts = zip((named & asked).sum(0).tolist(), asked.sum(0).tolist(), strict=True)
+    return Measured.share((named == asked).all(1), [count / total if total else None for count, total in counts])
 
 
 def class_score(probabilities: Tensor) -> Measured:
@@ -85,8 +78,8 @@ def diversity_by_class(
     is the figure of the whole generator, with its interval.
     """
     results, sizes = [], []
-    for label in range(classes):
-        pair = [samples[of_class(sample_labels, label)][:images], real[of_class(real_labels, label)][:images]]
+    for of_samples, of_real in zip(hot(sample_labels, classes).T, hot(real_labels, classes).T, strict=True):
+        pair = [samples[of_samples][:images], real[of_real][:images]]
         size = min(map(len, pair))
         results.append(diversity_ratio(pair[0][:size], pair[1][:size]))
         sizes.append(size if results[-1].value is not None else images)

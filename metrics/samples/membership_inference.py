@@ -1,9 +1,8 @@
 """Membership inference: can who has a score tell images that were trained on from images that were held out?
 
 A score is higher for images that look more like members: the discriminator's logit (LOGAN, 1705.07663), or minus the
-distance to the nearest sample (GAN-Leaks, 1909.03935). Two questions are asked of it, because each can be answered
-wrongly alone: whether members score higher on the whole (the area under the ROC curve), and whether they crowd the very
-top, where a few copied images show that the whole would hide (2112.03570 advises to look there).
+distance to the nearest sample (GAN-Leaks, 1909.03935). Asked is whether members score higher on the whole, and whether
+they crowd the very top, where a few copies show (2112.03570).
 """
 
 import math
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from duetgan.metrics.classification.answers import Ranking
-from duetgan.metrics.intervals import normal_interval, wilson
+from duetgan.metrics.intervals import Measured, wilson
 from duetgan.metrics.samples.memorisation import mann_whitney
 from duetgan.metrics.samples.neighbours import distance_blocks
 from duetgan.utils.text import columns, decimal
@@ -36,9 +35,9 @@ NOT_SHOWN = [
 def attack(members: Tensor, held_out: Tensor) -> dict[str, Any]:
     """How well scores [m] and [n] tell members from held-out images, both drawn from one distribution.
 
-    Returns `auc` with its `interval` (see `auc`), `p_value` of so high an AUC, or so many members at the top, by chance
-    (Bonferroni's over these tests), `top` (share of held-out images above a threshold -> share of members above it),
-    and how many `members` and `held_out` there are. Raises ValueError for an empty side.
+    Returns `auc` with its `interval`, `p_value` (Bonferroni's over the tests), `top` (share of held-out images above a
+    threshold -> share of members above it), and how many `members` and `held_out` there are. Raises ValueError for an
+    empty side.
     """
     if not len(members) or not len(held_out):
         raise ValueError("an attack needs members and held-out images")
@@ -64,9 +63,8 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
     area, influence = ranking.auroc(), ranking.auroc_influence() / sum(sizes)
     sides = influence[: sizes[0]], influence[sizes[0] :]
     variance = sum(float(np.square(side).sum()) * len(side) / (len(side) - 1) for side in sides if len(side) > 1)
-    if variance == 0:
-        return area, wilson(round(area * min(sizes)), min(sizes)) or [0.0, 1.0]
-    return area, normal_interval(area, variance, low=0.0, high=1.0)
+    interval = Measured.normal(area, variance, low=0.0, high=1.0).interval
+    return area, interval or wilson(round(area * min(sizes)), min(sizes)) or [0.0, 1.0]
 
 
 def crowding(members: Tensor, held_out: Tensor, rank: int) -> float:

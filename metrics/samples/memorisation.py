@@ -23,7 +23,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import Extractor, pixel_features
 from duetgan.metrics.features.precision import full_float32
 from duetgan.metrics.features.selection import Selection, select
-from duetgan.metrics.samples.neighbours import QUERY_BLOCK, distance_blocks
+from duetgan.metrics.samples.neighbours import QUERY_BLOCK, neighbours
 from duetgan.models.gan import ImageGenerator, generate
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
@@ -53,20 +53,13 @@ class RealSet:
 def nearest(queries: Tensor, references: Tensor) -> Nearest:
     """Nearest of the references [m, F] for each of the queries [n, F], exactly; the first of equally near ones.
 
-    Computed in float64 and in blocks, so that memory does not grow with n times m. The distances of the pairs found
-    are taken from the differences themselves: that of a copy is 0, not a rounding error. Raises ValueError
-    for no reference, or other dimensions.
+    The distances of the pairs found are taken from the differences themselves: that of a copy is 0, not a rounding
+    error. Raises ValueError for no reference, or other dimensions.
     """
     if queries.ndim != 2 or references.ndim != 2 or queries.shape[1] != references.shape[1] or len(references) == 0:
         raise ValueError(f"no nearest neighbours of {list(queries.shape)} among {list(references.shape)}")
     queries, references = queries.detach().cpu(), references.detach().cpu()
-    least = torch.full((len(queries),), torch.inf, dtype=torch.float64)
-    indices = torch.zeros(len(queries), dtype=torch.int64)
-    for rows, columns, block in distance_blocks(queries, references):
-        squares, places = block.min(1)
-        nearer = squares < least[rows]
-        least[rows] = torch.where(nearer, squares, least[rows])
-        indices[rows] = torch.where(nearer, places + columns.start, indices[rows])
+    indices = neighbours(queries, references, 1)[1][:, 0]
     pieces = zip(queries.split(QUERY_BLOCK), indices.split(QUERY_BLOCK), strict=True)
     distances = [(part.double() - references[places].double()).norm(dim=1) for part, places in pieces]
     return Nearest(torch.cat(distances), indices)
@@ -87,11 +80,10 @@ def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
     """Z_U of Meehan et al. (section 3): (U - n m / 2) / sqrt(n m (n + m + 1) / 12), U counting the pairs in which the
     sample is the farther one; equally far counts half. About N(0, 1) for equal distributions, below 0 for copies.
     """
-    from scipy.stats import rankdata  # here: its import takes a second of every start
+    from scipy.stats import mannwhitneyu  # here: its import takes a second of every start
 
     n, m = len(samples), len(held_out)
-    ranks = rankdata(torch.cat([samples, held_out]).numpy())
-    u = ranks[:n].sum() - n * (n + 1) / 2
+    u = mannwhitneyu(samples.numpy(), held_out.numpy(), method="asymptotic").statistic
     return float((u - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))
 
 
@@ -161,12 +153,10 @@ def training_bound(
 def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[dict[str, Any], Nearest]:
     """What the neighbours of samples [n, F] say, ready for JSON, and the nearest training image of each sample.
 
-    Returns `n`, `searched` (training images), `share` of the samples nearer to a training image than all but 1 % of
-    the held-out images and what is `expected` of it, `c_t`, `near` (samples nearer than that bound to any real
-    image), `near_train` (those of them that are nearest to a training image), `p_value` of so many, the verdict
-    `copies` (p_value below 0.001), and `usual_distance` (median of held-out images to their nearest training
-    image). The cells of C_T are the classes of the nearest training images, a partition of the space as the paper's
-    k-means cells are.
+    Returns `n`, `searched` (training images), `share` and `expected` of `share_below`, `c_t`, `near` (samples nearer
+    than that bound to any real image), `near_train` (those of them nearest to a training image), `p_value` of so many,
+    the verdict `copies`, and `usual_distance` (median of held-out images to their nearest training image). The cells of
+    C_T are the classes of the nearest training images, a partition of the space as the paper's k-means cells are.
     """
     to_train, other = nearest(samples, train.features), nearest(samples, held_out.features)
     reference = nearest(held_out.features, train.features)
@@ -189,10 +179,8 @@ def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[di
 
 
 def search_place(extractors: Sequence[Extractor], spec: ImageSpec) -> Extractor:
-    """The extractor in whose space copies are searched: the first that was not trained on the training images.
-
-    To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out images
-    without being copies. Where there is no other extractor, pixels serve.
+    """The extractor in whose space copies are searched: the first that is no classifier, else pixels. To a classifier
+    its training images are all too familiar: samples would seem nearer to them without being copies.
     """
     return next((each for each in extractors if not each.name.startswith("classifier:")), pixel_features(spec))
 
@@ -205,19 +193,15 @@ def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Real images that were drawn from a file."""
-
     reader: Dataset
     side: Selection
     features: Tensor  # [m, F]
 
 
 def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Drawn) -> dict[str, Any]:
-    """The figures of `metrics.samples.memorisation.memorisation` for samples [n, F], which were asked for the labels of
-    the first n held-out images.
-
-    With `extractor` and `weights`, and two lists of {`sample` (its index), `label`, `train` (record of the nearest
-    training image), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
+    """The figures of `memorisation` for samples [n, F], which were asked for the labels of the first n held-out images;
+    `extractor` and `weights`; and two lists of `pairs`: `closest`, the smallest distances first, and `first`, the first
+    samples as drawn.
     """
     n, labels = len(samples), []
     alike = held_out.reader.meta.label_names == train.reader.meta.label_names  # if not, they are all of one kind
@@ -225,9 +209,9 @@ def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Dra
         of_file = drawn.reader.label_numbers()[drawn.side.indices[:count]].astype(np.int64)
         labels.append(torch.from_numpy(of_file if alike and drawn.reader.classes else np.zeros_like(of_file)))
     real = RealSet(held_out.features[:n], labels[0])
-    figures, neighbours = memorisation(samples, RealSet(train.features, labels[1]), real)
-    records = train.side.indices[neighbours.indices.numpy()]
-    rows = pairs(range(n), held_out.side.labels[:n], records, neighbours.distances)
+    figures, near = memorisation(samples, RealSet(train.features, labels[1]), real)
+    records = train.side.indices[near.indices.numpy()]
+    rows = pairs(range(n), held_out.side.labels[:n], records, near.distances)
     lists = {"closest": sorted(rows, key=lambda row: row["distance"])[:PAIRS], "first": rows[:PAIRS]}
     return {"extractor": place.name, "weights": place.source, **figures, **lists}
 
@@ -235,7 +219,7 @@ def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Dra
 def pairs(
     samples: Iterable[Any], labels: Iterable[Any], records: Iterable[Any], distances: Iterable[Any]
 ) -> list[dict[str, Any]]:
-    """Samples, each with its nearest training image, as a document lists them."""
+    """Samples, each with its nearest training image (a record), as a document lists them."""
     return [
         {"sample": int(sample), "label": int(label), "train": int(record), "distance": float(distance)}
         for sample, label, record, distance in zip(samples, labels, records, distances, strict=True)
@@ -245,10 +229,8 @@ def pairs(
 def neighbour_images(
     generator: ImageGenerator, train: Dataset, copies: dict[str, Any], *, seed: int, asked: Any = np.array
 ) -> tuple[list[Tensor], list[str]]:
-    """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
-
-    The samples are drawn again: sample i depends on the seed, i and its label alone; `asked` makes an array of labels
-    what the generator takes.
+    """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample, drawn again, on the left, with
+    captions; `asked` makes an array of labels what the generator takes.
     """
     rows = [*copies["closest"], *copies["first"]]
     labels = torch.from_numpy(asked([row["label"] for row in rows])) if generator.classes else None

@@ -1,8 +1,8 @@
 """Which images lie in whose neighbourhood: precision, recall, density and coverage, plain and clipped, in one pass.
 
 The ball of an image reaches to its k-th nearest neighbour in its own set. Everything is computed in float64 and in
-blocks, so that memory does not grow with the square of the number of images. Counts are kept for each of `GROUPS`
-groups of images, so that figures can be computed again without one group: that is what their intervals come from.
+blocks, so that memory does not grow with the square of the number of images. Counts are kept for each of GROUPS groups
+of images: figures without one group give their intervals.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,18 +36,12 @@ def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slic
             yield rows, columns, squares.clamp_(min=0)
 
 
-def own_neighbours(features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k nearest other images of the set [n, F]: squared distances, ascending, and indices, both [n, k].
-
-    Raises ValueError unless there are more than k images.
-    """
-    if len(features) <= k:
-        raise ValueError(f"{len(features)} images have no {k} neighbours each")
-    return neighbours(features, features, k)
-
-
 def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k nearest references [m, F] of each query [n, F], as `own_neighbours`; of the set itself the others alone."""
+    """The k nearest references [m, F] of each query [n, F], of the set itself the others alone: squared distances,
+    ascending, and indices, both [n, k]. Raises ValueError for fewer references.
+    """
+    if len(references) - (queries is references) < k:
+        raise ValueError(f"{len(references)} images have no {k} neighbours each")
     squares = torch.full((len(queries), k), torch.inf, dtype=torch.float64)
     indices = torch.zeros(len(queries), k, dtype=torch.int64)
     for rows, columns, block in distance_blocks(queries, references):
@@ -55,7 +49,8 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
         own = torch.arange(first, max(first, min(rows.stop, columns.stop)))  # the images that are in both
         if queries is references:
             block[own - rows.start, own - columns.start] = torch.inf
-        near = block.topk(min(k, block.shape[1]), largest=False)
+        # of equally near ones the first
+        near = block.min(1, keepdim=True) if k == 1 else block.topk(min(k, block.shape[1]), largest=False)
         both = torch.cat([squares[rows], near.values], dim=1).sort(dim=1, stable=True)
         squares[rows] = both.values[:, :k]
         named = torch.cat([indices[rows], near.indices + columns.start], dim=1)
@@ -83,12 +78,9 @@ def neighbourhoods(
     k_manifold: int = K_MANIFOLD,
     k_density: int = K_DENSITY,
 ) -> Neighbourhoods:
-    """Three passes over distances: real and real, samples and samples, samples and real images.
-
-    Raises ValueError where a set has no more images than neighbours are asked for.
-    """
-    near_real, indices = own_neighbours(real, max(k_manifold, k_density))
-    near_samples, _ = own_neighbours(samples, k_manifold)
+    """Raises ValueError where a set has no more images than neighbours are asked for."""
+    near_real, indices = neighbours(real, real, max(k_manifold, k_density))
+    near_samples, _ = neighbours(samples, samples, k_manifold)
     scale = float(real[:REFERENCE_BLOCK].double().var(0).sum())
     manifold, dense = near_real[:, k_manifold - 1], near_real[:, k_density - 1]
     short = dense.clamp(max=float(dense.quantile(0.5)))
@@ -174,9 +166,7 @@ def recall(near: Neighbourhoods) -> Measured:
 
 
 def density(near: Neighbourhoods) -> Measured:
-    """Real images' balls that hold a sample, over k, on average. About 1 for samples like real images; may be above 1
-    where samples crowd in dense regions.
-    """
+    """Real images' balls that hold a sample, over k, on average; above 1 where samples crowd in dense regions."""
     result = estimate(near.dense, lambda counts: counts / near.k_density, len(near.covering), rescale=True)
     return result.measured(high=torch.inf)
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duetgan.metrics.samples.neighbours import neighbours, own_neighbours
+from duetgan.metrics.samples.neighbours import neighbours
 
 NEIGHBOURS, DIRECTIONS = 10, 100  # of the graph, and of principal components in which they are near
 UNKNOWN = -1  # a label
@@ -25,7 +25,7 @@ def spreading(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> 
     kept = min(DIRECTIONS, max(1, len(x) // 10))
     axes = axes[:, -kept:] / values[-kept:].clamp_min(1e-6).sqrt()
     points, count = x @ axes, min(NEIGHBOURS, len(x) - 1)
-    near = own_neighbours(points, count)[1]
+    near = neighbours(points, points, count)[1]
     degree = (count + torch.bincount(near.flatten(), minlength=len(x))).double().sqrt()[:, None]
     found = given = F.one_hot(labels.clamp_min(0), classes) * (labels != UNKNOWN).double()[:, None]
     for _ in range(ROUNDS):

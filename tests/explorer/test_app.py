@@ -81,8 +81,8 @@ def test_mixtures_and_walks_go_from_a_to_b(client, shown):
     a = pixels(client.get("/api/draw", query_string=sample(0, seed=3)).json["images"][0]["address"]).astype(int)
     assert np.abs(frames[0] - a).max() <= 1
     sampler = Source(3, 0).sampler(shown[GAN])
-    generator, noise = shown[GAN].model, sampler.latents([0])[2]
-    z, label, _ = Source(4, 2).sampler(shown[GAN]).latents([0])
+    generator, noise = shown[GAN].model, sampler.latents([0]).noise
+    z, label, _ = vars(Source(4, 2).sampler(shown[GAN]).latents([0])).values()
     end = generator(z, label, noise=noise)[0, 0] * 127.5 + 127.5
     assert np.abs(frames[-1] - end.round().clamp(0, 255).numpy()).max() <= 1
     steps = [np.abs(after - before).mean() for before, after in itertools.pairwise(frames)]

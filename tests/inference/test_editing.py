@@ -162,7 +162,7 @@ def editor_in(space, generator):
 def test_in_z_the_class_that_is_asked_for_stays(make):
     editor = editor_in(None, make())
     assert editor.space == "z"
-    z, labels, _ = editor.sampler.latents(range(6))
+    z, labels, _ = vars(editor.sampler.latents(range(6))).values()
     offsets = draws(6, editor.size).float()
     moved = editor.moved(editor.start(editor.sampler, range(6)), offsets)
     torch.testing.assert_close(moved, editor.generator(z + offsets, labels))

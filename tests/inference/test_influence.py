@@ -81,7 +81,6 @@ def full(found):
 
 @pytest.mark.parametrize("chunk", [None, 1, 2])
 def test_sample_gradients_are_those_of_single_backward_passes(chunk):
-    """By a loop (None, on a CPU) and by vmap."""
     model, (images, labels) = net(), batch()
     names = [name for name, _ in model.named_parameters()]
     expected = loop_of_backwards(model, images, labels, names)

@@ -63,7 +63,7 @@ def test_its_own_sample_is_found_and_never_left_and_every_layer_its_own_w_comes_
     assert torch.equal(again.ws, near.ws)
     assert again.loss == near.loss
     # to an image that no single w gives
-    z, labels, _ = sampler_of(generator, noise_mode="none").latents([0, 1, 2, 3])
+    z, labels, _ = vars(sampler_of(generator, noise_mode="none").latents([0, 1, 2, 3])).values()
     ws = generator.mapping(z, labels)[None]
     search = projector(generator, to_uint8(generator.synthesis(ws, "none"))[0], steps=60, noise_mode="none")
     in_w = search.search("w", search.start([0, 1, 2]))

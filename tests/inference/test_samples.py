@@ -42,12 +42,12 @@ def test_a_sample_does_not_depend_on_what_else_is_drawn(generator):
     assert apart(images[:3], images[3:6]) > 10
     assert apart(images, sampler_of(generator, seed=1).images(range(9))) > 10
 
-    z, labels, noise = sampler_of(generator, seed=2).latents([3, 4])
+    z, labels, noise = vars(sampler_of(generator, seed=2).latents([3, 4])).values()
     expected_z, expected_noise = draw(generator, [3, 4], 2)
     assert torch.equal(z, expected_z)
     assert labels.tolist() == [0, 1]
     assert all(torch.equal(a, b) for a, b in zip(noise, expected_noise, strict=True))
-    assert sampler_of(generator, noise_mode="none").latents([0])[2] == "none"
+    assert sampler_of(generator, noise_mode="none").latents([0]).noise == "none"
 
 
 def test_layers_are_read_and_a_cutoff_is_one_of_them(generator):

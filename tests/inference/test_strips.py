@@ -241,8 +241,8 @@ def test_the_film_goes_through_its_samples_and_back(generator, space, noise_mode
     sampler = sampler_of(generator, noise_mode=noise_mode, seed=4, truncation_psi=0.7, truncation_cutoff=3)
     found = frames_of(sampler, space=space, keyframes=4, frames=5)
     assert len(found) == 20
-    z, labels, _ = sampler.latents(range(4))
-    noise = sampler.latents([0])[2]
+    z, labels, _ = vars(sampler.latents(range(4))).values()
+    noise = sampler.latents([0]).noise
     maps = noise if isinstance(noise, str) else [m.expand(4, -1, -1, -1) for m in noise]
     expected = to_uint8(generator(z, labels, noise=maps, truncation_psi=0.7, truncation_cutoff=3))
     assert near(found[::5], expected)

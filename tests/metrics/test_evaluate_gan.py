@@ -7,7 +7,7 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import evaluate_generator, weak_judge
-from duetgan.metrics.features.extractors import Extractor, RealFeatures, classifier_features, extract, pixel_features
+from duetgan.metrics.features.extractors import Extractor, RealFeatures, classifier_features, pixel_features
 from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, Samples, history, measured
 from duetgan.metrics.samples.frechet import frechet_distance
@@ -65,7 +65,7 @@ def evaluate(generator, reader, **options):
 
 
 def features_of(reader, indices):
-    return extract(PIXELS, torch.from_numpy(reader.read(indices)[0]))
+    return PIXELS(torch.from_numpy(reader.read(indices)[0]))
 
 
 def real_set(reader, indices):
@@ -83,7 +83,7 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
     labels = torch.from_numpy(test.labels)
     assert len(labels) > 30  # some were added for the diversity and count for nothing else
     samples = generate(generator, labels=labels, indices=range(len(labels)), seed=3)
-    fake = extract(PIXELS, samples)
+    fake = PIXELS(samples)
     real, other = features_of(test_reader, test.indices), features_of(train_reader, train.indices)
     (row,) = found["distances"]
     assert (row["extractor"], row["n"], found["n"], found["seed"]) == ("pixels", 30, 30, 3)
@@ -126,7 +126,7 @@ def test_every_figure_has_its_value_and_interval(generator, test_reader):
     test = select(test_reader.labels(), n=30, seed=3, role="test")
     labels = torch.from_numpy(test.labels)
     samples = generate(generator, labels=labels, indices=range(30), seed=3)
-    fake, real = extract(PIXELS, samples), features_of(test_reader, test.indices)
+    fake, real = PIXELS(samples), features_of(test_reader, test.indices)
     row, other = found["distances"]
     answers = judge(samples.float() / 127.5 - 1).double().softmax(1)
     more: dict[str, Any] = {"training": None, "labels": labels.long(), "n": 30, "names": CLASSES, "seed": 3}
@@ -251,7 +251,7 @@ def test_a_plagiarist_is_found_out_and_its_sources_named(test_reader, train_read
     )
     real = real_set(train_reader, searched.indices), real_set(test_reader, test.indices)
     asked = torch.from_numpy(test.labels)
-    samples = extract(PIXELS, generate(copier, labels=asked, indices=range(60), seed=3))
+    samples = PIXELS(generate(copier, labels=asked, indices=range(60), seed=3))
     assert found["p_value"] == pytest.approx(memorisation(samples, *real)[0]["p_value"], rel=1e-3)
     honest = evaluate(generator, test_reader, train_reader=train_reader, n=60)["memorisation"]
     assert not honest["copies"]

@@ -13,7 +13,7 @@ from duetgan.metrics import evaluate_classifier, evaluate_gan, figures, tables
 from duetgan.metrics.comparison import compare
 from duetgan.metrics.evaluate_classifier import evaluate_classifier as evaluated
 from duetgan.metrics.figures import PAGE, Figure, history, written
-from duetgan.metrics.intervals import Measured, balanced_interval, influence_interval, normal_interval, wilson
+from duetgan.metrics.intervals import Measured, balanced_interval, wilson
 from duetgan.metrics.lineage import leaks
 from duetgan.metrics.tables import few_images
 from duetgan.models.restore import classifier_from
@@ -116,9 +116,8 @@ def test_intervals_solve_the_score_equation_and_stay_within_what_is_possible():
         for end in wilson(hits, count) or pytest.fail("no interval"):
             assert (hits / count - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / count)
     assert wilson(0, 0) is None
-    assert normal_interval(0.5, 0.01) == pytest.approx([0.5 - 0.1959964, 0.5 + 0.1959964])
-    assert normal_interval(0.9, 0.01, low=0, high=1) == pytest.approx([0.9 - 0.1959964, 1.0])
-    assert Measured.normal(0.9, 0.01, high=1.0).interval == normal_interval(0.9, 0.01, high=1.0)
+    assert Measured.normal(0.5, 0.01).interval == pytest.approx([0.5 - 0.1959964, 0.5 + 0.1959964])
+    assert Measured.normal(0.9, 0.01, low=0, high=1).interval == pytest.approx([0.9 - 0.1959964, 1.0])
     assert Measured.normal(0.9, 0.0).interval is None  # 58 images of which none counts are no certainty of 0
 
 
@@ -131,11 +130,11 @@ def test_balanced_and_influence_intervals_are_wilsons_and_the_normal_one():
         inside += low <= shares.mean() <= high
     assert 0.93 <= inside / 500 <= 0.98
     values = np.random.default_rng(0).random(400)
-    found = influence_interval(values.mean(), values - values.mean())
+    found = Measured.influenced(values.mean(), values - values.mean()).interval
     half = 1.959964 * values.std() / 20
     assert found == pytest.approx([values.mean() - half, values.mean() + half])
-    assert influence_interval(0.5, np.array([3.0, -3.0])) == [0, 1]
-    assert influence_interval(1.0, np.zeros(4)) is None
+    assert Measured.influenced(0.5, np.array([3.0, -3.0])).interval == [0, 1]
+    assert Measured.influenced(1.0, np.zeros(4)).interval is None
 
 
 def test_few_images_are_told_and_many_are_not():

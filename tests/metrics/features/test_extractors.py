@@ -15,7 +15,6 @@ from duetgan.metrics.features.extractors import (
     chunk_size,
     classifier_features,
     classifier_input,
-    extract,
     find_weights,
     inception_features,
     load_resnet50,
@@ -47,7 +46,7 @@ def sample_images(n=4, channels=1, side=8):
 
 
 def test_pixels_are_averages_in_0_to_1():
-    features = extract(pixel_features(ImageSpec(3, 16, 16)), sample_images(channels=3, side=16))
+    features = pixel_features(ImageSpec(3, 16, 16))(sample_images(channels=3, side=16))
     expected = sample_images(channels=3, side=16).float().view(4, 3, 8, 2, 8, 2).mean((3, 5)) / 255
     torch.testing.assert_close(features, expected.flatten(1))
     assert features.shape[1] == pixel_features(ImageSpec(3, 16, 16)).dim
@@ -58,7 +57,7 @@ def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
     model = classifier()
     expected = model.features(to_float(sample_images()))
     extractor = classifier_features(model.train(), name="classifier:x")
-    torch.testing.assert_close(extract(extractor, sample_images()), expected)
+    torch.testing.assert_close(extractor(sample_images()), expected)
     assert expected.shape == (4, extractor.dim)
     assert model.training  # put back
     assert extractor.source == classifier_features(model, name="classifier:x").source
@@ -107,7 +106,7 @@ def test_bad_names_are_told(specs, changes, told):
 def test_what_is_missing_or_not_finite_is_told(no_weights, monkeypatch):
     assert_raises(UserError, "resnet50 needs a weights file", build, ["resnet50"], **SETTINGS)
     with pytest.raises(UserError, match="extractor two gives features that are not finite"):
-        extract(Extractor("two", 2, lambda images: torch.full((len(images), 2), torch.nan), CPU), sample_images())
+        Extractor("two", 2, lambda images: torch.full((len(images), 2), torch.nan), CPU)(sample_images())
     monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
     assert_raises(UserError, "pip install torch-fidelity", inception_features)
 
@@ -148,7 +147,7 @@ def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
     torch.save({"a": torch.zeros(1)}, file)
     extractor = inception_features(file)
     assert FakeLibrary.asked == ("inception", ["2048"], str(file))
-    features = extract(extractor, sample_images())
+    features = extractor(sample_images())
     torch.testing.assert_close(features, sample_images().float().mean((2, 3)).expand(-1, 3))
 
 
@@ -244,14 +243,14 @@ def reference(state, images, side, *, he_strides):
 def test_features_follow_the_protocol(he_file, state, images):
     extractor = resnet50_features(he_file)
     assert (extractor.name, extractor.dim) == ("resnet50", 2048)
-    features = extract(extractor, images)
+    features = extractor(images)
     assert features.dtype == torch.float32
     torch.testing.assert_close(features, reference(state, images, 64, he_strides=True), rtol=1e-3, atol=1e-4)
     larger = images[:1].repeat(1, 1, 4, 4)[..., :65, :65]  # is scaled to 224 px
     expected = reference(state, larger, 224, he_strides=True)
-    torch.testing.assert_close(extract(extractor, larger), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(extractor(larger), expected, rtol=1e-3, atol=1e-4)
     grey = images[:, :1]
-    assert torch.equal(extract(extractor, grey), extract(extractor, grey.expand(-1, 3, -1, -1)))
+    assert torch.equal(extractor(grey), extractor(grey.expand(-1, 3, -1, -1)))
 
 
 def test_stride_placement_is_the_files(state, he_file, images, tmp_path):
@@ -261,9 +260,9 @@ def test_stride_placement_is_the_files(state, he_file, images, tmp_path):
     for stage in ("layer2", "layer3", "layer4"):
         assert he.get_submodule(f"{stage}.0.conv1").stride == (2, 2) == plain.get_submodule(f"{stage}.0.conv2").stride
         assert he.get_submodule(f"{stage}.0.conv2").stride == (1, 1) == plain.get_submodule(f"{stage}.0.conv1").stride
-    found = extract(resnet50_features(tmp_path / "plain.pth"), images)
+    found = resnet50_features(tmp_path / "plain.pth")(images)
     torch.testing.assert_close(found, reference(state, images, 64, he_strides=False), rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(found, extract(resnet50_features(he_file), images), rtol=1e-2)
+    assert not torch.allclose(found, resnet50_features(he_file)(images), rtol=1e-2)
 
 
 def test_a_file_without_batch_counters_loads_and_damaged_ones_are_told(state, tmp_path, he_file):

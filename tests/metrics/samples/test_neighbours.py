@@ -15,7 +15,7 @@ from duetgan.metrics.samples.neighbours import (
     coverage,
     density,
     neighbourhoods,
-    own_neighbours,
+    neighbours,
     precision,
     recall,
 )
@@ -42,7 +42,7 @@ def test_equal_to_prdc(samples, k, small_blocks, capsys):
 
 def test_own_neighbours_are_scikit_learns_and_blocks_change_no_count(small_blocks, monkeypatch):
     points = features(3)
-    squares, indices = own_neighbours(points, 4)
+    squares, indices = neighbours(points, points, 4)
     distances, places = NearestNeighbors(n_neighbors=5).fit(points.numpy()).kneighbors(points.numpy())
     assert squares.sqrt().numpy() == pytest.approx(distances[:, 1:], rel=1e-6)
     assert np.array_equal(indices.numpy(), places[:, 1:])
