@@ -175,11 +175,9 @@ class Frozen:
 
 
 def on_disk(rows: Iterator[np.ndarray], item: int, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Rows uint8 [n, item] by their number, from a file without a name: it ends with the process. Raises UserError for
-    a full disk.
-    """
+    """Rows uint8 [n, item] by number, from a nameless file that ends with the process. UserError for a full disk."""
     with writing(folder / "frozen"), tempfile.TemporaryFile(dir=folder) as file:
         for part in rows:
-            file.write(part)
+            file.write(part.data)
         file.flush()
         return np.memmap(file, np.uint8, "r").reshape(-1, item).__getitem__
