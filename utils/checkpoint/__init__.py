@@ -6,10 +6,11 @@ docs/checkpoints.md. Everything in a checkpoint is a tensor, number, string, lis
 
 import hashlib
 import json
+import math
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -317,20 +318,14 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
     other = "best" if which == "last" else "last"
     last, best = (pointer(path.parent, name) or {} for name in ("last", "best"))
     entry = best if which == "last" else last
-    if entry and entry["file"] != path.name and (path.parent / entry["file"]).is_file() and not _alike(last, best):
+    low, high = best.get("interval") or (math.inf, -math.inf)  # a run from before has none
+    alike = low <= last.get("value", math.nan) <= high
+    if entry and entry["file"] != path.name and (path.parent / entry["file"]).is_file() and not alike:
         figure = f" ({best['metric']} {best['value']:.4g})" if {"metric", "value"} <= best.keys() else ""
         words = {"last": "", "best": figure}
         there = f"{other} is of step {step_of(Path(entry['file']))}{words[other]}: --which {other} takes it"
         print(f"{which}: step {step_of(path)}{words[which]}; {there}", file=sys.stderr)
     return path
-
-
-def _alike(last: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
-    try:
-        low, high = best["interval"]
-        return bool(low <= last["value"] <= high)
-    except (LookupError, TypeError, ValueError):  # of a run from before, or no evaluation is as old as the last
-        return False
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
