@@ -75,11 +75,9 @@ def main(argv: list[str]) -> int:
 def listen(host: str, port: int) -> socket.socket:
     """A socket at this address. Raises UserError where there is none to be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
+    asked, remedy = f"--host {host} --port {port}", "give another address or port"
+    with explained((OSError, UnicodeError), lambda why: f"{asked}: {getattr(why, 'strerror', None) or why}; {remedy}"):
         return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:
-        told = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} --port {port}: {told}; give another address or port") from error
 
 
 if __name__ == "__main__":

@@ -221,9 +221,7 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """What a readout takes of a stage's maps [N, C, H, W]: [N, F], of each map the largest value of each of up to
-    `parts` x `parts` equal parts.
-    """
+    """A readout's part of maps [N, C, H, W]: [N, F], the largest value of each of up to `parts` x `parts` equal parts."""
     size = [int(side) for side in maps.shape[2:]]
     return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 
@@ -235,8 +233,7 @@ torch.fx.wrap("scaled")  # folding (models/fast.py) traces the network; what dep
 def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
     """Images [N, C, H, W] in [-1, 1] as a classifier of `resolution` and `channels` takes them; differentiable.
 
-    Another size is scaled bilinearly, another aspect is bent; grey is repeated to RGB, RGB is weighed to grey (ITU-R
-    601: .299, .587, .114).
+    Another size is scaled bilinearly, another aspect bent; grey is repeated, RGB weighed (ITU-R 601: .299, .587, .114).
     """
     images = scaled(images, ImageSpec.of(channels, resolution).size)
     if channels == 1 and images.shape[1] == 3:

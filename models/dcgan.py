@@ -53,8 +53,7 @@ class DcganGeneratorConfig(DcganConfig):
 class DcganGenerator(PlainGenerator):
     """A fully connected layer to 4 px, then transposed 4x4 convolutions that double the side; tanh.
 
-    Conditional: the label's embedding, of z's size and variance, is appended to z. First and last layer run without
-    autocast.
+    Conditional: the label's embedding, of z's size and variance, is appended to z. First and last layer: no autocast.
     """
 
     title = "DCGAN"

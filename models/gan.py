@@ -37,7 +37,6 @@ class ImageNetwork(nn.Module):
 
     @property
     def spec(self) -> ImageSpec:
-        """What its images are."""
         return ImageSpec.of(self.channels, self.resolution, self.pixel_format)
 
 
@@ -81,9 +80,7 @@ class ImageGenerator(ImageNetwork):
         return []
 
     def finished(self, x: Tensor) -> Tensor:
-        """Images of what the last layer gives, which with alpha are straight colours: what is transparent need not be
-        painted black as well.
-        """
+        """Images of the last layer's values, with alpha straight colours: what is transparent need not be black."""
         return premultiplied(x) if (self.pixel_format or {}).get("alpha") else x
 
 
@@ -236,9 +233,7 @@ def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
 
 
 def asked(labels: Tensor, sets: Tensor | None) -> Tensor:
-    """What networks are conditioned on: labels int64 [n]; where these are numbers of `sets`, float [labels, classes],
-    their rows.
-    """
+    """What networks are conditioned on: labels int64 [n], or their rows of `sets`, float [labels, classes]."""
     return labels if sets is None else sets[labels]
 
 

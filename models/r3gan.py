@@ -47,8 +47,7 @@ class R3Config(Config):
     def sizes(self, resolution: int | str) -> list[tuple[int, int, int]]:
         """(shorter side, width, cardinality) from the smallest up to that of `resolution`.
 
-        Raises UserError for a resolution that `sizes_up_to` refuses, or that the width and the cardinality cannot
-        be halved for.
+        Raises UserError for a resolution that `sizes_up_to` refuses, or that width or cardinality are no multiples for.
         """
         full = self.full_width_up_to
         parts_at = {size: max(1, floor_to_two(size) // full) for size in sizes_up_to(resolution)}

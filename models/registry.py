@@ -1,6 +1,4 @@
-"""The registries: another GAN (see models/gan.py), or another family of backbones (see models/backbones/base.py), is
-one more file and one more line here.
-"""
+"""The registries: another GAN (models/gan.py), or family of backbones (backbones/base.py), is a file and a line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

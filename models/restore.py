@@ -38,8 +38,10 @@ from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import recorded
 
 
-def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch.device | str) -> Any:
-    """The network of a section of the config, with the state of `part`, in evaluation mode on `device`."""
+def _restored(
+    checkpoint: dict[str, Any], section: str, part: str, device: torch.device | str, several: bool = True
+) -> Any:
+    """The network of a section of the config, with the state of `part`, frozen, in evaluation mode on `device`."""
     file, task = checkpoint.get("file", "the checkpoint"), "classifier" if section == "model" else "gan"
     if checkpoint["task"] != task:
         raise UserError(f"{file}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
@@ -63,7 +65,10 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
 
     with plugins.hinting(lambda: checkpoint["config"]):
         model: Any = loaded(built, checkpoint, part, str(file))
-    return model.to(device, memory_format=torch.channels_last).eval()
+    one = checkpoint.get("sets") is None and getattr(model, "thresholds", None) is None
+    if not (one or several):
+        raise UserError(f"{file}: is of several labels an image; a network of one label is needed here")
+    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 
 def generator_from(
@@ -75,11 +80,8 @@ def generator_from(
     Raises UserError for another task's checkpoint, for an architecture that is not in the registry, and for one of
     several labels an image unless the caller can do with `several`.
     """
-    model = _restored(checkpoint, "generator", "generator_ema", device).requires_grad_(False)
+    model = _restored(checkpoint, "generator", "generator_ema", device, several)
     model.sets = checkpoint.get("sets")
-    if model.sets is not None and not several:
-        file = checkpoint.get("file", "the checkpoint")
-        raise UserError(f"{file}: is asked for several labels an image; a generator of one label is needed here")
     full = model.spec.side
     side, alpha = checkpoint.get("stage", [full, 1.0])
     if (side, alpha) == (full, 1.0):
@@ -91,7 +93,7 @@ def generator_from(
 
 def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageDiscriminator:
     """The discriminator of a GAN's checkpoint, in evaluation mode. Raises UserError as `generator_from` does."""
-    return _restored(checkpoint, "discriminator", "discriminator", device).requires_grad_(False)
+    return _restored(checkpoint, "discriminator", "discriminator", device)
 
 
 def classifier_from(
@@ -100,10 +102,7 @@ def classifier_from(
     """The EMA classifier of a checkpoint, in evaluation mode. Raises UserError for another task's checkpoint, and for
     one of several labels an image unless the caller can do with `several`.
     """
-    model = _restored(checkpoint, "model", "model_ema", device).requires_grad_(False)
-    if model.thresholds is not None and not several:
-        file = checkpoint.get("file", "the checkpoint")
-        raise UserError(f"{file}: tells several labels an image; a classifier of one label an image is needed here")
+    model = _restored(checkpoint, "model", "model_ema", device, several)
     model.lineage = recorded(checkpoint)
     return model
 

@@ -140,8 +140,7 @@ class Generator(StyledGenerator):
     ) -> Tensor:
         """Images [N, channels, H, W] from ws [N, num_ws_at(resolution) or more, w_dim]; further styles are left over.
 
-        `noise`: one [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const" for the stored maps,
-        "none" for none.
+        `noise`: one [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const" (stored) or "none".
         """
         blocks, maps = self._blocks(resolution), self._maps(noise, resolution)
         if ws.shape[1] < 2 * len(blocks):
@@ -213,7 +212,7 @@ class Discriminator(ImageDiscriminator):
         self.label_mapping = nn.Sequential(
             *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
         )
-        self.progressive = progressive
+        self.sizes = {self.spec.at(side).size for side in sizes[: None if progressive else 1]}  # of its images
         if progressive:
             pairs = zip(sizes[1:], widths[1:], strict=True)
             self.from_rgbs = nn.ModuleDict({str(size): EqualizedConv2d(channels, width, 1) for size, width in pairs})
@@ -232,13 +231,9 @@ class Discriminator(ImageDiscriminator):
 
     def hidden(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
         """The last hidden activations [N, F], F the channels of the smallest maps, in the parameters' precision."""
-        height, width = images.shape[2:]
+        height, width = map(int, images.shape[2:])  # tensors while a graph is traced
         full, side = self.spec.side, min(height, width)
-        if (
-            height * full != self.spec.height * side
-            or width * full != self.spec.width * side
-            or (side != full and not self.progressive)
-        ):
+        if (height, width) not in self.sizes:
             raise ValueError(
                 f"images of {width}x{height} for a discriminator of {self.resolution} px; those of a smaller stage "
                 "need progressive=True"

@@ -102,9 +102,7 @@ def _built(model: dict[str, Any], path: Path) -> dict[str, str]:
 
 @functools.cache  # a start checks its config several times
 def trained_symmetric(weights: str) -> bool:
-    """Whether `model.weights` names a run, checkpoint or export of ours whose images were not normalised as ImageNet's.
-    What cannot be read is refused where it is loaded.
-    """
+    """Whether `model.weights` names a classifier of ours whose images were in [-1, 1]; False where it is unreadable."""
     try:
         return read_state_dict(checkpoints.resolve(weights))[1].get("normalise") == "symmetric"
     except UserError:
@@ -295,8 +293,7 @@ def fitted(
     """`state` in the types of `expected`, if it has exactly these names and shapes, in finite numbers; the counters of
     batches, which old files lack, are added.
 
-    Raises UserError naming the first tensor at fault, how many match, and the network that the file belongs to where
-    that is clear.
+    Raises UserError naming the first tensor at fault, how many match, and where that is clear the file's network.
     """
     state = {key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")} | state
     tensors = {key: value.shape for key, value in expected.items() if value.ndim}

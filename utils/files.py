@@ -82,9 +82,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a result that the user asked for; makes missing folders. Raises UserError if the disk
-    refuses.
-    """
+    """Around the writing of a result that was asked for; makes missing folders. UserError if the disk refuses."""
     with explained(
         OSError, lambda why: f"cannot write {path}: {why.strerror or why}; choose another place or make room"
     ):

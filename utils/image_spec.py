@@ -52,14 +52,6 @@ class PixelFormat(Stored):
         low, high = RANGES[self.depth]
         return low if self.low is None else self.low, high if self.high is None else self.high
 
-    @property
-    def document(self) -> dict[str, Any] | None:
-        """What differs from 8-bit values without transparency; None: nothing."""
-        held = zip(("low", "high"), self.range, RANGES[self.depth], strict=True)
-        differs = {name: value for name, value, usual in held if value != usual}
-        differs |= {"alpha": True} if self.alpha else {}
-        return differs | ({"depth": self.depth} if self.depth != "uint8" else {}) or None
-
 
 @dataclass(frozen=True)
 class ImageSpec:
@@ -104,8 +96,10 @@ class ImageSpec:
 
     @property
     def pixel_format(self) -> dict[str, Any] | None:
-        """What PixelFormat holds, as `of` takes it; None for 8-bit values without transparency."""
-        return PixelFormat(alpha=self.alpha, depth=self.depth, low=self.low, high=self.high).document
+        """What of PixelFormat differs from 8-bit values without transparency, as `of` takes it; None: nothing."""
+        low, high = RANGES[self.depth]
+        usual = {"low": low, "high": high, "alpha": False, "depth": "uint8"}
+        return {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value} or None
 
     @property
     def plain(self) -> bool:

@@ -235,9 +235,7 @@ def _written(text: str, letters: frozenset[int]) -> str:
 
 
 def legible(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
-    """A line of text as it can be drawn by one font, and that font, of `size` px: the first that has all letters, else
-    our own.
-    """
+    """A line of text as one font of `size` px can draw it, and that font: the first with all letters, else our own."""
     text = drawable(text)
     wanted = set(map(ord, text))
     name = next((name for name in families() if wanted <= _letters(name)), OWN)

@@ -1,6 +1,4 @@
-"""How much memory and how many cores this process may use, and how it asks the system for memory; copies to a
-device.
-"""
+"""How much memory and how many cores this process may use, how it asks for memory, and copies to a device."""
 
 import ctypes
 import mmap

@@ -23,7 +23,6 @@ class Generated(Stored):
     classes: list[str]  # names of their classes
 
     def document(self) -> Provenance:
-        """As a packed file holds it."""
         return self.model_dump()
 
 
@@ -45,9 +44,7 @@ class Lineage(Stored):
         return self.model_dump(exclude_defaults=True)
 
     def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
-        """Why a network of this lineage, whose fingerprint is `weights`, cannot judge samples of a generator beside
-        images that have these hashes; empty if it can.
-        """
+        """Why a network of this lineage and fingerprint `weights` cannot judge beside these images; empty if it can."""
         if weights in generator.teachers:
             return "supplied a loss to this generator, so it cannot judge it; give another"
         if self.synthetic:

@@ -25,8 +25,7 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the one that started it, `parent`, is gone, however that ends: `kill -9`
-    leaves no orphan. To be called in the child, which ends here if its parent has ended already. Linux only; elsewhere
-    nothing is done.
+    leaves no orphan. To be called in the child, which ends here if its parent has ended already. Linux only.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -44,8 +43,7 @@ def process_state(pid: int) -> str | None:
 
 def leave_imports(frame: types.FrameType | None, line: str, code: int) -> None:
     """For signal handlers: end this process with a line on stderr and an exit code if `frame` is inside an import. An
-    exception that is raised there may have to pass C++, as in torch's import, which aborts the process. Elsewhere
-    nothing is done.
+    exception that is raised there may have to pass C++, as in torch's import, which aborts the process.
     """
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
         frame = frame.f_back

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 Key = int | str
-NO_KERNEL = "does not have a deterministic implementation"
+NO_KERNEL = "does not have a deterministic implementation"  # what torch says, after the operation's name
 
 
 def seed_of(*key: Key) -> int:
@@ -26,7 +26,6 @@ def generator(*key: Key, device: torch.device | str = "cpu") -> torch.Generator:
 
 
 def numpy_generator(*key: Key) -> np.random.Generator:
-    """A NumPy generator seeded by `key`."""
     return np.random.Generator(np.random.PCG64(seed_of(*key)))
 
 
@@ -52,9 +51,3 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-
-
-def without_kernel(error: BaseException) -> str | None:
-    """The operation that has no deterministic kernel, if that is what `error` says."""
-    text = str(error)
-    return text.split(NO_KERNEL)[0].strip() if isinstance(error, RuntimeError) and NO_KERNEL in text else None

@@ -166,7 +166,7 @@ class Meta(Stored):
     @property
     def spec(self) -> ImageSpec:
         """The images at the largest resolution."""
-        pixels = None if self.pixel_format is None else self.pixel_format.document
+        pixels = None if self.pixel_format is None else self.pixel_format.model_dump()
         return ImageSpec.of(self.channels, self.size or self.resolutions[-1], pixels)
 
     @property

@@ -1,7 +1,6 @@
 """What the rest of the program knows of a network: how it is cut into stages, where it begins and where it ends.
 
-A network of your own is a file with a `Backbone`, whose `network` builds your nn.Module, and a line in
-models/registry.py.
+A network of your own is a file with a `Backbone`, whose `network` builds it, and a line in models/registry.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence

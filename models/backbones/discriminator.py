@@ -14,7 +14,7 @@ from duetgan.models.backbones.base import Backbone
 from duetgan.models.registry import DEFAULT, architecture_of
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.config.model import PositiveInt, Stored
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import Rectangle
 
 NAME = "discriminator"
@@ -42,10 +42,8 @@ class Trunk(nn.Module):
 
 def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
     """The description of a discriminator's trunk. Raises UserError for a form that is none."""
-    try:
+    with explained(ValueError, "{}; leave it out, the run of model.weights says it".format):
         about = Form.read(form, "model.discriminator")
-    except ValueError as error:
-        raise UserError(f"{error}; leave it out, the run of model.weights says it") from None
     size, given = about.resolution, about.channels
 
     def trunk(_name: str = NAME, channels: int = given) -> Trunk:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from duetgan.models.backbones.base import Backbone
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 PREFIX = "timm:"
 
@@ -63,13 +63,13 @@ def timm_backbone(name: str) -> TimmBackbone:
 
 
 def _create(name: str, **options: Any) -> Any:
-    try:
+    lacking = "model {} needs timm ({}); `pip install timm`, or choose another model"
+    with explained(ImportError, lambda why: lacking.format(name, why)):
         timm = importlib.import_module("timm")
-    except ImportError as error:
-        raise UserError(f"model {name} needs timm ({error}); `pip install timm`, or choose another model") from error
     plain = name.removeprefix(PREFIX)
-    try:
+
+    def unknown(why: Exception) -> str:
+        return f"model {name}: timm has no such network{did_you_mean(plain, timm.list_models())} ({why})"
+
+    with explained((RuntimeError, ValueError), unknown):
         return timm.create_model(plain, num_classes=2, **options)
-    except (RuntimeError, ValueError) as error:
-        near = did_you_mean(plain, timm.list_models())
-        raise UserError(f"model {name}: timm has no such network{near} ({error})") from error

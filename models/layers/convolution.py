@@ -21,9 +21,7 @@ _penalised = False
 
 @contextlib.contextmanager
 def penalised(on: bool = True) -> Iterator[None]:
-    """In it `convolve` prepares for a penalty, a loss of the output's gradient: its second derivatives are fast then,
-    its first ones a little slower.
-    """
+    """In it `convolve` prepares for a penalty: second derivatives are fast then, first ones a little slower."""
     global _penalised
     before, _penalised = _penalised, on
     try:
@@ -40,11 +38,6 @@ class Geometry(NamedTuple):
     groups: int = 1
     transposed: bool = False
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Those of torch's general convolution, in its order: no dilation, no padding of the output."""
-        return [self.stride] * 2, [self.padding] * 2, [1, 1], self.transposed, [0, 0], self.groups
-
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that convolutions of `x` run in: autocast's where it is on, else that of `x`."""
@@ -58,10 +51,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """x [N, I, H, W] with filters [O, I / groups, k, k] (transposed: [I, O / groups, k, k]) and bias [O] or None.
-
-    In autocast's precision.
-    """
+    """x [N, I, H, W], filters [O, I / groups, k, k] (transposed: [I, O / groups, k, k]), bias [O]; under autocast."""
     plain = torch.compiler.is_compiling() or torch.jit.is_tracing()  # which know of no second derivatives
     if plain or not _penalised or not torch.is_grad_enabled():
         return _plain(x, weight, bias, geometry)
@@ -140,8 +130,9 @@ class _Gradient(torch.autograd.Function):
         ctx.save_for_backward(grad, other)
         ctx.settings = geometry, of_input
         x, weight = (like, other) if of_input else (other, like)
-        mask = [of_input, not of_input, False]
-        gradients = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry.arguments, mask)
+        (stride, padding, groups, transposed), mask = geometry, [of_input, not of_input, False]
+        how = [stride] * 2, [padding] * 2, [1, 1], transposed, [0, 0], groups  # no dilation, no padding of the output
+        gradients = torch.ops.aten.convolution_backward(grad, x, weight, None, *how, mask)
         return gradients[0] if of_input else gradients[1]
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from duetgan.models.layers import TAPS
 from duetgan.models.official.unpickle import Refused
 from duetgan.models.registry import architecture_of
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, explained
 
 FILTER = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2  # of resampling, [4, 4]
 # a part of a GAN's state -> NVIDIA's and R3GAN's name of the network
@@ -93,11 +93,8 @@ class Converted:
         tensors of ours that end with one of `absent` are zeros. Refused where it is another network.
         """
         section = part.removesuffix("_ema")
-        try:
-            with torch.device("meta"):
-                network = architecture_of(self.architecture).build(section, getattr(self, section), **self.shape)
-        except UserError as error:
-            raise Refused(str(error)) from None
+        with explained(UserError, lambda why: Refused(str(why))), torch.device("meta"):
+            network = architecture_of(self.architecture).build(section, getattr(self, section), **self.shape)
         state = self.state[part] = {}
         for ours, like in network.state_dict().items():
             if ours.endswith(absent):

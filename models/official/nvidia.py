@@ -81,9 +81,7 @@ def convert(content: Mapping[str, Any]) -> Converted:
 
 
 def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[str, Tensor]]) -> Converted:
-    """Networks `G_ema`, and where they are there `G` and `D`, in NVIDIA's names, built with these keyword arguments,
-    in ours.
-    """
+    """NVIDIA's `G_ema`, and where they are there `G` and `D`, built with these keyword arguments, in our names."""
     g, shape, noise = _generator_arguments(Arguments(generator, "the generator's arguments"))
     d = {name: g[name] for name in ("channel_base", "channel_max")}  # a new one is as wide as the generator
     gan, multiplier = Converted("stylegan2", shape, g, d, {}), 0.01

@@ -58,7 +58,9 @@ def test_fault_02_killed_before_the_rename(command, gan_recipe, tmp_path, kind, 
     killed = own_process(*gan_recipe, *QUIET)
     assert killed.code == -9, killed.err
     assert checkpoints(run) == [2]
-    assert strangers(run) == ([".step-00000004.pt.tmp"] if kind == "kill-before-rename" else [])
+    (left,) = strangers(run)
+    assert left.startswith(".step-00000004.pt.")
+    assert left.endswith(".tmp")
     again = command(*gan_recipe, *QUIET).success()
     assert "resumed at step 2 of 8" in again.err
     assert (checkpoints(run), last(run), strangers(run)) == ([8, 6], 8, [])

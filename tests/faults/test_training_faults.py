@@ -14,7 +14,6 @@ import train
 from duetgan.training.engine import health
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
-from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.launch import AGAIN
 from duetgan.utils.script import run_cli
@@ -200,7 +199,6 @@ def test_an_operation_without_a_deterministic_form_is_explained(packed):
     )
     told: Any = health.explain(error, config, 3, 16)
     assert "grid_sampler_2d_backward_cuda has no deterministic form" in told
-    assert seeding.without_kernel(RuntimeError("something else")) is None
     assert health.explain(RuntimeError("something else"), config, 3, 16) is None
 
 

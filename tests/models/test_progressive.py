@@ -52,7 +52,7 @@ def test_what_is_of_no_stage_is_not_looked_at_or_refused():
         for use in (generator.num_ws_at, generator.noise_shapes, lambda r: StageGenerator(generator, r)):
             told = rf"of 32 px has no stage of {resolution} px; its stages are \[4, 8, 16,"
             assert_raises(ValueError, told, use, resolution)
-    for shape, told in (((64, 64), "of 32 px has no stage of 64 px"), ((16, 8), "images of 8x16")):
+    for shape, told in (((64, 64), "images of 64x64 for a discriminator of 32"), ((16, 8), "images of 8x16")):
         assert_raises(ValueError, told, network, draw(2, 3, *shape), labels)
 
 

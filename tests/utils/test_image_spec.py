@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.utils.image_spec import ImageSpec, PixelFormat
+from duetgan.utils.image_spec import ImageSpec
 
 FORMATS = {
     "RGB": (3, None),
@@ -116,5 +116,5 @@ def test_what_contradicts_itself_is_refused(document: dict, error: str) -> None:
 
 
 def test_a_document_holds_what_differs() -> None:
-    assert PixelFormat().document is None
-    assert PixelFormat(depth="uint16", high=65535.0).document == {"depth": "uint16"}
+    assert ImageSpec.of(3, 8, {}).pixel_format is None
+    assert ImageSpec.of(3, 8, {"depth": "uint16", "high": 65535.0}).pixel_format == {"depth": "uint16"}

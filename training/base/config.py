@@ -192,9 +192,7 @@ class RunConfig(Config):
         return False
 
     def spans(self, resolution: int | str) -> list[tuple[int, int, int]]:
-        """(first step, px of the shorter side, global batch size) of every part of the training, for images of
-        `resolution` at most.
-        """
+        """(first step, px of the shorter side, global batch) of the training's parts, for images of `resolution`."""
         return [(0, ImageSpec.of(1, resolution).side, self.batch_size)]
 
     @property
@@ -204,7 +202,6 @@ class RunConfig(Config):
 
     @property
     def batches_per_step(self) -> int:
-        """Training batches that a step takes."""
         return 1
 
     @property

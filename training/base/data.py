@@ -218,9 +218,7 @@ def real_label_shares(config: DataConfig, dataset: Dataset) -> np.ndarray:
 
 
 def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
-    """How often each label is seen, relative to the others: the histogram, unless sampling is weighted or synthetic
-    images are mixed in.
-    """
+    """How often each label is seen, relative to the others, by weighted sampling and in synthetic images too."""
     real, source = real_label_shares(config, dataset), dataset.synthetic
     if source is None or not len(real):
         return real.tolist()
@@ -300,7 +298,7 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
     prefetch = config.data.prefetch if device.type != "cpu" else 0
     if isinstance(dataset.synthetic, GeneratedSamples):  # between the steps: a thread would change their precision
-        dataset.synthetic.to(device)
+        dataset.synthetic.generator.to(device)
         prefetch = 0
     spans = config.spans(dataset.resolution)
     return InfiniteLoader(

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class GeneratedSamples:
 
     Sample i of epoch e depends on the key (seed, "synthetic", e, i) and its label alone, to the bit on one kind of
     device: the samples [16 k, 16 k + 16) are always made in one pass. Truncation is off (psi 1). Labels go round the
-    classes evenly, each as often as `shares` say. The generator computes where `to` has put it.
+    classes evenly, each as often as `shares` say. The `generator` computes where it lies.
 
     Raises UserError for a checkpoint of another task.
     """
@@ -48,19 +49,19 @@ class GeneratedSamples:
         self.generator: Any = generator_from(checkpoint)
         self.spec: ImageSpec = self.generator.spec
         kinds = self.generator.classes
-        classes = list(checkpoint["classes"]) if kinds else []
+        self.classes: list[str] = list(checkpoint["classes"]) if kinds else []  # their names by label
         if shares is not None and len(shares) != kinds:
             raise UserError(
                 f"{run}: its generator has {kinds} classes, the images {len(shares)}; use one of these images"
             )
         self._labels = even_labels(shares or [1.0] * kinds, count)
         self._about = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
-        self._drawn: tuple[tuple[int, int, int], np.ndarray] | None = None  # the last block: its key, its images
+        self._block = lru_cache(maxsize=1)(self._draw)  # of the last one: the next batch begins in it
         channels, step = self.generator.channels, checkpoint["step"]
         known = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
         self.meta = Meta(
             count=count,
-            classes=classes,
+            classes=self.classes,
             **Layout.of(self.spec).document,
             histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],
             mean=[0.5] * channels,
@@ -75,20 +76,12 @@ class GeneratedSamples:
     def __len__(self) -> int:
         return self.meta.count
 
-    @property
-    def classes(self) -> list[str]:
-        """Class names by label; empty for an unconditional generator."""
-        return self.meta.classes
-
     def labels(self) -> np.ndarray:
         return self._labels
 
     def passport(self, seed: int) -> Provenance:
         """What a checkpoint records of them where the run has this seed."""
         return provenance_of(self.generator, self._about, seed=seed)
-
-    def to(self, device: torch.device) -> None:
-        self.generator.to(device)
 
     def read(
         self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
@@ -105,19 +98,13 @@ class GeneratedSamples:
             images[places] = self._block(keys.seed, epoch, block)[wanted[places] - block * BLOCK]
         return images, self._labels[wanted]
 
-    def _block(self, seed: int, epoch: int, block: int) -> np.ndarray:
-        """The samples of a block, uint8 [m, C, H, W]; the last one is kept, for the next batch begins in it."""
-        key = (seed, epoch, block)
-        if self._drawn is None or self._drawn[0] != key:
-            indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
-            labels = torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
-            device = next(self.generator.parameters()).device
-            with full_float32(device):
-                images = generate(
-                    self.generator, labels=labels, indices=indices, seed=seed, stream=("synthetic", epoch)
-                )
-            self._drawn = (key, images.numpy())
-        return self._drawn[1]
+    def _draw(self, seed: int, epoch: int, block: int) -> np.ndarray:
+        """The samples of a block, uint8 [m, C, H, W]."""
+        indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
+        labels = torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
+        with full_float32(next(self.generator.parameters()).device):
+            how: Any = {"labels": labels, "indices": indices, "seed": seed, "stream": ("synthetic", epoch)}
+            return generate(self.generator, **how).numpy()
 
     def close(self) -> None:
         """Nothing is open."""

@@ -222,10 +222,7 @@ class Pace:
     def _look(self, step: int) -> None:
         now, others, count = time.monotonic(), self._load.others(), _at(self.by_step, step)
         self._looked, fitting = now, threads.fitting(others)
-        if fitting <= count:
-            self._free_since = None
-        elif self._free_since is None:
-            self._free_since = now
+        self._free_since = (self._free_since or now) if fitting > count else None
         if fitting < count or (self._free_since is not None and now - self._free_since >= self._patience):
             self._patience *= 1 if fitting < count else 2
             self._free_since = None
@@ -236,9 +233,7 @@ class Pace:
     # --- the watch
 
     def tick(self, span: Any, rate: float, waited: float) -> str:
-        """What to say at a log tick since which `rate` images/s were trained, `waited` of the time for images; `span`:
-        what was trained.
-        """
+        """What to say at a log tick of `rate` images/s, `waited` of the time for images; `span`: what was trained."""
         others, before, self._counts = self._tick.others(), self._counts, _counts()
         if self._counts[0] - before[0] < SHORT:
             return ""

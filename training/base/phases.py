@@ -27,32 +27,26 @@ class PhaseClock:
 
     def __init__(self, wait: Callable[[], None], now: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
-        self._open = [OTHER]
+        self.open = [OTHER]  # the innermost phase last
         self._wait, self._now = wait, now
         self._since = now()
 
-    @property
-    def current(self) -> str:
-        """The phase that is open."""
-        return self._open[-1]
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """See `phase`."""
-        whole = self._open[-1] in WHOLE
+        whole = self.open[-1] in WHOLE
         self._charge()
-        self._open.append(self._open[-1] if whole else name)
+        self.open.append(self.open[-1] if whole else name)
         try:
             with nullcontext() if whole else record_function(name):
                 yield
         finally:
             self._charge()
-            self._open.pop()
+            self.open.pop()
 
     def _charge(self) -> None:
         self._wait()
         now = self._now()
-        name = self._open[-1]
+        name = self.open[-1]
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
 

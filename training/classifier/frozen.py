@@ -2,7 +2,7 @@
 and for whoever fits something of their own to a network's features.
 """
 
-import math
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby, pairwise
 from pathlib import Path
@@ -12,12 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.lmdb.record import Layout
-from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, Source, read_batch
-from duetgan.data.records import add_image
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, evaluating
 from duetgan.models.classifier import Classifier
@@ -26,7 +22,7 @@ from duetgan.training.classifier.finetune import FineTuning
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.distributed import collectives
-from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.files import writing
 from duetgan.utils.memory import MIB, available_bytes, local_processes
 from duetgan.utils.runlog.run_log import say_main
 
@@ -179,21 +175,9 @@ class Frozen:
 
 
 def on_disk(rows: Iterator[np.ndarray], item: int, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Rows uint8 [n, item] by their number, from a file whose name is gone when it is open: it ends with the process.
-    There they are square grey images, of a few bytes more. Raises UserError for a full disk.
-    """
-    path, side = folder / f"frozen-{collectives.rank()}.lmdb", math.isqrt(item - 1) + 1
-    with LMDBWriter(path, Layout.of(ImageSpec(1, side, side)), classes=[], overwrite=True) as writer:
+    """Rows uint8 [n, item] by number, from a nameless file that ends with the process. UserError for a full disk."""
+    with writing(folder / "frozen"), tempfile.TemporaryFile(dir=folder) as file:
         for part in rows:
-            for row in part:
-                add_image(writer, np.pad(row, (0, side**2 - item)).reshape(side, side, 1))
-        writer.finish()
-    reader = LMDBReader(path)
-    path.unlink()
-
-    def gather(indices: np.ndarray) -> np.ndarray:
-        found = np.empty((len(indices), 1, side, side), np.uint8)
-        reader.gather(indices, found)
-        return np.ascontiguousarray(found.reshape(len(indices), -1)[:, :item])
-
-    return gather
+            file.write(part.data)
+        file.flush()
+        return np.memmap(file, np.uint8, "r").reshape(-1, item).__getitem__

@@ -100,32 +100,24 @@ def classifier_loss(
     cross entropy is mean_c -(w_c t_c log p_c + (1 - t_c) log(1 - p_c)); the asymmetric loss (2009.14119, equations 4
     to 7) has q_c^FOCUS log(1 - q_c), q_c = max(p_c - MARGIN, 0), in the last term.
     """
-    if config.several:
-        soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
-        if config.kind == "bce":
-            errors = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights, reduction="none")
-        else:
-            q = (logits.sigmoid() - MARGIN).clamp(min=0)
-            errors = -soft * F.logsigmoid(logits) * (1 if weights is None else weights)
-            errors = errors - (1 - soft) * q**FOCUS * torch.log1p(-q)
-        errors = errors.mean(1)
-        return (errors if targets.weights is None else errors * targets.weights).sum()
+    reduction, smoothing = "sum" if targets.weights is None else "none", config.label_smoothing
+    if config.kind == "cross-entropy" and targets.others is None:
+        errors = F.cross_entropy(logits, targets.labels, weights, label_smoothing=smoothing, reduction=reduction)
+        return errors if targets.weights is None else (errors * targets.weights).sum()
+    soft = soft_targets(targets, logits.shape[1], logits.dtype, smoothing)
     if config.kind == "cross-entropy":
-        reduction = "sum" if targets.weights is None else "none"
-        if targets.others is None or targets.own is None:
-            smoothing = config.label_smoothing
-            losses = F.cross_entropy(logits, targets.labels, weights, label_smoothing=smoothing, reduction=reduction)
-        else:
-            soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
-            losses = F.cross_entropy(logits, soft, weights, reduction=reduction)
-        return losses if targets.weights is None else (losses * targets.weights).sum()
-    soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
-    errors = (logits - soft).square().mean(1)
-    if weights is not None:
-        errors = errors * (soft_targets(targets, logits.shape[1], logits.dtype) @ weights)
-    if targets.weights is not None:
-        errors = errors * targets.weights
-    return errors.sum()
+        errors = F.cross_entropy(logits, soft, weights, reduction=reduction)
+    elif config.kind == "bce":
+        errors = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights, reduction="none").mean(1)
+    elif config.kind == "asymmetric":
+        q = (logits.sigmoid() - MARGIN).clamp(min=0)
+        errors = -soft * F.logsigmoid(logits) * (1 if weights is None else weights)
+        errors = (errors - (1 - soft) * q**FOCUS * torch.log1p(-q)).mean(1)
+    else:
+        errors = (logits - soft).square().mean(1)
+        if weights is not None:
+            errors = errors * (soft_targets(targets, logits.shape[1], logits.dtype) @ weights)
+    return (errors if targets.weights is None else errors * targets.weights).sum()
 
 
 def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None) -> Tensor:

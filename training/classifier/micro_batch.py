@@ -3,14 +3,16 @@
 from itertools import pairwise
 from typing import Any, Literal
 
+from duetgan.training.base.monitors import Fields
 from duetgan.utils.errors import TrainingHalted
 
 
-class MicroBatch:
+class MicroBatch(Fields):
     """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share and is halved when
     memory runs out, with several processes in the first steps only; what was found is its state.
     """
 
+    STATE = ("size",)
     optional = True  # a run that was started with a number has no such state
     tries = 0  # steps that several processes first try without sending
 
@@ -19,17 +21,13 @@ class MicroBatch:
         self.size = share if setting is None or setting == "auto" else min(setting, share)
 
     def parts(self) -> list[slice]:
-        """The share in as few slices as possible, as equal as can be: a short last one would give BatchNorm poor
-        statistics.
-        """
+        """The share in as few and as equal slices as can be: a short last one would give BatchNorm poor statistics."""
         count = -(-self.share // self.size)
         ends = [self.share * number // count for number in range(count + 1)]
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def look_again(self) -> None:
-        """Other parameters train from now on, or images are larger: two steps tell what memory that takes, the
-        optimizer's state included.
-        """
+        """What trains, or the images' size, has changed: two steps tell what memory that takes."""
         self.tries = 2 if self.auto else 0
 
     def halve(self) -> str:
@@ -46,8 +44,6 @@ class MicroBatch:
             f"the statistics of {self.size} samples instead of {before}"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self.size}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size = min(int(state["size"]), self.share)
+        super().load_state_dict(state)
+        self.size = min(self.size, self.share)

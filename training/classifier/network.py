@@ -1,6 +1,4 @@
-"""What the classifier's training does to its network before the first step: weights of a GAN's discriminator, filters
-made of training images, and padding.
-"""
+"""What a classifier's network gets before the first step: a discriminator's weights, filters of images, padding."""
 
 from typing import Any
 

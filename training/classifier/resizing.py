@@ -24,7 +24,7 @@ class ResizingConfig(Config):
     finetune_fraction: Share = 0.2  # share of the steps, the last ones, at full size
 
     def check(self) -> None:
-        if _exact(self.delay_fraction) + _exact(self.finetune_fraction) > 1:
+        if Fraction(str(self.delay_fraction)) + Fraction(str(self.finetune_fraction)) > 1:
             raise UserError(
                 f"delay_fraction {self.delay_fraction} and finetune_fraction {self.finetune_fraction}: "
                 "together they must be at most 1"
@@ -85,16 +85,12 @@ def side_at(config: ResizingConfig, step: int, steps: int, full: int) -> int:
 
     It grows in multiples of 4 px, or where `full` is above 32 of an eighth of it, rounded up to such a multiple.
     """
-    start = int(_exact(config.delay_fraction) * steps)
-    end = steps - ceil(_exact(config.finetune_fraction) * steps)
+    shares = (config.initial_scale, config.delay_fraction, config.finetune_fraction)
+    initial, delay, finetune = (Fraction(str(share)) for share in shares)  # as they were written: 0.1 is a tenth
+    start, end = int(delay * steps), steps - ceil(finetune * steps)
     if step >= end:
         return full
     grown = Fraction(max(0, step - start), max(1, end - start))
-    scale = _exact(config.initial_scale) * (1 - grown) + grown
+    scale = initial * (1 - grown) + grown
     increment = INCREMENT * -(-full // (8 * INCREMENT))
     return full if scale == 1 else min(full, round(full * scale / increment) * increment)
-
-
-def _exact(value: float) -> Fraction:
-    """A share as it was written: 0.1 is a tenth."""
-    return Fraction(str(value))

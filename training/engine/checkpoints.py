@@ -1,5 +1,6 @@
 """Writing a run's checkpoints and taking the newest again. The loop decides what a checkpoint holds."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -8,7 +9,7 @@ from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.training.base.config import RunConfig
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint.state_schema import FAULTS, check_part
-from duetgan.utils.checkpoint.writer import Background, Snapshot
+from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
@@ -29,7 +30,8 @@ class CheckpointManager:
         self.saved_step = -1  # rank 0: of the newest checkpoint that was written, or resumed from
         self._best_step = -1  # rank 0: of the best one
         self._failure = ""  # rank 0: why the last write failed
-        self._background = Background()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # the process waits for it at its end
+        self._job: Future[None] | None = None
         self._versions: dict[str, Any] = {}
 
     def save(
@@ -67,7 +69,7 @@ class CheckpointManager:
             "state": {name: part.state_dict() for name, part in registry.items()},
         }
         taken = Snapshot(content, own=self.config.checkpoint.asynchronous)
-        self._background.start(lambda: self._write(taken, best))
+        self._job = self._thread.submit(self._write, taken, best)
         if not self.config.checkpoint.asynchronous:
             self.wait()
 
@@ -92,7 +94,9 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Return when everything that was saved is on the disk, or a warning has told why not."""
-        self._background.wait()
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
     def failure(self, *, last: int | None = None) -> str:
         """Why training must stop for a checkpoint that could not be written, on all ranks; empty: it goes on. `last`:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from duetgan.models.hooks import LayerStatistics, matching_layers, merge
 from duetgan.training.base.config import LogConfig, RunConfig
-from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision
 from duetgan.utils import seeding
 from duetgan.utils.distributed import collectives
@@ -35,14 +34,9 @@ def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Part of the registry -> its tensors that are the same on all ranks: weights, averages, moments, strengths."""
     result = {}
     for name, part in registry.items():
-        network = part.model if isinstance(part, EMA) else part
-        if isinstance(network, nn.Module):
-            tensors = [*network.parameters(), *network.buffers()]
-        else:
-            leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))]
-            tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves]
-        if tensors:
-            result[name] = tensors
+        leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))]
+        if leaves:
+            result[name] = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves]
     return result
 
 
@@ -77,11 +71,11 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int 
             f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. What helps: "
             f"{', '.join(_savers(config, world))}; then {REMEDY}"
         )
-    operation = seeding.without_kernel(error)
-    if operation is not None:
+    operation, lacks, _ = str(error).partition(seeding.NO_KERNEL)
+    if lacks and isinstance(error, RuntimeError):
         return (
-            f"deterministic true: {operation} has no deterministic form on this device; switch off what needs it "
-            "(augmentations that turn or scale images do), or set deterministic false"
+            f"deterministic true: {operation.strip()} has no deterministic form on this device; switch off what needs "
+            "it (augmentations that turn or scale images do), or set deterministic false"
         )
     return None
 
@@ -164,10 +158,5 @@ class LayerLog:
 
 
 def over_ranks(packed: Tensor) -> Tensor:
-    """The moments [layers, 2, 6] of all ranks together, in one collective."""
-    world = collectives.world_size()
-    if world == 1:
-        return packed
-    everyone = packed.new_zeros(world, *packed.shape)
-    everyone[collectives.rank()] = packed
-    return reduce(merge, collectives.all_reduce_sum_(everyone))
+    """The moments [layers, 2, 6] of all ranks together, on the CPU."""
+    return reduce(merge, collectives.gather_objects(packed.cpu(), patient=False))

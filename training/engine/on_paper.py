@@ -68,7 +68,7 @@ class Ledger(PeakBytes):
         self.clock = PhaseClock(lambda: None, lambda: 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, phase = self.peak, self.clock.current
+        before, phase = self.peak, self.clock.open[-1]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.phase = phase if self.peak > before else self.phase
         if func.namespace == "aten" and not func.is_view and "empty" not in func.name():
@@ -133,9 +133,7 @@ class Count(NamedTuple):
 
 
 def count(config: RunConfig, reader: Dataset, samples: int) -> Count:
-    """Count the steps of a process that holds so many samples, when everything trains; in bf16 for `precision: auto`.
-    `reader` tells shapes and classes only.
-    """
+    """Count a process's steps of so many samples when all trains; `precision: auto` is bf16, no image is read."""
     config = config.changed(augment=type(vars(config)["augment"])())
     precision, kinds = "bf16" if config.precision == "auto" else config.precision, []
     with fakes(), Ledger() as ledger, listening(ledger.clock):

@@ -20,30 +20,21 @@ from duetgan.data.reading.dataset import Dataset, stages_text
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import data_text, mixture_text
 from duetgan.training.base.task import Outline, Task
+from duetgan.training.engine.speed import UNMEASURED, Choice, forecast
 from duetgan.training.optim.config import OptimizerConfig
-from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.memory import local_processes, total_bytes
+from duetgan.utils.memory import MIB, local_processes, total_bytes
 from duetgan.utils.threads import ROOM, counted, others_text
 
 GIB = 2**30
-MIB = 2**20
-# tensors of each parameter that an optimizer's first step makes; sgd's and muon's momentum is there before
-MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0, "muon": 0, "schedulefree-sgd": 1, "schedulefree-adamw": 2}
 
 
 def state_bytes(task: Task) -> int:
-    """Bytes of all tensors that a checkpoint will hold (an optimizer's moments counted before they exist)."""
-    total = 0
-    for part in task.registry().values():
-        leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, Tensor)]
-        total += sum(leaf.nbytes for leaf in leaves)
-        if isinstance(part, Updater) and not part.optimizer.state:
-            copies = MOMENTS[part.config.name]
-            total += sum(copies * p.nbytes for p in part.parameters)
-    return total
+    """Bytes of all tensors that a checkpoint holds."""
+    leaves = tree_leaves([part.state_dict() for part in task.registry().values()])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def check_disk(folder: Path, task: Task, count: int) -> None:
@@ -115,19 +106,15 @@ def plan_rows(
     val_reader: Dataset | None,
     reading: str,
     device: torch.device,
-    precision: str = "",
-    takes: str = "",
-    others: float = 0.0,
+    choice: Choice = UNMEASURED,
 ) -> dict[str, str]:
-    """The preflight's table: label -> value. `reading`, `precision`, `takes`: what was measured, in words; `others`:
-    cores that other programs took meanwhile.
-    """
+    """The preflight's table: label -> value. `reading`: what was measured of it, in words."""
     world, images = collectives.world_size(), task.images_at(config.steps)
     rows = {
         "task": config.task,
         "device": f"{device} x {world} process{'es' * (world > 1)}, {counted(torch.get_num_threads())}"
-        + f"; busy: {others_text(others)}" * (others > ROOM),
-        "precision": precision or config.precision,
+        + f"; busy: {others_text(choice.others)}" * (choice.others > ROOM),
+        "precision": choice.text or config.precision,
         "training data": data_text(reader),
         **({} if reader.synthetic is None else {"synthetic data": mixture_text(config, reader)}),
         "held-out data": data_text(val_reader) if val_reader else "none (data.val_path is not set)",
@@ -145,7 +132,7 @@ def plan_rows(
         remedy = f"make batch_size at most {len(reader)}"
         rows["warning"] = f"batch larger than the data set: each batch holds repeats; {remedy}"
     rows["length"] = f"{config.steps:,} steps = {images:,} images = {images / len(reader):.1f} epochs"
-    rows |= {"time": takes} if takes else {}
+    rows |= {"time": takes} if (takes := forecast(choice, images)) else {}
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
             rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps, config.batch_size)
@@ -203,9 +190,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """Bytes that a forward and a backward pass, which are done, hold at most besides the network, its gradients and the
-    inputs.
-    """
+    """Bytes at most of a forward and a backward pass, which are done, besides network, gradients and inputs."""
 
     def drop_gradient(parameter: Tensor) -> None:
         parameter.grad = None
@@ -220,9 +205,7 @@ def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 
 def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> str:
-    """The memory of a network's training step at this micro-batch; with `layers` first each of them with its output's
-    shape and its parameters.
-    """
+    """A network's memory in a training step of this micro-batch; `layers`: below each layer's shape and parameters."""
     network, inputs = task.networks()[name]
     clone = copy.deepcopy(network).train()  # a forward pass changes statistics
     for key, parameter in clone.named_parameters():

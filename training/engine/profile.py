@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import profile, record_function, supported_activities
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from duetgan.training.base.phases import OTHER, PhaseClock, listening, phase
+from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import write_atomic
-from duetgan.utils.memory import peak_bytes
+from duetgan.utils.memory import MIB, peak_bytes
 from duetgan.utils.text import columns
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 WARM_UP = 3  # steps before the measured ones: caches fill, optimizers make their moments
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"  # in RUN/profile
 TOP = 12  # rows of the table of operators
-MIB = 2**20
 
 
 class Rewind:
@@ -38,9 +37,8 @@ class Rewind:
 
     def __init__(self, registry: Mapping[str, Any]) -> None:
         self._registry = registry
-        state = {name: part.state_dict() for name, part in registry.items()}
-        self._state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-        self.bytes = sum(leaf.nbytes for leaf in tree_leaves(self._state) if isinstance(leaf, torch.Tensor))
+        state = Snapshot({"step": 0, **{name: part.state_dict() for name, part in registry.items()}}, own=True)
+        self._state, self.bytes = state.content, state.size
 
     def rewind(self) -> None:
         """Go back. A copy is loaded: what is loaded may be kept, and trained on."""
@@ -125,11 +123,8 @@ def summary(seconds: Mapping[str, float], overhead: float, peak: int, device: to
     whole = sum(seconds.values())
     rows = [[name, f"{seconds[name] * 1e3:.2f}", f"{100 * seconds[name] / whole:.1f} %"] for name in names]
     table = columns([["phase", "ms a step", "share"], *rows, ["step", f"{whole * 1e3:.2f}", "100.0 %"]])
-    waited, memory = (
-        seconds.get("data", 0.0) / whole,
-        "resident" if device.type == "cpu" else "allocated on the accelerator",
-    )
+    waited, memory = seconds.get("data", 0.0), "resident" if device.type == "cpu" else "allocated on the accelerator"
     return (
-        f"{table}\n\ndata wait {100 * waited:.1f} % of the time; memory: {peak / MIB:.0f} MiB {memory} at most; "
-        f"torch.profiler cost {100 * overhead:+.0f} %"
+        f"{table}\n\ndata wait {100 * waited / whole:.1f} % of the time; memory: {peak / MIB:.0f} MiB {memory} at "
+        f"most; torch.profiler cost {100 * overhead:+.0f} %"
     )

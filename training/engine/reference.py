@@ -48,9 +48,7 @@ def groups() -> dict[str, list[Key]]:
 
 
 def keys(config: type[Config], prefix: str = "", values: Any = None) -> Iterator[Key]:
-    """Every key of a config model and its sections, in the order of the fields, with the defaults that `values`, an
-    instance, has.
-    """
+    """Every key of a config and its sections, in the fields' order, with the defaults of `values`, an instance."""
     for name, hint in hints(config).items():
         if name not in config.model_fields:
             continue

@@ -122,8 +122,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         taken = transfer.transfer(donor, task.registry(), resolution=reader.resolution, classes=classes)
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
-    takes = speed.forecast(choice, task.images_at(config.steps))
-    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice.text, takes, choice.others)
+    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice)
     say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
     if taken is not None:
         say_main(taken)

@@ -10,8 +10,8 @@ from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.gan.config import config_of
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.config import plugins
-from duetgan.utils.config.build import build
-from duetgan.utils.config.cli import Parser, entry
+from duetgan.utils.config.build import build, given_keys
+from duetgan.utils.config.cli import entry
 from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError
 
@@ -50,9 +50,7 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
     if name is None:
         raise UserError(f"{source}: has no key 'task'; tasks are {', '.join(TASKS)}")
     task = entry(TASKS, str(name), f"{source}: task")
-    parser = Parser("train.py")
-    parser.add_argument("--architecture")
-    architecture = parser.parse_known(overrides)[0].architecture or tree.get("architecture")
+    architecture = given_keys(overrides).get("architecture") or tree.get("architecture")
     config = task.config(*([str(architecture)] if architecture else []))
     lengths: list[float] = []
 

@@ -91,8 +91,7 @@ class Ada:
         """Augment images [n, C, H, W] in [-1, 1], rows `rows` of the global batch; each side at least 4.
 
         Same shape and dtype; colours may leave the range. Differentiable twice. Whatever autocast says, it computes in
-        the images' own precision, float32 at least; half-precision images are rounded once, at the end. At p = 0 no bit
-        changes.
+        the images' own precision, float32 at least; half-precision images are rounded once. At p = 0 no bit changes.
         """
         result = images.to(torch.promote_types(images.dtype, torch.float32))
         groups = {name: group.rows(rows, result.dtype) for name, group in draws.items()}

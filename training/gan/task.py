@@ -224,9 +224,7 @@ class GanTask(Task):
         return grid(samples, columns=columns, spec=self.generator.spec)
 
     def evaluate(self) -> dict[str, float]:
-        """Distance of the average generator's samples to held-out images (training images where there are none); the
-        ranks share the images.
-        """
+        """Distance of the average generator's samples to held-out (else training) images, which the ranks share."""
         config = self.config.evaluation
         document = evaluate_generator(
             self.shown(),

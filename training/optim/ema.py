@@ -68,8 +68,6 @@ class EMA(Generic[Network]):
 
 
 def half_life_beta(batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05) -> float:
-    """beta = 0.5^(batch / min(half_life, ramp * images_seen)) (StyleGAN2-ADA); `images_seen` are those before the step.
-    `ramp=None`: no ramp, for a transfer.
-    """
+    """0.5^(batch / min(half_life, ramp * images_seen)) (StyleGAN2-ADA), images before the step; `ramp` None: none."""
     half_life = half_life_images if ramp is None else min(half_life_images, ramp * images_seen)
     return 0.5 ** (batch_size / max(half_life, 1e-8))

@@ -27,9 +27,7 @@ def build_optimizer(
     groups: Sequence[dict[str, Any]] | None = None,
     head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
-    """The fused optimizer of `config` over `groups` (None: the model's trained parameters, see `parameter_groups`);
-    fused ones can be masked on the device.
-    """
+    """The fused optimizer of `config`, which can be masked on the device; `groups` None: see `parameter_groups`."""
     if groups is None:
         groups = parameter_groups(model, config.weight_decay)
     # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint, which may be older
@@ -38,16 +36,20 @@ def build_optimizer(
         return ScheduleFree(groups, config)
     if config.name == "muon":
         return Muon(groups, config, head)
+    optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         momentum = config.momentum
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=True)
-        # the fused kernel makes its momentum on the first step, and leaves it uninitialised where that step is masked
-        for parameter in (p for group in optimizer.param_groups if momentum for p in group["params"]):
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
-    optimizer_class = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    betas = (float(config.betas[0]), float(config.betas[1]))
-    return optimizer_class(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        kept = ["momentum_buffer"] if momentum else []
+    else:
+        betas, kept = (float(config.betas[0]), float(config.betas[1])), ["exp_avg", "exp_avg_sq"]
+        kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+        optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    # the fused kernels make their state on the first step, and leave it uninitialised where that step is masked
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if kept):
+        count = {} if config.name == "sgd" else {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
+        optimizer.state[parameter] |= count | {key: torch.zeros_like(parameter) for key in kept}
+    return optimizer
 
 
 class Masked(torch.optim.Optimizer):

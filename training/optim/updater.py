@@ -184,10 +184,8 @@ def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _unit_norm(values: Tensor) -> Tensor:
-    """The norm of every output unit's weights, [units, 1, ...]; of a bias or a norm's weights as a whole, 0-d."""
-    if values.ndim <= 1:
-        return torch.linalg.vector_norm(values)
-    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)), keepdim=True)
+    """The norm of every output unit's weights, [units, 1, ...]; of a bias or a norm's weights as a whole, [1]."""
+    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)) or None, keepdim=True)
 
 
 @torch.no_grad()

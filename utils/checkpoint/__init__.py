@@ -4,14 +4,13 @@ Folder: for each step a file (`file_name`) and its `.sha256`, `last.json`, `best
 docs/checkpoints.md. Everything in a checkpoint is a tensor, number, string, list or dict.
 """
 
-import contextlib
 import hashlib
 import json
-import os
+import math
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,7 @@ from duetgan.utils import bounded
 from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
-from duetgan.utils.files import replace_file, sync_folder
+from duetgan.utils.files import replace_file, replacing, sync_folder
 from duetgan.utils.image_spec import MOST_CHANNELS, PixelFormat, Rectangle
 from duetgan.utils.provenance import Lineage
 
@@ -60,23 +59,6 @@ class Origin(Stored):
     sha256: str
 
 
-class Head(Stored):
-    """What a checkpoint says beside its state, which is compared with the networks (`state_schema`)."""
-
-    task: str
-    step: Count
-    config: dict[str, Any]
-    classes: list[str] | tuple[str, ...]
-    sets: list[list[Count]] | None = None  # of classes that a GAN's images have together; None: one class each
-    shape: Shape
-    state: dict[str, dict[Any, Any]]
-    data: Data | None = None
-    origin: Origin | None = None
-    teachers: list[str] | tuple[str, ...] = ()
-    figure: dict[str, str | float | list[float]] = {}  # of the evaluation at this step: metric, value, interval
-    stage: list[Annotated[float, Interval(ge=0, le=2**16)]] = Field([0, 0], min_length=2, max_length=2)
-
-
 class ConfigData(Stored):
     path: str | None = None
     val_path: str | None = None
@@ -95,6 +77,24 @@ class ConfigHead(Stored):
     loss: ConfigLoss | None = None
     generator: dict[Any, Any] = {}
     model: dict[Any, Any] = {}
+
+
+class Head(Stored):
+    """What a checkpoint says beside its state, which is compared with the networks (`state_schema`)."""
+
+    task: str
+    step: Count
+    config: ConfigHead
+    classes: list[str] | tuple[str, ...]
+    sets: list[list[Count]] | None = None  # of classes that a GAN's images have together; None: one class each
+    shape: Shape
+    state: dict[str, dict[Any, Any]]
+    data: Data | None = None
+    lineage: Lineage | None = None
+    origin: Origin | None = None
+    teachers: list[str] | tuple[str, ...] = ()
+    figure: dict[str, str | float | list[float]] = {}  # of the evaluation at this step: metric, value, interval
+    stage: list[Annotated[float, Interval(ge=0, le=2**16)]] = Field([0, 0], min_length=2, max_length=2)
 
 
 def file_name(step: int) -> str:
@@ -136,17 +136,17 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(taken.step)
-    temporary = folder / f".{path.name}.tmp"
-    try:
-        sha256 = checkpoint_writer.write(taken, temporary)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_checksum_file(path))  # of an earlier save of this step: it must not judge the new file
-        os.replace(temporary, path)
-        replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        checkpoint_writer.write(taken, temporary)
+        sha256 = file_sha256(temporary)
+        _checksum_file(path).unlink(missing_ok=True)  # of an earlier save of this step: it must not judge the new file
+    _write_checksum(path, sha256)
     sync_folder(folder)
     return path
+
+
+def _write_checksum(path: Path, sha256: str) -> None:
+    replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
 
 
 def _checksum_file(path: Path) -> Path:
@@ -157,7 +157,7 @@ def point(folder: Path, which: str, path: Path, **more: Any) -> None:
     """Make `which` ("last" or "best") point at `path`: `{"file", "step", "sha256"}` and whatever else is given."""
     checksum = _checksum_file(path)
     if not checksum.is_file():  # the writer was killed before
-        replace_file(checksum, f"{file_sha256(path)}  {path.name}\n".encode())
+        _write_checksum(path, file_sha256(path))
     sha256 = checksum.read_text().split()[0]
     entry = {"file": path.name, "step": step_of(path), "sha256": sha256, **more}
     replace_file(folder / f"{which}.json", f"{json.dumps(entry, indent=1)}\n".encode())
@@ -193,7 +193,6 @@ def rotate(
         step = step_of(path)
         if not (path.name in kept or step in also or (every and step % every == 0)):
             path.unlink()
-            _checksum_file(path).unlink(missing_ok=True)
     sweep(folder)
 
 
@@ -217,7 +216,7 @@ def forget_after(folder: Path, step: int) -> bool:
             (folder / f"{which}.json").unlink()
     for path in paths[: len(paths) - len(kept)]:
         path.unlink()
-        _checksum_file(path).unlink(missing_ok=True)
+    sweep(folder)
     if pointer(folder, "last") is None and _checksum_file(kept[0]).is_file():
         point(folder, "last", kept[0])
     return True
@@ -266,14 +265,11 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
         lambda why: CorruptCheckpoint(f"{file}: not a checkpoint of Duet ({why}); use an earlier one"),
     ):
         Head.read(checkpoint)
-        if checkpoint.get("lineage") is not None:
-            Lineage.read(checkpoint["lineage"], "lineage")
         classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
         if classes != named:
             raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
         if any(label >= named for labels in checkpoint.get("sets") or () for label in labels):
             raise ValueError(f"sets has a label beyond the {named} classes")
-        ConfigHead.read(checkpoint["config"], "config")
     return checkpoint | {"file": file}  # file: for messages
 
 
@@ -322,20 +318,14 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
     other = "best" if which == "last" else "last"
     last, best = (pointer(path.parent, name) or {} for name in ("last", "best"))
     entry = best if which == "last" else last
-    if entry and entry["file"] != path.name and (path.parent / entry["file"]).is_file() and not _alike(last, best):
+    low, high = best.get("interval") or (math.inf, -math.inf)  # a run from before has none
+    alike = low <= last.get("value", math.nan) <= high
+    if entry and entry["file"] != path.name and (path.parent / entry["file"]).is_file() and not alike:
         figure = f" ({best['metric']} {best['value']:.4g})" if {"metric", "value"} <= best.keys() else ""
         words = {"last": "", "best": figure}
         there = f"{other} is of step {step_of(Path(entry['file']))}{words[other]}: --which {other} takes it"
         print(f"{which}: step {step_of(path)}{words[which]}; {there}", file=sys.stderr)
     return path
-
-
-def _alike(last: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
-    try:
-        low, high = best["interval"]
-        return bool(low <= last["value"] <= high)
-    except (LookupError, TypeError, ValueError):  # of a run from before, or no evaluation is as old as the last
-        return False
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:

@@ -14,7 +14,6 @@ from duetgan.utils.config.model import Unfit
 from duetgan.utils.errors import UserError
 
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # of a state that is odd
-ADAM = {"step", "exp_avg", "exp_avg_sq"}
 # of a group of parameters: what torch does not fill in itself
 NEEDED = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "counters"}
 LIKE: tuple[tuple[Any, Any, str], ...] = (  # the kind of our own value, what goes for it, in words
@@ -114,29 +113,18 @@ def _check_optimizer(name: str, known_groups: list[dict[str, Any]], state: Any) 
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """What an optimizer keeps of each parameter has its shape. The groups must be the optimizer's own.
+    """What an optimizer keeps of each parameter is like its own. The groups must be the optimizer's own.
 
-    A state without any moments is that before the first step.
+    Earlier versions' Adam had no moments of a parameter before its first gradient, none at all before the first step.
     """
-    if not state["state"]:
-        return
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        kept = state["state"].get(number, {})
-        wanted = optimizer.state[parameter].keys() if parameter in optimizer.state else set()
-        if isinstance(optimizer, torch.optim.Adam) and kept:  # AdamW is one
-            wanted = ADAM
-        for key in wanted:
-            if key not in kept:
-                raise ValueError(f"state.{number}.{key} is missing")
-        for key, value in kept.items():
-            if value is None:
-                continue
-            check_tensor(f"state.{number}.{key}", value)
-            if value.shape != (torch.Size() if key == "step" else parameter.shape) or not value.is_floating_point():
-                found, shape = list(value.shape), list(parameter.shape)
-                raise ValueError(f"state.{number}.{key} is {value.dtype} {found}, its parameter has {shape}")
+    own, saved = optimizer.state_dict()["state"], state["state"]
+    if own:  # else it keeps none of what there may have been
+        check_like("state", own, saved)
+    for number, known in own.items() if saved else ():
+        kept = saved.get(number, {})
+        missing = known.keys() - kept.keys() if kept or not isinstance(optimizer, torch.optim.Adam) else ()
+        if missing:
+            raise ValueError(f"state.{number}.{min(missing)} is missing")
 
 
 def check_like(name: str, own: Any, value: Any) -> None:

@@ -1,17 +1,12 @@
-"""How a checkpoint's bytes get to the disk: a copy of the state that training cannot change any more, a file that is
-hashed while it is written, and a thread that does it while training continues.
-"""
+"""How a checkpoint gets to the disk: a copy of the state that training cannot change any more, and a file of it."""
 
 import copy
 import errno
-import hashlib
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -83,25 +78,8 @@ def _view(value: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     return same.requires_grad_(value.requires_grad)
 
 
-class HashingFile:
-    """A file for `torch.save` that computes the SHA-256 of what is written to it.
-
-    torch's zip writer only ever appends (it checks that itself), so this is the hash of the file; reading the file back
-    would come from the page cache and tell nothing more.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash = file, hashlib.sha256()
-        self.flush, self.hexdigest = file.flush, self._hash.hexdigest
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._hash.update(data)
-        return self._file.write(data)
-
-
-def write(snapshot: Snapshot, path: Path) -> str:
-    """Write a snapshot to `path` and to the disk below it; returns the file's SHA-256. Raises OSError, also that which
-    torch's zip writer hides behind a RuntimeError.
+def write(snapshot: Snapshot, path: Path) -> None:
+    """Write a snapshot to `path`. Raises OSError, also that which torch's zip writer hides behind a RuntimeError.
 
     Where it would not fit nothing is written: a disk that is full for a moment fails others' small writes.
     """
@@ -109,9 +87,8 @@ def write(snapshot: Snapshot, path: Path) -> str:
     if free < snapshot.size + SPARE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     with open(path, "wb") as file:
-        hashing = HashingFile(file)
         try:
-            torch.save(snapshot.content, hashing)  # type: ignore[arg-type]
+            torch.save(snapshot.content, file)
         except RuntimeError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
@@ -119,25 +96,3 @@ def write(snapshot: Snapshot, path: Path) -> str:
             if cause is None:
                 raise
             raise cause from error
-        file.flush()
-        os.fsync(file.fileno())
-    return hashing.hexdigest()
-
-
-class Background:
-    """Does one job at a time in a thread of its own; the process does not end before the job has."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._job: Future[None] | None = None
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Begin `job` when the one before is done. Raises what that one raised."""
-        self.wait()
-        self._job = self._thread.submit(job)
-
-    def wait(self) -> None:
-        """Return when nothing is in flight. Raises what the job raised, once."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()

@@ -27,7 +27,7 @@ def build(
 
     Raises UserError for an unknown key, a value of the wrong type, or whatever a `check` refuses.
     """
-    given = _given(overrides)
+    given = given_keys(overrides)
     known = list(keys_of(config_class)) if given else []
     for key, text in given.items():
         if key not in known:
@@ -40,7 +40,7 @@ def build(
         return config_class.model_validate(tree, context=context)
 
 
-def _given(overrides: Sequence[str]) -> dict[str, str | None]:
+def given_keys(overrides: Sequence[str]) -> dict[str, str | None]:
     """Dotted key -> text of command-line tokens; None: no value is given."""
     given: dict[str, str | None] = {}
     key = None  # that waits for its value

@@ -1,6 +1,4 @@
-"""A small argument parser for the small scripts: one line and exit code 2 on a bad option, `-` and `_` alike; and the
-options that several of them share.
-"""
+"""A small argument parser: one line and exit code 2 on a bad option, `-` and `_` alike; options of several scripts."""
 
 import argparse
 import difflib

@@ -121,9 +121,7 @@ def shown(value: Any) -> str:
 
 
 class Unfit(ValueError):
-    """What is wrong, in a line: `key`, its `value`, what it takes (`expected`) and `how` that is written; or a
-    `problem` that has no value to show.
-    """
+    """What is wrong: `key`, its `value`, what it takes (`expected`), `how` that is written; or a `problem`."""
 
     def __init__(self, key: str, value: Any, expected: str, how: str = "", problem: str = "") -> None:
         self.key, self.value, self.expected, self.problem = key, value, expected, problem

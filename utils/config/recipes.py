@@ -12,9 +12,7 @@ LENGTH = 88  # characters of a head's first line, so that a listed line stays wi
 
 
 def recipe_file(name: str) -> str:
-    """The file that `--config name` means: a file, else the recipe of this name, `gan_64` or configs/gan_64.yaml, from
-    whatever folder.
-    """
+    """The file that `--config name` means: a file, else the recipe `gan_64` or configs/gan_64.yaml, from any folder."""
     own = CONFIGS / Path(name).with_suffix(".yaml").name
     bare = own.is_file() or not Path(name).suffix
     ours = str(Path(name).parent) in (".", "configs") and bare and not Path(name).exists()

@@ -85,9 +85,7 @@ def load(text: str) -> Any:
 
 
 def from_text(text: str) -> Any:
-    """The value that text on a command line stands for; text that is no YAML is itself. Raises ValueError where it is
-    out of bounds.
-    """
+    """The value of text on a command line; text that is no YAML is itself. ValueError where it is out of bounds."""
     try:
         return int(text)  # 010 is ten; YAML takes it for eight
     except ValueError:

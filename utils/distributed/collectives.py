@@ -172,9 +172,7 @@ def stop(*, lost: bool = False) -> None:
 
 @contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """`start` and `stop` around what is done by all ranks and cannot be resumed. Raises TrainingHalted, exit code 4,
-    where another rank is lost.
-    """
+    """`start` and `stop` around what all ranks do and cannot resume. TrainingHalted, exit code 4, for a lost rank."""
     lost = True
     try:
         start(device)
@@ -264,9 +262,7 @@ def gather_to_main(action: Callable[[], T]) -> list[T]:
 
 
 def main_first(action: Callable[[], T]) -> T:
-    """Every rank's own result of `action()`; rank 0 is the first, so that the others find what it has downloaded. The
-    lowest rank's UserError is raised on all.
-    """
+    """Every rank's own `action()`, rank 0's first: it may download. The lowest rank's UserError is raised on all."""
     result: T | None = None
     for turn in (True, False):
         with raising_together():
@@ -362,12 +358,7 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
 
 def unequal_ranks(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> dict[str, list[int]]:
     """Parts whose bits differ between ranks, and which ranks have others than most (of two: rank 1). Collective."""
-    if world_size() == 1:
-        return {}
-    own = fingerprints(parts, device)
-    everyone = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(everyone, own)
-    table = torch.stack(everyone).cpu()  # [ranks, parts]
+    table = torch.stack(gather_objects(fingerprints(parts, device).cpu(), patient=False))  # [ranks, parts]
     usual = table.mode(0).values if world_size() > 2 else table[0]
     ranks = {name: unlike.nonzero().flatten().tolist() for name, unlike in zip(parts, (table != usual).T, strict=True)}
     return {name: those for name, those in ranks.items() if those}

@@ -87,8 +87,7 @@ def start_processes(
 ) -> int | None:
     """Start the processes that `--gpus` and `--procs` ask for, with `script` and `argv`, and return their exit code.
 
-    None: this process is to do the work, alone or as one of them; it sees the GPUs that were named. Raises UserError
-    for options that cannot be.
+    None: this process is to do the work, alone or as one of them; it sees the GPUs named. UserError for what cannot be.
     """
     devices = parse_gpus(gpus) if gpus else []
     processes = len(devices) or 1 if procs is None else procs

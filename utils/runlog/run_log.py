@@ -124,9 +124,7 @@ class RunLog:
         self._refused: set[str] = set()  # by the disk
 
     def open(self, step: int, *, going_on: bool = True) -> None:
-        """Begin at `step`: rows of later steps, written by a run that died after its last checkpoint, are cut off, and
-        if it is `going_on` partial rows too.
-        """
+        """Begin at `step`: later rows, of a run that died after its checkpoint, go; if `going_on` partial ones too."""
         if not self._active:
             return
         cut_back(self._path, step, partial=going_on)
@@ -228,9 +226,7 @@ class RunLog:
 
 
 def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
-    """Drop the rows of `metrics.jsonl` after `step`, those that are `partial`, and a last line that a crash left half
-    written.
-    """
+    """Drop the rows of `metrics.jsonl` after `step`, `partial` ones, and a last line that a crash left half written."""
     if not path.is_file():
         return
     lines = []

@@ -158,7 +158,7 @@ def test_what_needs_one_label_refuses_the_images_and_the_network(folder, run):
         assert reader.label_numbers().max() < len(SETS)
         with pytest.raises(UserError, match="several labels each; this needs one label an image"):
             reader.labels()
-    with pytest.raises(UserError, match="tells several labels an image"):
+    with pytest.raises(UserError, match="is of several labels an image"):
         classifier_from(load(resolve(run)))
     drawn = ["--counterfactual", str(folder / "drawn"), "--generator", str(run)]
     with pytest.raises(UserError, match="--counterfactual is for one label"):

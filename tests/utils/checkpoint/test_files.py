@@ -56,6 +56,17 @@ class Killed(BaseException):
     """Stands for kill -9: nothing that the program wrote to tidy up runs after it."""
 
 
+def temporary_stays(patch):
+    """As after a kill."""
+    plain = Path.unlink
+
+    def unlink(path, **how):
+        if path.suffix != ".tmp":
+            plain(path, **how)
+
+    patch.setattr(Path, "unlink", unlink)
+
+
 def interrupted_save(folder, monkeypatch, name, call, error, step=6):
     """`save` with the `call`-th use of os.<name> raising; after Killed no file is removed."""
     real, calls = getattr(os, name), []
@@ -69,7 +80,7 @@ def interrupted_save(folder, monkeypatch, name, call, error, step=6):
     with monkeypatch.context() as patch:
         patch.setattr(os, name, failing)
         if isinstance(error, Killed):
-            patch.setattr(Path, "unlink", lambda *_, **__: None)
+            temporary_stays(patch)
         with pytest.raises(type(error)):
             save(folder, content(step, value=2.0))
     assert len(calls) == call
