@@ -16,12 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from duetgan.data.errors import ImageError
-from duetgan.data.values import native
+from duetgan.data.values import kind, native
 from duetgan.inference.inputs import Input, Inputs, Transform
 from duetgan.inference.settings import label_of
 from duetgan.inference.strips import Counterfactuals
@@ -30,7 +29,7 @@ from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import building, check_writable, write_atomic
-from duetgan.utils.images import save_captioned, save_png, visible
+from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, visible
 from duetgan.utils.memory import cores
 from duetgan.utils.text import printable
 
@@ -205,6 +204,9 @@ def sorter(folder: Path) -> Sink:
     """
     check_writable(folder)
 
+    def taken(path: Path) -> bool:
+        return any(os.path.lexists(f"{path}{suffix}") for suffix in IMAGE_SUFFIXES)
+
     def write(given: Input, answer: dict[str, Any]) -> None:
         if "error" in answer:
             return
@@ -223,7 +225,8 @@ def sorter(folder: Path) -> Sink:
         if isinstance(content, bytes):
             write_atomic(unused(place, os.path.lexists), content)
         else:
-            save_png(np.asarray(native(content).pixels), unused(place.with_suffix(".png"), os.path.lexists))
+            values = native(content)
+            save_image(values.pixels, kind(values), unused(place.with_suffix(""), taken), {})
 
     return write
 

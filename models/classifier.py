@@ -221,7 +221,7 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """A readout's part of maps [N, C, H, W]: [N, F], the largest value of each of up to `parts` x `parts` equal parts."""
+    """A readout's part of maps [N, C, H, W]: [N, F], the largest value of each of up to `parts` x `parts` parts."""
     size = [int(side) for side in maps.shape[2:]]
     return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 
+os.umask(UMASK := os.umask(0o77))  # the process's own, which can only be read by setting it
 TIMEOUT = 30  # seconds without an answer before a download is given up
 
 
@@ -54,7 +55,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
+        temporary.chmod(0o666 & ~UMASK)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -80,6 +80,7 @@ def save_png(image: np.ndarray, path: str | Path) -> None:
 
 
 PNG_KINDS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels -> colour type: grey, grey and alpha, RGB, RGBA
+IMAGE_SUFFIXES = (".png", ".npy")  # that `save_image` adds
 
 
 def save_image(image: np.ndarray, spec: ImageSpec, path: Path, about: Mapping[str, str]) -> None:
@@ -91,9 +92,9 @@ def save_image(image: np.ndarray, spec: ImageSpec, path: Path, about: Mapping[st
         np.save(buffer, image)
         write_atomic(path.with_name(f"{path.name}.npy"), buffer.getvalue())
         return
-    bits = 8 * image.dtype.itemsize
-    head = struct.pack(">IIBBBBB", spec.width, spec.height, bits, PNG_KINDS[spec.channels], 0, 0, 0)
-    rows = np.ascontiguousarray(image.astype(f">u{bits // 8}")).view(np.uint8).reshape(spec.height, -1)
+    (height, width, channels), bits = image.shape, 8 * image.dtype.itemsize
+    head = struct.pack(">IIBBBBB", width, height, bits, PNG_KINDS[channels], 0, 0, 0)
+    rows = np.ascontiguousarray(image.astype(f">u{bits // 8}")).view(np.uint8).reshape(height, -1)
     lines = np.pad(rows, ((0, 0), (1, 0)))  # each begins with its filter, 0
     chunks = [(b"IHDR", head), *((b"iTXt", f"{k}\0\0\0\0\0{v}".encode()) for k, v in about.items())]
     chunks += [(b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")]

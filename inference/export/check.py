@@ -173,6 +173,8 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
         what = f"exists; --format {job.format} makes a folder, give a new one"
     elif not form.folder and job.out.exists() and (job.out.is_dir() or not job.overwrite):
         what = "is a folder; name a file" if job.out.is_dir() else "exists; give --overwrite, or another name"
+    elif not job.out.name.endswith(form.suffix):
+        what = f"--format {job.format} is told by its name's end; give it {form.suffix}"
     if what:
         raise UserError(f"{job.out}: {what}")
     if form.only is not None and checkpoint["task"] != form.only[0]:

@@ -124,6 +124,7 @@ class Format:
     needs: tuple[str, ...] = ()  # packages beyond the ordinary ones
     only: tuple[str, str] | None = None  # a task, if it is for that one alone, and what to tell of the other one
     folder: bool = False  # it is a folder
+    suffix: str = ""  # that its name ends with: by it `models.convert` tells what it is
 
 
 @contextlib.contextmanager
@@ -282,7 +283,7 @@ FORMATS = {
     "torch-export": Format(write=write_torch_export, open=open_torch_export, limit=1e-4),
     "onnx": Format(write=write_onnx, open=open_onnx, limit=1e-4, needs=ONNX),
     "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX, only=CHECKABLE),
-    "nvidia": Format(write=write_nvidia, open=open_official, limit=0.0, only=STYLEGAN2),
+    "nvidia": Format(write=write_nvidia, open=open_official, limit=0.0, only=STYLEGAN2, suffix=".safetensors"),
     "rosinality": Format(write=write_rosinality, open=open_official, limit=0.0, only=STYLEGAN2),
     "executorch": Format(write=write_executorch, open=open_executorch, limit=1e-4, needs=("executorch",)),
     "folder": Format(write=write_folder, open=open_folder, limit=1e-4, folder=True),

@@ -19,6 +19,7 @@ from duetgan.models.convert import read
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
 from tests.metrics.conftest import make_run
@@ -120,6 +121,9 @@ def test_export_checks_what_it_wrote(tmp_path, capsys, form):
     assert (told["passed"], told["rows"][-1]["largest_difference"]) == (True, 0)
     assert convert([str(out), str(tmp_path / "back")]) == 0
     assert "generator_ema" in load(resolve(tmp_path / "back"))["state"]
+    command[command.index(str(out))] = str(tmp_path / "network.bin")  # `convert` would take it for another's
+    assert run_cli(script.main, command) == (2 if form == "nvidia" else 0)
+    assert ("give it .safetensors" in capsys.readouterr().err) == (form == "nvidia")
 
 
 def test_heads_of_the_discriminator_that_they_lack_are_left_out_and_told_of(tmp_path, capsys):
@@ -178,9 +182,9 @@ def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path, refused)
         (other, "rosinality", "z_dim = w_dim"),
         (narrow, "nvidia", "channel_base 8 leaves NVIDIA's generator no channels"),
     ):
-        command = ["--checkpoint", str(run), "--format", form, "--out", str(tmp_path / "x.bin")]
-        assert told in refused(script.main, *command)
-        assert not (tmp_path / "x.bin").exists()
+        out = tmp_path / f"x.{SUFFIX[form]}"
+        assert told in refused(script.main, "--checkpoint", str(run), "--format", form, "--out", str(out))
+        assert not out.exists()
 
 
 @pytest.mark.parametrize(

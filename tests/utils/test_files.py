@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from duetgan.utils.errors import UserError
@@ -39,3 +42,9 @@ def test_missing_folders_are_an_error_or_made_and_writing_is_tried_without_a_tra
     assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"1"]
     (tmp_path / "file").write_text("in the way")
     assert_raises(UserError, r"file/results: cannot be written", check_writable, tmp_path / "file" / "results")
+
+
+def test_a_file_is_as_readable_as_the_process_says(tmp_path):
+    code = f"from duetgan.utils.files import write_atomic; write_atomic({str(tmp_path / 'x')!r}, b'1')"
+    subprocess.run([sys.executable, "-c", code], check=True, umask=0o027)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
