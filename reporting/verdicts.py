@@ -34,10 +34,11 @@ def _section(folder: Path, study: dict[str, Any]) -> list[str]:
         effect, of = signed(row["difference"], share=share) + " points" * share, row["group" if share else "figure"]
         known = span(row["interval"], share=share), chance(row["p"]), f"**{row['verdict']}**"
         rows.append([row["second"], row["first"], "; ".join(row["controls"]) or "-", of, effect, *known])
-    state = f"Study `{study['subject']}`: {len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
+    state = f"Study `{study['subject']}`, {folder.name}: {len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
     cost = f", {duration(seconds)}" if seconds else ""
     void = [f"{row['arm']}: {row['found']}, not: {row['expected']}" for row in study["controls"] if not row["ok"]]
     failed = f" Void, for a control came out wrong: {'; '.join(void)}." if void else ""
     shown = [line for each in study["pictures"][:1] for line in (f"![{each['caption']}]({folder / each['file']})", "")]
     table = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-    return [f"## {study['title']}", "", f"{state}{cost}.{failed}", "", *table, "", *shown]
+    chosen = "".join(f" {arm}: {which}." for arm, which in study["choices"].items())
+    return [f"## {study['title']}", "", f"{state}{cost}.{chosen}{failed}", "", *table, "", *shown]

@@ -210,7 +210,7 @@ def test_the_verdicts_of_several_studies_make_a_page(tmp_path, capsys):
     study(tmp_path / "void", shares=SHARES | {"held back": 0.5})[0].run()
     assert run_cli(script.main, ["page", str(tmp_path / "good"), str(tmp_path / "void")]) == 0
     first, second = capsys.readouterr().out.split("## Do they help?")[1:]
-    assert f"Study `made-up`: 3 seeds, 12 of 12 runs, {duration(7200)}." in first
+    assert f"Study `made-up`, good: 3 seeds, 12 of 12 runs, {duration(7200)}." in first
     row = json.loads((tmp_path / "good/study.json").read_text())["comparisons"][0]
     cells = next(line for line in first.splitlines() if line.startswith("| samples")).split("|")
     told = [cell.strip() for cell in cells[1:-1]]
