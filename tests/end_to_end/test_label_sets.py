@@ -147,9 +147,17 @@ def test_what_needs_one_label_says_so(folder, run, tmp_path, refused):
     one = tmp_path / "one.lmdb"
     pack_arrays(one, np.zeros((8, 3, 16, 16), np.uint8), np.arange(8) % 3, CLASSES)
     cases: list[tuple[Any, list[str], str]] = [
-        (generate.main, ["edit", "--classifier", str(run), "--from", "a", "--to", "b"], "is asked for several labels"),
+        (
+            generate.main,
+            ["edit", "--classifier", str(run), "--from", "a", "--to", "b"],
+            "is of several labels an image; a network of one",
+        ),
         (evaluate.main, ["--data", str(one), "--extractor", "pixels"], "images and generator differ in whether"),
-        (evaluate.main, ["--data", str(folder / "val.lmdb"), "--audit"], "is asked for several labels"),
+        (
+            evaluate.main,
+            ["--data", str(folder / "val.lmdb"), "--audit"],
+            "is of several labels an image; a network of one",
+        ),
     ]
     for main, options, words in cases:
         assert words in refused(main, *options, "--checkpoint", run, "--out", tmp_path / "x.png")

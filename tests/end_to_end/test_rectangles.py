@@ -24,6 +24,7 @@ from duetgan.data.pack import main as pack_main
 from duetgan.data.reading.dataset import Dataset, at_resolution
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import pack_arrays
+from duetgan.inference.export.formats import FORMATS
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import generate as draw_samples
 from duetgan.models.gan import sizes_up_to
@@ -278,7 +279,7 @@ def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
         assert run_cli(export.main, ["--checkpoint", str(run), "--format", form, "--out", out, *more]) == 0
         assert json.loads(capsys.readouterr().out)["passed"]
     for form in ("nvidia", "rosinality"):
-        out = str(tmp_path / form)
+        out = f"{tmp_path}/x{FORMATS[form].suffix}"
         assert run_cli(export.main, [*from_gan, "--format", form, "--out", out, *quick[:-2]]) == 2
         assert "this format is for squares, the checkpoint draws 24x16 px" in capsys.readouterr().err
 
