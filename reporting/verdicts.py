@@ -34,7 +34,8 @@ def _section(folder: Path, study: dict[str, Any]) -> list[str]:
         effect, of = signed(row["difference"], share=share) + " points" * share, row["group" if share else "figure"]
         known = span(row["interval"], share=share), chance(row["p"]), f"**{row['verdict']}**"
         rows.append([row["second"], row["first"], "; ".join(row["controls"]) or "-", of, effect, *known])
-    state = f"Study `{study['subject']}`, {folder.name}: {len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
+    made = f"{len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
+    state = f"Study `{study['subject']}`, {folder.name}: {made}"
     cost = f", {duration(seconds)}" if seconds else ""
     void = [f"{row['arm']}: {row['found']}, not: {row['expected']}" for row in study["controls"] if not row["ok"]]
     failed = f" Void, for a control came out wrong: {'; '.join(void)}." if void else ""
