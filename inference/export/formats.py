@@ -190,7 +190,10 @@ def write_onnx(subject: Subject, path: Path) -> None:
     """An ONNX graph, BatchNorm folded; `contents` as JSON in its metadata entry `duet`, `interface` beside it."""
     names: dict[str, Any] = {"input_names": list(subject.names), "output_names": [subject.output]}
     with _quiet(), torch.no_grad():
-        program: Any = torch.onnx.export(_program(subject), **names, dynamo=True, verbose=False)
+        program: Any = torch.onnx.export(_program(subject), **names, dynamo=True, verbose=False, optimize=False)
+        optimizer = import_extra("onnxscript.optimizer")
+        optimizer.fold_constants(program.model)  # not `optimize`, whose rules take 1e-8 in a sum for 0 (0.7.2)
+        optimizer.remove_unused_nodes(program.model)
         program.model.metadata_props[ENTRY] = json.dumps(contents(subject.checkpoint))
         program.model.metadata_props.update(interface(subject.checkpoint))
         program.save(str(path))

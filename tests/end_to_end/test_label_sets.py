@@ -140,7 +140,12 @@ def test_what_is_drawn_and_exported_keeps_the_sets(run, tmp_path):
     assert run_cli(export.main, [*given, "--format", "torch-export", "--out", str(tmp_path / "w.pt2")]) == 0
     program = torch.export.load(tmp_path / "w.pt2").module()
     z, hot = torch.randn(3, 8), torch.tensor([[1.0, 1, 0], [0, 0, 0], [0, 0, 1]])
-    torch.testing.assert_close(program(z, hot), one.network(z, hot, noise="const"), rtol=1e-4, atol=1e-4)
+    wanted = one.network(z, hot, noise="const")
+    torch.testing.assert_close(program(z, hot), wanted, rtol=1e-4, atol=1e-4)
+    runtime: Any = pytest.importorskip("onnxruntime")
+    assert run_cli(export.main, [*given, "--format", "onnx", "--out", str(tmp_path / "w.onnx")]) == 0
+    (found,) = runtime.InferenceSession(tmp_path / "w.onnx").run(None, {"z": z.numpy(), "labels": hot.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-4, atol=1e-4)  # without labels, too
 
 
 def test_what_needs_one_label_says_so(folder, run, tmp_path, refused):
