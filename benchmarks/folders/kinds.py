@@ -126,7 +126,7 @@ KINDS = {
     "bands": Kind(
         *(bands, ["apt:r-cran-stars=0.6-0-4"], "Apache-2.0; NASA's scene: public domain"),
         ["{folder}/train {dest}.lmdb --channels auto", "{folder}/val {dest}-val.lmdb --channels auto"],
-        f"{LARGE} 18600 --augment.flip true --generator.channel-base 512 --discriminator.channel-base 512",
+        f"{LARGE} 20800 --augment.flip true --generator.channel-base 512 --discriminator.channel-base 512",
     ),
     "several": Kind(
         *(several, [EMOJI, TWITTER], "Apache-2.0; CC-BY-4.0"),
