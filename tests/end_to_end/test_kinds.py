@@ -4,6 +4,7 @@ them; oracles by the pixel.
 
 import dataclasses
 import re
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duetgan.data.values import native
+from duetgan.inference.inputs import Input
+from duetgan.inference.predictions import sorter
 from duetgan.metrics.features.extractors import (
     Extractor,
     classifier_features,
@@ -192,6 +196,20 @@ def test_a_sample_is_written_in_its_depth(spec, tmp_path):
         found = found.reshape(image.shape)
     assert found.dtype == image.dtype
     assert np.array_equal(found, image)
+
+
+def test_sorted_values_of_any_kind_are_files_again_and_take_no_others_place(tmp_path):
+    put = sorter(tmp_path / "sorted")
+    for pixels in (
+        np.zeros((4, 6, 1), np.uint8),
+        np.full((4, 6, 3), 300, np.uint16),
+        np.ones((4, 6, 13), np.uint16),
+    ):
+        put(Input("record 1", partial(np.copy, pixels)), {"label": "a"})
+    names = sorted((tmp_path / "sorted" / "a").iterdir())
+    assert [path.name for path in names] == ["record 1-2.png", "record 1-3.npy", "record 1.png"]
+    assert native(names[0].read_bytes()).pixels.max() == 300
+    assert np.load(names[1]).shape == (4, 6, 13)
 
 
 def test_a_ramp_of_12_bits_keeps_its_levels(tmp_path):

@@ -17,7 +17,6 @@ import evaluate
 import generate
 import predict
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.values import native
 from duetgan.inference.inputs import Input, file_input
 from duetgan.inference.predictions import predict as predict_inputs
 from duetgan.inference.predictions import sorter
@@ -365,19 +364,6 @@ class TestPredict:
         sorter(tmp_path / "in" / "sorted")(file_input(photos / "b.png"), {"label": label})
         (placed,) = (tmp_path / "in").rglob("b.png")
         assert placed.parent.parent == tmp_path / "in" / "sorted"
-
-    def test_sorted_values_of_any_kind_are_files_again_and_take_no_others_place(self, tmp_path):
-        put = sorter(tmp_path / "sorted")
-        for pixels in (
-            np.zeros((4, 6, 1), np.uint8),
-            np.full((4, 6, 3), 300, np.uint16),
-            np.ones((4, 6, 13), np.uint16),
-        ):
-            put(Input("record 1", partial(np.copy, pixels)), {"label": "a"})
-        names = sorted((tmp_path / "sorted" / "a").iterdir())
-        assert [path.name for path in names] == ["record 1-2.png", "record 1-3.npy", "record 1.png"]
-        assert native(names[0].read_bytes()).pixels.max() == 300
-        assert np.load(names[1]).shape == (4, 6, 13)
 
     def test_inputs_that_cannot_be_are_refused_before_anything_is_read(self, runs, photos, tmp_path, capsys):
         options = ["--checkpoint", runs["classifier"], "--csv", tmp_path / "out.csv", photos]
