@@ -314,8 +314,9 @@ def test_heartbeats_which_other_ranks_remove_meanwhile_are_not_looked_at(tmp_pat
             raise FileNotFoundError(path)
         return real(path)
 
-    monkeypatch.setattr(os, "scandir", vanished)
-    assert Run(tmp_path).outputs == [tmp_path / "edits" / "a.png"]
+    with monkeypatch.context() as patched:  # no longer: the folder is removed with it
+        patched.setattr(os, "scandir", vanished)
+        assert Run(tmp_path).outputs == [tmp_path / "edits" / "a.png"]
 
 
 def test_report_is_written_again_for_what_lands_in_its_run(tmp_path):
