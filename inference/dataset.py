@@ -18,7 +18,7 @@ from duetgan.metrics.evaluate_classifier import classify
 from duetgan.metrics.features.extractors import RealFeatures, classifier_features
 from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.lineage import provenance_of
-from duetgan.metrics.samples.spreading import UNKNOWN, spreading
+from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.classifier import Classifier
 from duetgan.utils.checkpoint import file_sha256
 from duetgan.utils.errors import UserError
@@ -90,10 +90,9 @@ def spread_guesses(
     """
     place, real = [classifier_features(classifier, name="classifier")], RealFeatures(batch_size=batch_size)
     every = [(each, Selection(np.arange(len(each)), each.label_numbers(), "all")) for each in (labelled, reader)]
-    x = torch.cat([real.get(*each, place)[0] for each in every])
-    labels = torch.cat([torch.tensor(labelled.labels()), torch.full((len(reader),), UNKNOWN)])
-    found = spreading(x, labels, x[:1], len(labelled.classes))[0][len(labelled) :]
-    sure, likeliest = (found / found.sum(1, keepdim=True).clamp_min(1e-300)).max(1)
+    known, others = (real.get(*each, place)[0] for each in every)
+    found = spread_to(others, known, torch.tensor(labelled.labels()), len(labelled.classes))
+    sure, likeliest = found.max(1)
     return likeliest.numpy(), sure.numpy()
 
 

@@ -34,3 +34,12 @@ def spreading(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> 
         found = KEPT * came / degree + (1 - KEPT) * given
     found = found / found.sum(0).clamp_min(1e-12)  # every class has as much to give
     return found, found[neighbours(others @ axes, points, count)[1]].mean(1)
+
+
+def spread_to(others: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """What labels int64 [n] of features [n, F], spread over neighbours, say of other images' [m, F]: float64 [m, K],
+    a class's share of what arrives.
+    """
+    x, unknown = torch.cat([features, others]), labels.new_full((len(others),), UNKNOWN)
+    found = spreading(x, torch.cat([labels, unknown]), x[:1], classes)[0][len(labels) :]
+    return found / found.sum(1, keepdim=True).clamp_min(1e-300)

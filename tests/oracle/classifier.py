@@ -26,7 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "loss": {"kind": "cross-entropy", "label_smoothing": 0.1, "class_weights": None},
     "ema": {"decay": 0.999},
     "augment": {"mixup": 0.0, "cutmix": 0.0},
-    "unlabelled": {"path": None, "ratio": 4, "weight": 1.0, "threshold": 0.95, "adaptive": True},
+    "unlabelled": {"path": None, "ratio": 4, "spread": 0.0, "weight": 1.0, "threshold": 0.95, "adaptive": True},
 }
 
 
@@ -54,6 +54,7 @@ class ClassifierReference:
         head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
         self.optimizer = Optimizer(self.names, tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
         self.unlabelled: Any = None if task.unlabelled is None else task.unlabelled.images
+        self.said: Any = None if task.unlabelled is None else task.unlabelled.said
         self.thought = torch.full((self.model.classes + 1,), 1 / self.model.classes)
         self.weights = self.class_weights(task.reader.classes, task.reader.meta.histogram)
 
@@ -145,7 +146,8 @@ class ClassifierReference:
         size = self.batch * given["ratio"]
         places = [divmod(place, count) for place in range(step * size, (step + 1) * size)]
         orders = {e: numpy_generator(self.seed, "unlabelled", "order", e).permutation(count) for e, _ in places}
-        images = torch.from_numpy(self.unlabelled.read([int(orders[epoch][place]) for epoch, place in places])[0])
+        records = [int(orders[epoch][place]) for epoch, place in places]
+        images = torch.from_numpy(self.unlabelled.read(records)[0])
         how: Any = {"seed": self.seed, "step": step, "start": 0, "global_batch": size}
         weakly = Augment(flip=bool(self.augment.flip), shift=self.augment.shift)
         strongly = Augment(flip=weakly.flip, shift=weakly.shift, trivial_augment=True, erase=1.0)
@@ -155,6 +157,8 @@ class ClassifierReference:
         )
         with torch.no_grad():
             p = self.average.eval()(weak).softmax(1)
+        if given["spread"]:
+            p = (1 - given["spread"]) * p + given["spread"] * self.said[records]
         least = torch.full((self.model.classes,), given["threshold"])
         if given["adaptive"]:
             now = torch.tensor([*p.mean(0).tolist(), p.amax(1).mean().item()])

@@ -55,7 +55,8 @@ TREES: dict[str, dict[str, Any]] = {
     | {"augment": {"mixup": 0.7, "cutmix": 1.0}}
     | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
     "unlabelled": COMMON
-    | {"augment": {"flip": True, "shift": 1}, "unlabelled": UNLABELLED | {"ratio": 3, "weight": 0.7, "threshold": 0.9}},
+    | {"augment": {"flip": True, "shift": 1}, "finetune": {"probe": True}}
+    | {"unlabelled": UNLABELLED | {"ratio": 3, "spread": 0.3, "weight": 0.7, "threshold": 0.9}},
     "sure": COMMON | {"unlabelled": UNLABELLED | {"ratio": 1, "threshold": 0.34, "adaptive": False}},
     "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
 }
@@ -84,6 +85,8 @@ def made(folder: Any, tree: dict[str, Any]) -> tuple[ClassifierTask, Any, dict[s
         tree = tree | {"unlabelled": tree["unlabelled"] | {"path": str(folder / "synthetic.lmdb")}}
     config: Any = build_run_config(tree, [], "test")
     task = ClassifierTask(config, open_training(config.data), None, CPU)
+    if task.unlabelled is not None and config.unlabelled.spread:
+        task.unlabelled.said = torch.rand(32, 3, generator=torch.Generator().manual_seed(0)).softmax(1)
     return task, make_loader(config, task.reader, CPU), tree
 
 

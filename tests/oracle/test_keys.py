@@ -64,11 +64,12 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"finetune.freeze_at": ({"head": 1}, "fine-tuning"), "finetune.unfreeze_by": ("epoch", "fine-tuning")},
     **{"finetune.freeze_bn": (True, "plain"), "finetune.stage_lr": ({"head": 0.1}, "fine-tuning")},
     **{"unlabelled.ratio": (2, "unlabelled"), "unlabelled.weight": (0.2, "unlabelled")},
+    **{"unlabelled.spread": (0.9, "unlabelled")},
     **{"unlabelled.threshold": (1.0, "sure"), "unlabelled.adaptive": (False, "unlabelled")},
     **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
 }
 CLASSIFIER_ELSEWHERE = {
-    "unlabelled.path": "which images: tests/training/classifier/test_consistency.py",
+    "unlabelled.path": "which images: tests/training/classifier/test_readout.py",
     "finetune.cache": "whether what is frozen is computed again: tests/training/classifier/test_frozen.py",
     "finetune.probe": "where the head begins: tests/training/classifier/test_probe.py",
 }

@@ -60,6 +60,9 @@ class ClassifierConfig(RunConfig):
         if self.model.head == "readout" and self.resizing != ResizingConfig():
             raise UserError("model.head readout has as many inputs as its maps have parts: leave resizing out")
 
+        if self.unlabelled.spread and not self.finetune.probe:
+            raise UserError("unlabelled.spread: labels spread by what the probe reads; set finetune.probe true")
+
         several = self.augment.mixes or self.loss.several
         if self.unlabelled.path and self.unlabelled.weight and (several or self.loss.kind != "cross-entropy"):
             raise UserError("unlabelled images learn by cross-entropy of one label: leave augment.mixup and cutmix out")

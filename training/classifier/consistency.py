@@ -1,5 +1,6 @@
 """Images without labels beside the labelled ones (FixMatch, 2001.07685): what the average network says of one that is
-flipped and shifted becomes, where it is sure, the label of the same one under strong augmentation.
+flipped and shifted becomes, where it is sure, the label of the same one under strong augmentation. Labels that spread
+over neighbours, by what the network began with, may have a say in it.
 """
 
 from typing import Any
@@ -27,6 +28,7 @@ class UnlabelledConfig(Config):
 
     path: str | None = None  # packed; labels are not looked at
     ratio: PositiveInt = 4  # of them for each labelled image
+    spread: Probability = 0.0  # share that labels spread over neighbours have in naming them; needs finetune.probe
     weight: NonNegativeFloat = 1.0  # of their loss; 0: they standardise finetune.probe alone
     threshold: Probability = 0.95  # the average network's least probability of a label
     adaptive: bool = True  # threshold: a share of the mean largest probability, less in seldom classes (FreeMatch)
@@ -34,10 +36,11 @@ class UnlabelledConfig(Config):
 
 class Unlabelled(Fields):
     """The images of `UnlabelledConfig` and what is thought of them: `look` draws a step's, `beside` puts them behind
-    the labelled ones. Their order is a function of the seed and the step; the state is what the thresholds follow.
+    the labelled ones. Their order is a function of the seed and the step; the state is what the thresholds follow, and
+    what labels that spread have said.
     """
 
-    STATE = ("means",)
+    STATE = ("means", "said")
     optional = True  # a run that was begun without has no such state
 
     def __init__(self, config: Any, reader: Dataset) -> None:  # config: a ClassifierConfig
@@ -56,6 +59,7 @@ class Unlabelled(Fields):
         self.strong = self.weak.changed(trivial_augment=True, erase=1.0)
         classes = len(reader.classes)
         self.means = torch.full((classes + 1,), 1 / classes)  # of the probabilities, and of each image's largest
+        self.said = torch.zeros(len(self.images) if about.spread else 0, classes)  # of each, by labels that spread
         self._beside: tuple[Tensor, Targets] | None = None
 
     def look(self, step: int, teacher: nn.Module, precision: Any, device: torch.device) -> dict[str, Tensor]:
@@ -67,6 +71,8 @@ class Unlabelled(Fields):
         weak, strong = (draw_and_apply(images, getattr(self, kind), phase=kind, **draw) for kind in ("weak", "strong"))
         with evaluating(teacher), precision.autocast():
             probabilities = teacher(to_float(weak)).to(torch.get_default_dtype()).softmax(1)
+        if self.about.spread:
+            probabilities = probabilities.lerp(self.said[indices].to(probabilities), self.about.spread)
         sure, labels = probabilities.max(1)
         used = sure >= self._thresholds(probabilities, sure)[labels]
         weights = used * (self.about.weight / self.about.ratio)

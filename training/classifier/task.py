@@ -18,6 +18,7 @@ from duetgan.data.reading.loader import Batch, Source, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier
 from duetgan.metrics.figures import CLASSIFIER, LABELS, history
 from duetgan.metrics.lineage import lineage_of
+from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier
 from duetgan.models.model_parallel import Share, place
@@ -142,15 +143,20 @@ class ClassifierTask(Task):
                 say_main(f"probe: a first look at {first}: accuracy {look.accuracy:.3f} ({low:.3f} to {high:.3f})")
             source = self.source(0, folder)
 
-            def fitted() -> Probe:
+            def fitted() -> tuple[Probe, Tensor | None]:
                 features, labels = self.frozen.features(source)
-                like = None
+                like = said = None
                 if self.unlabelled is not None:
                     with self.precision.autocast():
                         like = image_features(self.model, self.unlabelled.images, mirror=False)[0][:, 0]
-                return fit(features, labels, classes, seed=seed, groups=groups, like=like)
+                    if self.unlabelled.about.spread:
+                        said = spread_to(like, features[:, 0], labels, classes).float()
+                return fit(features, labels, classes, seed=seed, groups=groups, like=like), said
 
-            self.probe.take(collectives.from_main_process(fitted), [self.model.head, self.ema.model.head])
+            probe, said = collectives.from_main_process(fitted)
+            self.probe.take(probe, [self.model.head, self.ema.model.head])
+            if self.unlabelled is not None and said is not None:
+                self.unlabelled.said = said
             self.probe.seconds = round(time.perf_counter() - begun, 1)
             say_main(f"probe: {self.probe}; training begins there")
 

@@ -54,7 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "unlabelled": {  # six of their batches are more than an epoch
         "augment": {"flip": True, "shift": 1},
-        "unlabelled": {"path": "test.lmdb", "ratio": 1, "threshold": 0.5},
+        "finetune": {"probe": True},
+        "unlabelled": {"path": "test.lmdb", "ratio": 1, "spread": 0.4, "threshold": 0.5},
         "micro_batch": 20,
     },
     "schedule-free": {
