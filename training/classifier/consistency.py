@@ -28,7 +28,7 @@ class UnlabelledConfig(Config):
 
     path: str | None = None  # packed; labels are not looked at
     ratio: PositiveInt = 4  # of them for each labelled image
-    spread: Probability = 0.0  # share that labels spread over neighbours have in naming them; needs finetune.probe
+    spread: Probability = 0.0  # share of labels spread over neighbours in what names them; needs a probe
     weight: NonNegativeFloat = 1.0  # of their loss; 0: they standardise finetune.probe alone
     threshold: Probability = 0.95  # the average network's least probability of a label
     adaptive: bool = True  # threshold: a share of the mean largest probability, less in seldom classes (FreeMatch)

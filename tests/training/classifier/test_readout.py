@@ -16,6 +16,7 @@ from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.grad_cam import image_heat
+from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.classifier import Classifier, ModelConfig, read_out
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.restore import classifier_from
@@ -114,7 +115,7 @@ def config_of(few: Any, **more: Any) -> Any:
 def test_a_run_of_it_is_evaluated_predicts_explains_and_is_exported(few, tmp_path, capsys):
     runtime: Any = pytest.importorskip("onnxruntime")
     still = {"finetune": {"freeze": ["backbone"], "probe": True}, "steps": 1, "optimizer": {"name": "sgd", "lr": 1e-12}}
-    unlabelled = {"unlabelled": {"path": str(few / "all.lmdb"), "weight": 0}}
+    unlabelled = {"unlabelled": {"path": str(few / "all.lmdb"), "weight": 0, "spread": 0.5}}
     run = tmp_path / "run"
     task, _ = train(config_of(few, **still, **unlabelled), run)
     with Dataset(few / "test.lmdb") as reader:
@@ -125,6 +126,8 @@ def test_a_run_of_it_is_evaluated_predicts_explains_and_is_exported(few, tmp_pat
         expected = fit(*found, 10, groups=alike(reader), like=like[0][:, 0])
         logits = task.model.head(found[0][:, 0]).detach()
     torch.testing.assert_close(logits, F.linear(found[0][:, 0], expected.weight, expected.bias), rtol=1e-3, atol=1e-3)
+    said = spread_to(like[0][:, 0], found[0][:, 0], found[1], 10)
+    torch.testing.assert_close(task.unlabelled.said, said.float(), rtol=1e-3, atol=1e-4)
     assert task.lineage().trained_on
     model = classifier_from(load(resolve(str(run))))
     right = (model(to_float(images)).argmax(1) == labels).double().mean().item()
@@ -167,6 +170,7 @@ def test_all_of_it_trains_and_resumes_to_the_bit(few, tmp_path):
     [
         ({"model": {"head": "readout", "split": "auto"}}, "head readout takes the maps of stages"),
         ({"model": {"head": "readout", "name": "timm:test_resnet", "stem": None}}, "head readout takes the maps"),
+        ({"unlabelled": {"path": "all.lmdb", "spread": 0.5}}, "set finetune.probe true"),
         ({"resizing": {"initial_scale": 0.5}}, "model.head readout has as many inputs as its maps have parts"),
     ],
 )
