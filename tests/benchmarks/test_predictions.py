@@ -28,6 +28,7 @@ def test_docs_hold_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # beside other work it has taken more than six minutes
 def test_docs_hold_every_preset_and_layer() -> None:
     check_docs(predictions.NAMES)
     assert [row for row in rows_of(predictions.layers(predictions.NAMES)) if row not in DOCS] == []
