@@ -1,6 +1,7 @@
 """What goes wrong inside a step, by number in the project's table of faults (22, 28), and ranks that drift apart."""
 
 import math
+import re
 import signal
 import time
 from pathlib import Path
@@ -246,7 +247,9 @@ def test_a_wrong_option_is_told_before_processes_start(trained):
 
 def test_a_signal_ends_all_processes_of_evaluate(trained, tmp_path):
     process = start_python("evaluate.py", "--checkpoint", trained, "--out", tmp_path / "eval", "--procs", "2")
-    time.sleep(1)  # while torch is imported
+    status = Path(f"/proc/{process.pid}/status")
+    while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> signal.SIGTERM - 1 & 1:
+        time.sleep(0.02)  # until it obeys, which is before torch is imported
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
