@@ -31,7 +31,7 @@ class Lineage(Stored):
 
     trained_on: list[str]  # content hashes, and fingerprints where there are any, of files of images
     synthetic: list[Generated]  # those of them that hold samples
-    teachers: list[str] = []  # fingerprints of classifiers that supplied a loss
+    teachers: list[str] = []  # fingerprints of classifiers whose answers were in the loss
     pretrained: list[str] = []  # hashes of others' weights files that they, or their teachers, began with
 
     @classmethod
@@ -45,7 +45,7 @@ class Lineage(Stored):
 
     def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
         """Why a network of this lineage and fingerprint `weights` cannot judge beside these images; empty if it can."""
-        if weights in generator.teachers:
+        if not {weights, *self.teachers}.isdisjoint(generator.teachers):
             return "supplied a loss to this generator, so it cannot judge it; give another"
         if self.synthetic:
             whose = ", ".join(dict.fromkeys(each.generator for each in self.synthetic))[:200]

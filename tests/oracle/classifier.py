@@ -23,7 +23,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"freeze": [], "unfreeze": {}, "freeze_at": {}, "unfreeze_by": "step", "freeze_bn": False, "stage_lr": {}},
         **{"layer_decay": 1.0, "layer_decay_by": "block"},
     },
-    "loss": {"kind": "cross-entropy", "label_smoothing": 0.1, "class_weights": None},
+    "loss": {
+        "kind": "cross-entropy",
+        "label_smoothing": 0.1,
+        "class_weights": None,
+        "teacher": None,
+        "teacher_share": 1.0,
+        "temperature": 2.0,
+    },
     "ema": {"decay": 0.999},
     "augment": {"mixup": 0.0, "cutmix": 0.0},
     "unlabelled": {"path": None, "ratio": 4, "spread": 0.0, "weight": 1.0, "threshold": 0.95, "adaptive": True},
@@ -53,6 +60,7 @@ class ClassifierReference:
         }  # fmt: skip
         head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
         self.optimizer = Optimizer(self.names, tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
+        self.teacher: Any = task.teacher
         self.unlabelled: Any = None if task.unlabelled is None else task.unlabelled.images
         self.said: Any = None if task.unlabelled is None else task.unlabelled.said
         self.thought = torch.full((self.model.classes + 1,), 1 / self.model.classes)
@@ -136,6 +144,11 @@ class ClassifierReference:
             losses = (targets @ self.weights) * ((logits - smooth) ** 2).mean(1)
         else:
             losses = -(self.weights * smooth * logits.log_softmax(1)).sum(1)
+        if self.teacher is not None:
+            given = self.tree["loss"]
+            told, own = ((each / given["temperature"]).softmax(1) for each in (self.teacher(images).detach(), logits))
+            taught = given["temperature"] ** 2 * (told * (told / own).log()).sum(1)
+            losses = (1 - given["teacher_share"]) * losses + given["teacher_share"] * taught
         return (counted * losses).sum() / self.batch
 
     def sure_of(self, step: int) -> tuple[Tensor, Tensor, Tensor]:

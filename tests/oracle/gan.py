@@ -191,8 +191,8 @@ class GanReference:
             partners = self.logits(real_hidden, reals[1])
         total = LOSSES[loss["objective"]][0](self.logits(hidden, labels), partners).mean()
         if self.teacher is not None:
-            seen = fit_images(fakes, self.teacher.resolution, self.teacher.channels)
-            total = total + loss["classifier_weight"] * self.naming(self.teacher(seen), labels)
+            seen = fit_images(fakes, self.teacher.network.resolution, self.teacher.network.channels)
+            total = total + loss["classifier_weight"] * self.naming(self.teacher.network(seen), labels)
         if loss["auxiliary_weight"]:
             total = total + loss["auxiliary_weight"] * self.naming(self.d.auxiliary(hidden), labels)
         if loss["feature_matching_weight"]:  # |E f(G) - E f(x)|^2 without bias: pairs of different samples of a group

@@ -11,6 +11,7 @@ from duetgan.data.records import pack_arrays
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
+from tests.distributed.test_oracle import untrained_classifier
 from tests.oracle.classifier import ClassifierReference
 from tests.oracle.ranks import of_two_ranks
 
@@ -58,6 +59,9 @@ TREES: dict[str, dict[str, Any]] = {
     | {"augment": {"flip": True, "shift": 1}, "finetune": {"probe": True}}
     | {"unlabelled": UNLABELLED | {"ratio": 3, "spread": 0.3, "weight": 0.7, "threshold": 0.9}},
     "sure": COMMON | {"unlabelled": UNLABELLED | {"ratio": 1, "threshold": 0.34, "adaptive": False}},
+    "taught": COMMON
+    | {"loss": COMMON["loss"] | {"teacher": "teacher", "teacher_share": 0.7, "temperature": 3.0}}
+    | {"augment": {"mixup": 0.7}, "data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
     "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
 }
 
@@ -70,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Itera
         images = rng.integers(0, 256, (count, 1, 16, 16), dtype=np.uint8)
         labels = np.array([0, 0, 1, 2] * (count // 4))
         pack_arrays(path / f"{name}.lmdb", images, labels=labels, classes=["a", "b", "c"])
+    untrained_classifier(path / "teacher")
     torch.set_default_dtype(torch.float64)
     yield path
     torch.set_default_dtype(torch.float32)
@@ -83,6 +88,8 @@ def made(folder: Any, tree: dict[str, Any]) -> tuple[ClassifierTask, Any, dict[s
     tree = tree | {"data": data}
     if "unlabelled" in tree:
         tree = tree | {"unlabelled": tree["unlabelled"] | {"path": str(folder / "synthetic.lmdb")}}
+    if tree["loss"].get("teacher"):
+        tree = tree | {"loss": tree["loss"] | {"teacher": str(folder / "teacher")}}
     config: Any = build_run_config(tree, [], "test")
     task = ClassifierTask(config, open_training(config.data), None, CPU)
     if task.unlabelled is not None and config.unlabelled.spread:

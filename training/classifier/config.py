@@ -63,9 +63,11 @@ class ClassifierConfig(RunConfig):
         if self.unlabelled.spread and not self.finetune.probe:
             raise UserError("unlabelled.spread: labels spread by what the probe reads; set finetune.probe true")
 
-        several = self.augment.mixes or self.loss.several
+        several = self.augment.mixes or self.loss.several or self.loss.teacher
         if self.unlabelled.path and self.unlabelled.weight and (several or self.loss.kind != "cross-entropy"):
-            raise UserError("unlabelled images learn by cross-entropy of one label: leave augment.mixup and cutmix out")
+            raise UserError(
+                "unlabelled images learn by cross-entropy of one label: leave out augment.mixup, cutmix, loss.teacher"
+            )
 
     def for_trial(self, samples: int) -> Self:
         model = self.model.changed(weights=None, split="off")

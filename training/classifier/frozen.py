@@ -81,7 +81,7 @@ class Frozen:
         stored = all(isinstance(each, Dataset) and not each.crop and each.on_damage == "stop" for each in self.readers)
         random = augment.shift or augment.trivial_augment or augment.erase or augment.own or augment.mixes
         barred = random or not stored or config.log.layers or config.model.split != "off"
-        barred = barred or bool(config.unlabelled.path and config.unlabelled.weight)
+        barred = barred or bool(config.unlabelled.path and config.unlabelled.weight) or config.loss.teacher is not None
         self.spans: list[tuple[int, int, int]] = []  # first step, the one after the last, stages that nothing changes
         if config.finetune.cache and not barred:
             changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from duetgan.models.gan import one_hot
 from duetgan.utils.config.cli import did_you_mean
-from duetgan.utils.config.model import Config, Decay, NonNegativeFloat
+from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, PositiveFloat, Probability
 from duetgan.utils.errors import UserError
 
 FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's own
@@ -26,6 +26,13 @@ class ClassifierLossConfig(Config):
     label_smoothing: Decay = 0.1  # this share of every target is spread over all classes, or over yes and no
     # by name, others 1; balanced: 1 / frequency. Several labels: what those that are there count
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
+    teacher: str | None = None  # run of a classifier whose answers to the same images are targets, too (distillation)
+    teacher_share: Probability = 1.0  # of the loss, that is to these; the rest is to the labels
+    temperature: PositiveFloat = 2.0  # of its and the network's answers
+
+    def check(self) -> None:
+        if self.teacher and self.several:
+            raise UserError("loss.teacher names one class an image; set loss.kind cross-entropy or squared-error")
 
     @property
     def several(self) -> bool:
@@ -118,6 +125,20 @@ def classifier_loss(
         if weights is not None:
             errors = errors * (soft_targets(targets, logits.shape[1], logits.dtype) @ weights)
     return (errors if targets.weights is None else errors * targets.weights).sum()
+
+
+def distilled(
+    loss: Tensor, logits: Tensor, teacher: Tensor | None, targets: Targets, config: ClassifierLossConfig
+) -> Tensor:
+    """A `classifier_loss` and, by `teacher_share`, that of a teacher's logits t [n, classes], if any: the sum over the
+    samples of T^2 KL(softmax(t / T) || softmax(z / T)), 0-d (Hinton et al. 2015, 1503.02531).
+    """
+    if teacher is None:
+        return loss
+    own, wanted = ((each / config.temperature).log_softmax(1) for each in (logits, teacher.to(logits.dtype)))
+    errors = F.kl_div(own, wanted, reduction="none", log_target=True).sum(1) * config.temperature**2
+    taught = (errors if targets.weights is None else errors * targets.weights).sum()
+    return torch.lerp(loss, taught, config.teacher_share)
 
 
 def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None) -> Tensor:

@@ -27,11 +27,12 @@ from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.data import label_shares
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Task
+from duetgan.training.base.teacher import Teacher
 from duetgan.training.classifier.config import ClassifierConfig, check_batches, check_classes
 from duetgan.training.classifier.consistency import Unlabelled
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.frozen import Frozen, image_features
-from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
+from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, distilled, sample_weights
 from duetgan.training.classifier.micro_batch import MicroBatch
 from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
 from duetgan.training.classifier.probe import Probe, Probed, alike, fit, looked_at
@@ -92,8 +93,7 @@ class ClassifierTask(Task):
         else:
             devices, reduced = collectives.own_devices(device), config.precision not in ("auto", "fp32")
             self.shares = place(model, devices, samples=self.micro.size, reduced=reduced)
-        self.ema = EMA(model, buffers="average")
-        synced = world > 1 and config.sync_bn == "auto"
+        self.ema, synced = EMA(model, buffers="average"), world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
         self.apart = world > 1 and not synced  # each process normalises by its own share's statistics
         if device.type == "cpu":
@@ -111,6 +111,7 @@ class ClassifierTask(Task):
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.precision = Precision(config.precision, device)
         self.probe = Probed()
+        self.teacher = Teacher("loss.teacher", config.loss.teacher, reader, device) if config.loss.teacher else None
         self.finetuning = FineTuning(self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size)
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
         self.frozen = Frozen(config, reader, self.finetuning, self.resizing, self.precision)
@@ -162,6 +163,7 @@ class ClassifierTask(Task):
 
     def lineage(self) -> Lineage:
         more = [] if self.unlabelled is None else [lineage_of(self.unlabelled.images)]
+        more += [] if self.teacher is None else [self.teacher.lineage, self.teacher.network.lineage]
         return join(self.model.lineage, *more)
 
     def networks(self) -> Networks:
@@ -272,9 +274,10 @@ class ClassifierTask(Task):
                 with phase("forward"):
                     with self.precision.autocast():
                         logits = self.forward(images)
+                        answers = None if self.teacher is None else self.teacher(images)
                     logits = logits.to(loss_sum.dtype)
                     loss = classifier_loss(logits, targets, self.config.loss, self.class_weights)
-                    loss = loss / self.config.batch_size
+                    loss = distilled(loss, logits, answers, targets, self.config.loss) / self.config.batch_size
                 with phase("backward"):
                     self.precision.backward(loss)
             loss_sum += loss.detach()

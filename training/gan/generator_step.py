@@ -6,10 +6,10 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from duetgan.models.classifier import Classifier, fit_images
 from duetgan.models.gan import label_loss
 from duetgan.models.layers.convolution import penalised
 from duetgan.training.base.phases import phase
+from duetgan.training.base.teacher import Teacher
 from duetgan.training.gan import losses
 from duetgan.training.gan.context import Context, Images, StepShare
 from duetgan.training.optim.config import cosine
@@ -93,7 +93,7 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
 class GeneratorStep:
     """One update of the generator and of its moving average."""
 
-    def __init__(self, context: Context, updater: Updater, ema: EMA, teacher: Classifier | None) -> None:
+    def __init__(self, context: Context, updater: Updater, ema: EMA, teacher: Teacher | None) -> None:
         self.context, self.updater, self.ema, self.teacher = context, updater, ema, teacher
         self.loss, self.objective = context.config.loss, context.config.loss.functions
         self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
@@ -204,7 +204,7 @@ class GeneratorStep:
         share.add("loss/generator", terms["adversarial"])
         if self.teacher is not None and loss.classifier_weight:
             with context.precision.autocast():
-                class_logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
+                class_logits = self.teacher(fake.images)
             wrong = label_loss(class_logits.to(fake.images.dtype), fake.labels, context.sets) / batch
             share.add("loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight

@@ -11,16 +11,15 @@ from torch import Tensor
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.metrics.evaluate_gan import evaluate_generator
-from duetgan.metrics.features.extractors import RealFeatures, build, fingerprint, shared_pass
+from duetgan.metrics.features.extractors import RealFeatures, build, shared_pass
 from duetgan.metrics.features.precision import evaluating
 from duetgan.metrics.figures import GAN, history
-from duetgan.models.classifier import Classifier
 from duetgan.models.gan import StageGenerator, generate
 from duetgan.models.registry import architecture_of
-from duetgan.models.restore import classifier_from
 from duetgan.training.base.data import check_same_classes, label_shares
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Networks, Outline, Task
+from duetgan.training.base.teacher import Teacher
 from duetgan.training.gan.ada import Ada
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.context import Context, GanDraws, Images, StepShare
@@ -29,7 +28,6 @@ from duetgan.training.gan.discriminator_step import DiscriminatorStep
 from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Precision, Updater
-from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
@@ -79,7 +77,10 @@ class GanTask(Task):
             Updater(network, optimizer, self.precision, config.schedule_steps, **more)
             for network, optimizer in zip(networks, optimizers, strict=True)
         )
-        self.generator_step = GeneratorStep(self.context, for_generator, self.ema, self._teacher())
+        run = config.loss.classifier
+        teacher = None if run is None else Teacher("loss.classifier", run, reader, device)
+        self.learnt_from = Lineage.of() if teacher is None else teacher.lineage
+        self.generator_step = GeneratorStep(self.context, for_generator, self.ema, teacher)
         self.discriminator_step = DiscriminatorStep(self.context, for_discriminator)
         self.watch = Watch(config.watch, config.loss.functions)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
@@ -116,24 +117,6 @@ class GanTask(Task):
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)
         self.ema = EMA(self.generator, buffers="copy")
-
-    def _teacher(self) -> Classifier | None:
-        """The classifier whose loss the generator shall lower, frozen. Raises UserError if its classes differ."""
-        run = self.config.loss.classifier
-        self.learnt_from = Lineage.of()
-        if run is None:
-            return None
-        checkpoint = load(resolve(run))
-        classifier = classifier_from(checkpoint, self.device, several=self.sets is not None)
-        several = classifier.thresholds is not None
-        if (list(checkpoint["classes"]), several) != (list(self.reader.classes), self.sets is not None):
-            raise UserError(
-                f"loss.classifier {run}: its classes differ from those of {self.config.data.path}; train it on the "
-                "same classes"
-            )
-        teachers, pretrained = [fingerprint(classifier)], classifier.lineage.pretrained
-        self.learnt_from = Lineage.of(teachers=teachers, pretrained=pretrained)
-        return classifier
 
     def images_at(self, step: int) -> int:
         return self.stages.images_at(step)

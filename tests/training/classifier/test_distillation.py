@@ -1,0 +1,77 @@
+"""A teacher's answers as targets: it is not changed, resume is exact, what a pupil may judge, and what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.models.restore import classifier_from
+from duetgan.training.base.data import open_training
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.errors import UserError
+from duetgan.utils.provenance import Lineage, recorded
+from tests.conftest import assert_raises
+from tests.end_to_end.helpers import differing
+from tests.oracle.test_classifier import CPU
+from tests.training.classifier.test_frozen import TREE, train
+
+pytestmark = pytest.mark.usefixtures("slim")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, slim_module):
+    """24 images each of two sets, and the run of a teacher of the first."""
+    folder = tmp_path_factory.mktemp("distillation")
+    for seed, (name, classes) in enumerate({"first": "abc", "data": "abc", "other": "abd"}.items()):
+        images = np.random.default_rng(seed).integers(0, 256, (24, 1, 16, 16), dtype=np.uint8)
+        pack_arrays(folder / f"{name}.lmdb", images, labels=np.arange(24) % 3, classes=[*classes])
+    train(config_of(folder, "first", teacher=None), folder / "teacher", max_steps=1)
+    return folder
+
+
+def config_of(folder, data="data", **loss: Any) -> Any:
+    tree = TREE | {"data": {"path": str(folder / f"{data}.lmdb")}, "steps": 6, "batch_size": 8}
+    tree |= {"loss": {"teacher": str(folder / "teacher"), **loss}}
+    return build_run_config(tree, [], "test")
+
+
+def test_it_resumes_to_the_bit_and_the_teacher_stays_as_it_was(files, tmp_path):
+    task, straight = train(config_of(files), tmp_path / "straight")
+    train(config_of(files), tmp_path / "resumed", max_steps=3)
+    _, resumed = train(config_of(files), tmp_path / "resumed")
+    assert differing(straight, resumed) == []
+    assert fingerprint(task.teacher.network) == fingerprint(classifier_from(load(resolve(str(files / "teacher")))))
+
+
+def test_a_pupil_has_seen_what_its_teacher_has_and_judges_nothing_that_this_taught(files, tmp_path):
+    task, _ = train(config_of(files), tmp_path / "run", max_steps=1)
+    pupil, taught = (
+        recorded(load(resolve(str(tmp_path / "run")))),
+        Lineage.of(teachers=[fingerprint(task.teacher.network)]),
+    )
+    with Dataset(files / "first.lmdb") as first, Dataset(files / "data.lmdb") as own:
+        assert {first.meta.content_hash, own.meta.content_hash} <= set(pupil.trained_on)
+        assert pupil.may_not_judge(Lineage.of(), "own", {first.meta.content_hash}) == "was trained on the test images"
+    assert "supplied a loss" in pupil.may_not_judge(taught, "own", set())
+    assert pupil.may_not_judge(Lineage.of(teachers=["another"]), "own", set()) == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "text"),
+    [
+        ("other", {}, "loss.teacher .*: its classes differ from those of .*other.lmdb; train it on the same classes"),
+        ("data", {"kind": "bce"}, "loss.teacher names one class an image"),
+        ("data", {"teacher": "nowhere"}, "nowhere"),
+    ],
+)
+def test_what_is_refused(files, data, loss, text):
+    def start() -> None:
+        config = config_of(files, data, **loss)
+        ClassifierTask(config, open_training(config.data), None, CPU)
+
+    assert_raises(UserError, text, start)
