@@ -23,7 +23,7 @@ from duetgan.models.restore import classifier_from
 from duetgan.studies.baselines import hits_of, ways
 from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens
 from duetgan.studies.results import CLASSES, GROUPS, Comparison, Result, Results
-from duetgan.studies.samples import COLUMNS, Drawing, Selector, draw_samples, last_checkpoints, save_table
+from duetgan.studies.samples import COLUMNS, Drawing, draw_samples, save_table
 from duetgan.training.engine.run import train
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import Config
@@ -265,9 +265,8 @@ class Subject(ABC):
         device = choose_device(self.device)
         if selector is not None:
             classifier = classifier_from(load(resolve(str(selector))), device)
-            how["rule"] = Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
-        checkpoints = last_checkpoints(generator, drawing.checkpoints)
-        return draw_samples(files, checkpoints, self.classes(), seed=seed, drawing=drawing, device=device, **how)
+            how["rule"] = partial(drawing.keeps, classifier)
+        return draw_samples(files, generator, self.classes(), seed=seed, drawing=drawing, device=device, **how)
 
     def show(self, name: str, file: Path) -> None:
         """A picture of a packed file, a row for each class; drawn once."""
