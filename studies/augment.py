@@ -1,7 +1,6 @@
 """Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and augmentation do?"""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ REAL, HELD = "real only", "held-back real images"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
 BASE, BEST = "best classic arm", "best arm with samples"
 SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
+IMAGES = "training images"  # a picture, as each of these has
 EVERY = Comparison(REAL, group=GROUPS, family="all arms")
-PICTURES = {SAMPLES: "Samples", SELECTED: "Selected samples", NOISE: "Samples of the untrained generator"}
 
 
 class SelectionConfig(Config):
@@ -55,6 +54,10 @@ def synthetic_name(ratio: float, selected: bool) -> str:
     return f"samples {ratio:g}" + (", selected" if selected else "")
 
 
+def file_of(place: Path, ratio: float) -> Path:
+    return place / f"ratio-{ratio:g}.lmdb"
+
+
 def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[int]:
     """Samples of each class at a ratio, rounded up: as many of each, or with `fill` each class's share of what all
     classes lack of the largest, which is how `data.synthetic.balance fill` mixes them in.
@@ -86,10 +89,10 @@ class Augment(Subject):
         ):
             how = {"generator": run, "drawing": drawing, "pool": pool, "selector": by}
             job = Job(name, f"{name}, {drawing}")
-            self.add(job, partial(self._draw, name), ratios=ratios, tail=self.tail, **how)
+            self.add(job, self._draw, ratios=ratios, tail=self.tail, **how)
         back = self.part(HELD_BACK)
         self.add(Job(HELD, HELD), self._held_back, ratio=control, tail=self.tail, images=back)
-        self.captions = {name: f"{name}, a row for each class" for name in ("Training images", *PICTURES.values())}
+        self.captions = {name: f"{name}, a row for each class" for name in (IMAGES, SAMPLES, SELECTED, NOISE)}
 
         answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
         self.best(BASE, CLASSIC)
@@ -114,38 +117,36 @@ class Augment(Subject):
         real, what = Comparison(REAL, expected="helps", why=why), f"{control:g} further real images per real image"
         self._arm(Job(HELD, what, CONTROL, [real, EVERY]), {}, HELD, control)
 
-    def _file(self, job: str, ratio: float) -> Path:
-        return self.place(job) / f"ratio-{ratio:g}.lmdb"
-
     def _wanted(self, ratio: float) -> list[int]:
         return sample_counts(self.counts(TRAIN), ratio, fill=self.tail)
 
     def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
         """An arm with overrides of its own, and with the images of a job mixed in."""
-        file, used = self._file(job, ratio), None
+        used = None
         if job:
+            file = file_of(self.place(job), ratio)
             mixed = {"data.synthetic.path": file, "data.synthetic.share": round(ratio / (1 + ratio), 6)}
             own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
             used = (self.place(job), file.stem) if arm.family == SYNTHETIC else None
         self.training(arm, self.config.classifier, own, used=used)
 
-    def _draw(self, name: str, _place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any) -> Settings:
+    def _draw(self, place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any) -> Settings:
         """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that the selection keeps,
         `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and as `figures`
         their shares of what was asked for.
         """
-        files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
+        files = {file_of(place, ratio): self._wanted(ratio) for ratio in ratios}
         kept, counts = self.draw(files, seed=seed, **how), {}
         for file in files:
             with Dataset(file) as reader:
                 counts[file.stem] = list(reader.meta.histogram)
-        self.show(PICTURES[name], self._file(name, max(ratios)))
+        self.show(place.name, file_of(place, max(ratios)))
         figures = {file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()}
         return {"kept": kept, "counts": counts, "figures": figures}
 
-    def _held_back(self, _place: Path, _seed: int, ratio: float, images: Path, tail: bool) -> Settings:
-        write_first(images, self._wanted(ratio), self._file(HELD, ratio))
-        self.show("Training images", self.part(TRAIN))
+    def _held_back(self, place: Path, _seed: int, ratio: float, images: Path, tail: bool) -> Settings:
+        write_first(images, self._wanted(ratio), file_of(place, ratio))
+        self.show(IMAGES, self.part(TRAIN))
         return {}
 
     @property

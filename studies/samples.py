@@ -153,5 +153,4 @@ def _of_class(generator: ImageGenerator, label: int, seed: int, stream: tuple[st
 
 def save_table(rows: Mapping[str, Any], out: Path) -> None:
     """A picture of rows of images uint8 [n, C, H, W], each with its name."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     save_rows([list(torch.as_tensor(row)) for row in rows.values()], out, columns=COLUMNS, captions=list(rows))
