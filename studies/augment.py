@@ -7,27 +7,26 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts, write_first
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts
 from duetgan.studies.results import CLASSES, GROUPS, Comparison
-from duetgan.studies.samples import Drawing
+from duetgan.studies.samples import Band, Drawing
 from duetgan.studies.subject import UNTRAINED, Job, Settings, Subject
-from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
+from duetgan.utils.config.model import PositiveFloat, PositiveInt
 from duetgan.utils.errors import UserError
 
 REAL, HELD = "real only", "held-back real images"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
 BASE, BEST = "best classic arm", "best arm with samples"
 SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
-IMAGES = "training images"  # a picture, as each of these has
 EVERY = Comparison(REAL, group=GROUPS, family="all arms")
 
 
-class SelectionConfig(Config):
+class SelectionConfig(Drawing):
     """Which samples the arms `selected` train on."""
 
+    recognised: bool = True
+    confidence: Band | None = (0.5, 1.0)
     pool: PositiveInt = 4  # samples drawn for each that is wanted
-    low: Probability = 0.5  # confidence of the class that was asked for, at least
-    high: Probability = 1.0  # and at most
 
 
 class AugmentConfig(StudyConfig):
@@ -46,8 +45,6 @@ class AugmentConfig(StudyConfig):
         super().check()
         if not self.ratios or not self.selected:
             raise UserError("ratios and selected: give at least one each, such as [0.5] and [false]")
-        if self.selection.low > self.selection.high:
-            raise UserError("selection.low lies above selection.high; exchange them")
 
 
 def synthetic_name(ratio: float, selected: bool) -> str:
@@ -81,18 +78,16 @@ class Augment(Subject):
         generator, untrained = self.generators()
         # by a classifier of the training images alone, every class seen equally often
         selector = self.selector(config.classifier, {"data.sampling": "balanced"})
-        band = Drawing(recognised=True, confidence=(config.selection.low, config.selection.high))
-        for name, run, ratios, drawing, pool, by in (
-            (NOISE, untrained, [control], Drawing(), None, None),
+        for name, source, ratios, drawing, pool, by in (
+            (HELD, self.part(HELD_BACK), [control], None, None, None),
             (SAMPLES, generator, config.ratios, Drawing(), None, None),
-            (SELECTED, generator, config.ratios, band, config.selection.pool, selector),
+            (SELECTED, generator, config.ratios, config.selection, config.selection.pool, selector),
+            (NOISE, untrained, [control], Drawing(), None, None),
         ):
-            how = {"generator": run, "drawing": drawing, "pool": pool, "selector": by}
-            job = Job(name, f"{name}, {drawing}")
+            how = {"generator": source, "drawing": drawing, "pool": pool, "selector": by}
+            job = Job(name, f"{name}, {drawing or 'as they are'}")
             self.add(job, self._draw, ratios=ratios, tail=self.tail, **how)
-        back = self.part(HELD_BACK)
-        self.add(Job(HELD, HELD), self._held_back, ratio=control, tail=self.tail, images=back)
-        self.captions = {name: f"{name}, a row for each class" for name in (IMAGES, SAMPLES, SELECTED, NOISE)}
+            self.captions[name] = f"{name}, a row for each class"
 
         answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
         self.best(BASE, CLASSIC)
@@ -143,11 +138,6 @@ class Augment(Subject):
         self.show(place.name, file_of(place, max(ratios)))
         figures = {file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()}
         return {"kept": kept, "counts": counts, "figures": figures}
-
-    def _held_back(self, place: Path, _seed: int, ratio: float, images: Path, tail: bool) -> Settings:
-        write_first(images, self._wanted(ratio), file_of(place, ratio))
-        self.show(IMAGES, self.part(TRAIN))
-        return {}
 
     @property
     def notes(self) -> list[str]:  # type: ignore[override]

@@ -3,14 +3,12 @@ to as many real images, and what a selection does to it.
 """
 
 import json
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig, write_first
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig
 from duetgan.studies.results import GROUPS, Comparison, Result
 from duetgan.studies.samples import Drawing
 from duetgan.studies.subject import Job, Subject, ended
@@ -66,14 +64,15 @@ class Cas(Subject):
     def _arm(self, arm: Job, source: Path, drawing: Drawing | None = None, selector: Path | None = None) -> None:
         """An arm whose images are of a file, or with a drawing of a generator's run."""
         images = {"n": self.config.n, "source": source, "drawing": drawing, "selector": selector}
-        self.add(arm, partial(self._make, arm.name), recipe=self.config.classifier, **images)
+        self.add(arm, self._make, recipe=self.config.classifier, **images)
         self.captions[arm.name] = f"{arm.name}, seed {self.config.first_seed}"
 
-    def _make(self, name: str, place: Path, seed: int, recipe: Recipe, n: int | None, **images: Any) -> Result:
+    def _make(self, place: Path, seed: int, source: Path, recipe: Recipe, n: int | None, **how: Any) -> Result:
         file, shares = place / "images.lmdb", place / "kept.json"
         if not (ended(place / "run") or (file.exists() and shares.exists())):
-            shares.write_text(json.dumps(self._write(file, seed, **images)))
-            self.show(name, file)
+            kept = self.draw({file: self._wanted()}, source, seed=seed, stream=("study", "sample"), **how)
+            shares.write_text(json.dumps(kept))
+            self.show(place.name.rpartition("-s")[0], file)
         self.train(place / "run", recipe, {"data.path": file, "data.val_path": None}, seed)
         result, kept = self.judge(place / "run"), json.loads(shares.read_text())
         result.figures["kept"] = float(np.mean(kept)) if kept else None
@@ -94,15 +93,6 @@ class Cas(Subject):
                 " images"
             )
         return [int(count) for count in counts]
-
-    def _write(
-        self, file: Path, seed: int, source: Path, drawing: Drawing | None, selector: Path | None
-    ) -> Sequence[float | None]:
-        """The images that an arm is trained on; returns the share of the samples that was kept, by class."""
-        if drawing is None:
-            write_first(source, self._wanted(), file, seed)
-            return []
-        return self.draw({file: self._wanted()}, source, drawing, seed, selector, stream=("study", "sample"))
 
 
 CONFIG, SUBJECT = CasConfig, Cas

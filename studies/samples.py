@@ -31,6 +31,7 @@ from duetgan.utils.runlog.progress import Bar
 BLOCK = 64  # samples a pass, always the same ones together: rounding depends on a batch's size
 LEAST_KEPT = 0.02  # of the samples drawn, that a rule must keep
 COLUMNS = 12  # of the pictures
+Band = tuple[float, float]
 
 # (images uint8 [n, C, H, W], label=their class) -> which are kept, bool [n], and how well each fits, [n]
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -40,7 +41,7 @@ class Drawing(Config):
     """Which samples are kept; the defaults: all."""
 
     recognised: bool = False  # those that the selector names as asked
-    confidence: tuple[float, float] | None = None  # those to whose class it gives a probability between these
+    confidence: Band | None = None  # those to whose class it gives a probability between these
 
     def check(self) -> None:
         if self.confidence is not None and not 0 <= self.confidence[0] < self.confidence[1] <= 1:
@@ -48,7 +49,7 @@ class Drawing(Config):
 
     @property
     def selects(self) -> bool:
-        return self != Drawing()
+        return self.recognised or self.confidence is not None
 
     def __str__(self) -> str:
         """In words, for the table and for the samples' provenance; "as drawn" where all are kept."""

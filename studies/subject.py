@@ -20,10 +20,10 @@ import numpy as np
 from duetgan.data.inspect import save_grid
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
-from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
+from duetgan.metrics.evaluate_classifier import answers_of, classify
 from duetgan.models.restore import classifier_from
 from duetgan.studies.baselines import hits_of, ways
-from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens
+from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens, write_first
 from duetgan.studies.results import CLASSES, GROUPS, Comparison, Result, Results
 from duetgan.studies.samples import Drawing, draw_samples
 from duetgan.training.engine.run import train
@@ -257,12 +257,18 @@ class Subject(ABC):
         self,
         files: Mapping[Path, Sequence[int]],
         generator: Path,
-        drawing: Drawing,
+        drawing: Drawing | None,
         seed: int,
         selector: Path | None,
         **how: Any,
     ) -> list[float | None]:
-        """Files of samples of a generator's run, selected by a classifier's; see `draw_samples`."""
+        """Files of samples of a generator's run, selected by a classifier's, see `draw_samples`; without a drawing,
+        files of images of a packed one.
+        """
+        if drawing is None:
+            for file, counts in files.items():
+                write_first(generator, counts, file, seed)
+            return []
         device = choose_device(self.device)
         if selector is not None:
             classifier = classifier_from(load(resolve(str(selector))), device)
@@ -299,7 +305,6 @@ class Subject(ABC):
         classifier = classifier_from(checkpoint, choose_device(self.device))
         for name in self.sets:
             with dataset_for_model(self.part(name), checkpoint) as reader:
-                check_classes(classifier, reader)
                 hits[name] = answers_of(classifier, reader, classify(classifier, reader, batch_size=250)).hits.numpy()
         return scored(hits)
 

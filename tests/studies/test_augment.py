@@ -97,7 +97,7 @@ def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
 
 
 def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
-    config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "low": 0.9999})
+    config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "confidence": [0.9999, 1]})
     subject = Augment(config, tmp_path)
     parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
     gan_run(tmp_path / "jobs/generator/run")
@@ -123,7 +123,7 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
         (["augment", "--minutes", "0"], "--minutes: '0' is not a finite number from 0.01 to 10,080"),
         (["augment", "--ratio", "[1]"], "unknown key 'ratio' (did you mean 'ratios'?)"),
         (["augment", "--data.source", "null"], "data: give either source"),
-        (["augment", "--selection.low", "0.9", "--selection.high", "0.5"], "selection.low lies above"),
+        (["augment", "--selection.confidence", "[0.9, 0.5]"], "selection.confidence [0.9, 0.5]: give two numbers"),
         (["augment", "--ratios", "[-1]"], "ratios[0] -1: must be a number above 0"),
         (["labels", "--per-class", "[50, 10]"], "the smallest first"),
         (["teach", "--teacher", "[]", "--head", "[]"], "teacher or head must have a weight"),
@@ -150,7 +150,7 @@ def test_every_study_has_a_recipe():
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp_path, tiny):
     more = ["--data.long-tail", "4", "--ratios", "[0.5]", "--selected", "[true]"]
-    more += ["--selection.pool", "2", "--selection.low", "0"]
+    more += ["--selection.pool", "2", "--selection.confidence", "[0, 1]"]
     found, shown, printed = tiny("augment", tmp_path / "whole", *more)
     assert "page: " in printed
     assert (found["complete"], found["runs"]) == (True, {"done": 10, "planned": 10})
