@@ -19,7 +19,7 @@ from duetgan.studies.augment import (
     Augment,
     AugmentConfig,
 )
-from duetgan.studies.images import HELD_OUT, TEST, TRAIN, quickened
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, quickened
 from duetgan.studies.results import Result, Results
 from duetgan.studies.subject import require_trained_on
 from duetgan.utils.config.build import build
@@ -27,7 +27,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from tests.metrics.conftest import CLASSES, classifier_run, gan_run
+from tests.metrics.conftest import CLASSES, classifier_run, gan_run, pack
 
 CHEAP = ("pixels", "untrained features", "neighbours")  # nothing is trained
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
@@ -114,6 +114,21 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
     assert [name for name, _, _ in found] == ["samples 0.5, selected", "samples 2, selected"]
     assert "grey 1 of 2, light 1 of 6" in found[0][2]
     assert "grey 1 of 8, light 1 of 24" in found[1][2]
+
+
+def test_the_control_with_more_real_images_has_held_back_ones_each_once(tmp_path):
+    subject = Augment(config_of(), tmp_path)
+    parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
+    pack(subject.part(HELD_BACK), count=60)
+    (tmp_path / "jobs/parts.json").write_text(json.dumps({"told": parts}))
+    place = subject.place(HELD)
+    made = [subject.jobs[place].make(place, seed) for seed in (0, 0)]
+    assert made[0] == made[1] == {"kept": [], "counts": {"ratio-1": [0, 4, 12]}, "figures": {"ratio-1": 1.0}}
+    assert subject.picture(HELD).is_file()
+    with Dataset(place / "ratio-1.lmdb") as reader, Dataset(subject.part(HELD_BACK)) as source:
+        held_back = {image.tobytes(): label for image, label in zip(*source.read(range(60)), strict=True)}
+        images, labels = reader.read(range(16))
+    assert [held_back.pop(image.tobytes()) for image in images] == labels.tolist()
 
 
 @pytest.mark.parametrize(
