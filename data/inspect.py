@@ -77,7 +77,8 @@ def save_grid(reader: LMDBReader, path: Path) -> None:
     rows = np.split(first, np.arange(COLUMNS, len(first), COLUMNS))
     if heads := reader.classes[:MAX_ROWS]:
         classes = [np.flatnonzero(shows[reader.labels()]) for shows in reader.meta.multi_hot.T[: len(heads)]]
-        rows = [members[np.unique(np.linspace(0, len(members) - 1, COLUMNS).astype(int))] for members in classes]
+        spread = [np.linspace(0, len(members) - 1, min(COLUMNS, len(members))).astype(int) for members in classes]
+        rows = [members[places] for members, places in zip(classes, spread, strict=True)]
     images = [[thumbnail(visible_image(reader, index), cell) for index in row.tolist()] for row in rows]
     save_table(images, path, row_heads=heads, cell=cell, gap=2)
 

@@ -1,18 +1,17 @@
 """Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and augmentation do?"""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts, write_first
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts
 from duetgan.studies.results import CLASSES, GROUPS, Comparison
-from duetgan.studies.samples import Drawing
+from duetgan.studies.samples import Band, Drawing
 from duetgan.studies.subject import UNTRAINED, Job, Settings, Subject
-from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
+from duetgan.utils.config.model import PositiveFloat, PositiveInt
 from duetgan.utils.errors import UserError
 
 REAL, HELD = "real only", "held-back real images"
@@ -20,15 +19,14 @@ CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
 BASE, BEST = "best classic arm", "best arm with samples"
 SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
 EVERY = Comparison(REAL, group=GROUPS, family="all arms")
-PICTURES = {SAMPLES: "Samples", SELECTED: "Selected samples", NOISE: "Samples of the untrained generator"}
 
 
-class SelectionConfig(Config):
+class SelectionConfig(Drawing):
     """Which samples the arms `selected` train on."""
 
+    recognised: bool = True
+    confidence: Band | None = (0.5, 1.0)
     pool: PositiveInt = 4  # samples drawn for each that is wanted
-    low: Probability = 0.5  # confidence of the class that was asked for, at least
-    high: Probability = 1.0  # and at most
 
 
 class AugmentConfig(StudyConfig):
@@ -47,12 +45,14 @@ class AugmentConfig(StudyConfig):
         super().check()
         if not self.ratios or not self.selected:
             raise UserError("ratios and selected: give at least one each, such as [0.5] and [false]")
-        if self.selection.low > self.selection.high:
-            raise UserError("selection.low lies above selection.high; exchange them")
 
 
 def synthetic_name(ratio: float, selected: bool) -> str:
     return f"samples {ratio:g}" + (", selected" if selected else "")
+
+
+def file_of(place: Path, ratio: float) -> Path:
+    return place / f"ratio-{ratio:g}.lmdb"
 
 
 def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[int]:
@@ -78,18 +78,16 @@ class Augment(Subject):
         generator, untrained = self.generators()
         # by a classifier of the training images alone, every class seen equally often
         selector = self.selector(config.classifier, {"data.sampling": "balanced"})
-        band = Drawing(recognised=True, confidence=(config.selection.low, config.selection.high))
-        for name, run, ratios, drawing, pool, by in (
-            (NOISE, untrained, [control], Drawing(), None, None),
+        for name, source, ratios, drawing, pool, by in (
+            (HELD, self.part(HELD_BACK), [control], None, None, None),
             (SAMPLES, generator, config.ratios, Drawing(), None, None),
-            (SELECTED, generator, config.ratios, band, config.selection.pool, selector),
+            (SELECTED, generator, config.ratios, config.selection, config.selection.pool, selector),
+            (NOISE, untrained, [control], Drawing(), None, None),
         ):
-            how = {"generator": run, "drawing": drawing, "pool": pool, "selector": by}
-            job = Job(name, f"{name}, {drawing}")
-            self.add(job, partial(self._draw, name), ratios=ratios, tail=self.tail, **how)
-        back = self.part(HELD_BACK)
-        self.add(Job(HELD, HELD), self._held_back, ratio=control, tail=self.tail, images=back)
-        self.captions = {name: f"{name}, a row for each class" for name in ("Training images", *PICTURES.values())}
+            how = {"generator": source, "drawing": drawing, "pool": pool, "selector": by}
+            job = Job(name, f"{name}, {drawing or 'as they are'}")
+            self.add(job, self._draw, ratios=ratios, tail=self.tail, **how)
+            self.captions[name] = f"{name}, a row for each class"
 
         answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
         self.best(BASE, CLASSIC)
@@ -114,39 +112,32 @@ class Augment(Subject):
         real, what = Comparison(REAL, expected="helps", why=why), f"{control:g} further real images per real image"
         self._arm(Job(HELD, what, CONTROL, [real, EVERY]), {}, HELD, control)
 
-    def _file(self, job: str, ratio: float) -> Path:
-        return self.place(job) / f"ratio-{ratio:g}.lmdb"
-
     def _wanted(self, ratio: float) -> list[int]:
         return sample_counts(self.counts(TRAIN), ratio, fill=self.tail)
 
     def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
         """An arm with overrides of its own, and with the images of a job mixed in."""
-        file, used = self._file(job, ratio), None
+        used = None
         if job:
+            file = file_of(self.place(job), ratio)
             mixed = {"data.synthetic.path": file, "data.synthetic.share": round(ratio / (1 + ratio), 6)}
             own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
             used = (self.place(job), file.stem) if arm.family == SYNTHETIC else None
         self.training(arm, self.config.classifier, own, used=used)
 
-    def _draw(self, name: str, _place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any) -> Settings:
+    def _draw(self, place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any) -> Settings:
         """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that the selection keeps,
         `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and as `figures`
         their shares of what was asked for.
         """
-        files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
+        files = {file_of(place, ratio): self._wanted(ratio) for ratio in ratios}
         kept, counts = self.draw(files, seed=seed, **how), {}
         for file in files:
             with Dataset(file) as reader:
                 counts[file.stem] = list(reader.meta.histogram)
-        self.show(PICTURES[name], self._file(name, max(ratios)))
+        self.show(place.name, file_of(place, max(ratios)))
         figures = {file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()}
         return {"kept": kept, "counts": counts, "figures": figures}
-
-    def _held_back(self, _place: Path, _seed: int, ratio: float, images: Path, tail: bool) -> Settings:
-        write_first(images, self._wanted(ratio), self._file(HELD, ratio))
-        self.show("Training images", self.part(TRAIN))
-        return {}
 
     @property
     def notes(self) -> list[str]:  # type: ignore[override]

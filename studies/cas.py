@@ -1,20 +1,17 @@
 """How good a training set samples are: the classification accuracy score (Ravuri and Vinyals 2019, 1905.10887), its gap
-to as many real images, and what each ingredient of GaFi (2305.10118) does to it.
+to as many real images, and what a selection does to it.
 """
 
 import json
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig, write_first
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig
 from duetgan.studies.results import GROUPS, Comparison, Result
-from duetgan.studies.samples import Drawing, last_checkpoints
+from duetgan.studies.samples import Drawing
 from duetgan.studies.subject import Job, Subject, ended
-from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.model import PositiveInt
 from duetgan.utils.errors import UserError
 
@@ -37,8 +34,7 @@ class Cas(Subject):
     title = "How good a training set are samples?"
 
     notes = (
-        "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"
-        " the same number of images; test images choose nothing.",
+        "Every classifier has the same recipe, number of steps and number of images; test images choose nothing.",
         "The generator was trained once: intervals are over the classifiers' seeds, the draws of images and the"
         " test images, not over generators.",
         "Selection knows real images: its classifier was trained on all training images of the generator.",
@@ -46,7 +42,6 @@ class Cas(Subject):
 
     def declare(self) -> None:
         config = self.config
-        self._check_checkpoints()
         drawings = {PLAIN: Drawing(), **config.drawing.alone()}
         if len(drawings) > 2:
             drawings[TOGETHER] = config.drawing
@@ -66,37 +61,25 @@ class Cas(Subject):
         self._arm(Job(NOISE, "samples of an untrained generator", "control", [nothing]), untrained, Drawing())
         self.comparisons.sort(key=lambda row: (row.family != GAP, row.family == GAP and row.second != last))
 
-    def _check_checkpoints(self) -> None:
-        gan, count = self.config.gan, self.config.drawing.checkpoints
-        if count == 1:
-            return
-        if gan.run is not None:
-            resolve(gan.run)  # says so where there is none
-            last_checkpoints(Path(gan.run), count)
-        elif (saving := gan.settings().checkpoint).keep < count and not saving.keep_every:
-            raise UserError(
-                f"drawing.checkpoints {count}: a run of {gan.config} keeps {saving.keep}; set checkpoint.keep higher "
-                "in gan.overrides"
-            )
-
     def _arm(self, arm: Job, source: Path, drawing: Drawing | None = None, selector: Path | None = None) -> None:
         """An arm whose images are of a file, or with a drawing of a generator's run."""
         images = {"n": self.config.n, "source": source, "drawing": drawing, "selector": selector}
-        self.add(arm, partial(self._make, arm.name), recipe=self.config.classifier, **images)
+        self.add(arm, self._make, recipe=self.config.classifier, **images)
         self.captions[arm.name] = f"{arm.name}, seed {self.config.first_seed}"
 
-    def _make(self, name: str, place: Path, seed: int, recipe: Recipe, n: int | None, **images: Any) -> Result:
+    def _make(self, place: Path, seed: int, source: Path, recipe: Recipe, n: int | None, **how: Any) -> Result:
         file, shares = place / "images.lmdb", place / "kept.json"
         if not (ended(place / "run") or (file.exists() and shares.exists())):
-            shares.write_text(json.dumps(self._write(file, seed, **images)))
-            self.show(name, file)
+            kept = self.draw({file: self._wanted()}, source, seed=seed, stream=("study", "sample"), **how)
+            shares.write_text(json.dumps(kept))
+            self.show(place.name.rpartition("-s")[0], file)
         self.train(place / "run", recipe, {"data.path": file, "data.val_path": None}, seed)
         result, kept = self.judge(place / "run"), json.loads(shares.read_text())
         result.figures["kept"] = float(np.mean(kept)) if kept else None
         file.unlink(missing_ok=True)
         return result
 
-    def _wanted(self) -> np.ndarray:
+    def _wanted(self) -> list[int]:
         """Images of each class, the same for every arm: `n` of them with the training images' shares. Raises UserError
         where there are not so many held-back ones.
         """
@@ -109,21 +92,7 @@ class Cas(Subject):
                 f"n {n}: give {len(counts)} to {most:,}, or raise data.held_back: the control takes as many held-back"
                 " images"
             )
-        return counts
-
-    def _write(
-        self, file: Path, seed: int, source: Path, drawing: Drawing | None, selector: Path | None
-    ) -> Sequence[float | None]:
-        """The images that an arm is trained on; returns the share of the samples that was kept, by class."""
-        counts = self._wanted()
-        if drawing is None:
-            write_first(source, counts.tolist(), file, seed)
-            return []
-        training = self.config.classifier.settings()
-        if drawing.fresh:  # as many as a training sees
-            counts = -(-counts * training.steps * training.batch_size // int(counts.sum()))
-        stream = "study", "sample"
-        return self.draw({file: counts.tolist()}, source, drawing, seed, selector, stream=stream)
+        return [int(count) for count in counts]
 
 
 CONFIG, SUBJECT = CasConfig, Cas

@@ -154,8 +154,7 @@ def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
         return Path(data.path), Path(data.test_path)
     files = place / "whole-train.lmdb", place / "whole-test.lmdb"
     for file, split in zip(files, ("train", "test"), strict=True):
-        root = None if data.root is None else Path(data.root)
-        with open_source(str(data.source), split=split, root=root) as source:
+        with open_source(str(data.source), split=split, root=data.root) as source:
             pack(source, file, size=data.size, overwrite=True, duplicates=False)
     return files
 
@@ -223,15 +222,12 @@ def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path
     return write_labelled(out, [images], reader.classes, source=source, encoding="raw", overwrite=True)
 
 
-def write_first(source: Path, counts: Sequence[int], out: Path, seed: int | None = None) -> None:
-    """Write so many images of each class of a file: the first ones, or with a seed those of a permutation with the key
-    (seed, "study", "real", class).
-    """
+def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> None:
+    """Write so many images of each class of a file: the first of a permutation, key (seed, "study", "real", class)."""
     with Dataset(source) as reader:
         rows = [np.flatnonzero(reader.labels() == label) for label in range(len(counts))]
-        if seed is not None:
-            rows = [numpy_generator(seed, "study", "real", label).permutation(of) for label, of in enumerate(rows)]
-        chosen = [of[:count] for of, count in zip(rows, counts, strict=True)]
+        order = [numpy_generator(seed, "study", "real", label).permutation(of) for label, of in enumerate(rows)]
+        chosen = [of[:count] for of, count in zip(order, counts, strict=True)]
         write_subset(reader, np.sort(np.concatenate(chosen)), out)
 
 

@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from duetgan.data.inspect import save_grid
+from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
-from duetgan.metrics.evaluate_classifier import answers_of, check_classes, classify
+from duetgan.metrics.evaluate_classifier import answers_of, classify
 from duetgan.models.restore import classifier_from
 from duetgan.studies.baselines import hits_of, ways
-from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens
+from duetgan.studies.images import HELD_OUT, PARTS, TEST, TRAIN, Recipe, groups_of, make_parts, tokens, write_first
 from duetgan.studies.results import CLASSES, GROUPS, Comparison, Result, Results
-from duetgan.studies.samples import COLUMNS, Drawing, Selector, draw_samples, last_checkpoints, save_table
+from duetgan.studies.samples import Drawing, draw_samples
 from duetgan.training.engine.run import train
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import Config
@@ -37,7 +39,6 @@ OF_SEED = "-s{seed}"  # ends the name of an arm's folder, and stands for every s
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
 Settings = Mapping[str, Any]  # by name; paths inside the study's folder, sections of its config and functions too
-NOTHING: Settings = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Subject(ABC):
         self,
         job: Job,
         recipe: Recipe,
-        own: Settings = NOTHING,  # dotted keys of the recipe
+        own: Settings = MappingProxyType({}),  # dotted keys of the recipe
         *,
         images: Path | None = None,  # None: the training images
         fixed: int = SEED,  # seed of what is no arm
@@ -256,27 +257,29 @@ class Subject(ABC):
         self,
         files: Mapping[Path, Sequence[int]],
         generator: Path,
-        drawing: Drawing,
+        drawing: Drawing | None,
         seed: int,
         selector: Path | None,
         **how: Any,
     ) -> list[float | None]:
-        """Files of samples of a generator's run, selected by a classifier's; see `draw_samples`."""
+        """Files of samples of a generator's run, selected by a classifier's, see `draw_samples`; without a drawing,
+        files of images of a packed one.
+        """
+        if drawing is None:
+            for file, counts in files.items():
+                write_first(generator, counts, file, seed)
+            return []
         device = choose_device(self.device)
         if selector is not None:
             classifier = classifier_from(load(resolve(str(selector))), device)
-            how["rule"] = Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
-        checkpoints = last_checkpoints(generator, drawing.checkpoints)
-        return draw_samples(files, checkpoints, self.classes(), seed=seed, drawing=drawing, device=device, **how)
+            how["rule"] = partial(drawing.keeps, classifier)
+        return draw_samples(files, generator, self.classes(), seed=seed, drawing=drawing, device=device, **how)
 
     def show(self, name: str, file: Path) -> None:
         """A picture of a packed file, a row for each class; drawn once."""
-        if self.picture(name).is_file():
-            return
-        with Dataset(file) as reader:
-            records = [np.flatnonzero(reader.labels() == label)[:COLUMNS] for label in range(len(reader.classes))]
-            rows = {name: reader.read(of)[0] for name, of in zip(reader.classes, records, strict=True) if len(of)}
-        save_table(rows, self.picture(name))
+        if not self.picture(name).is_file():
+            with LMDBReader(file) as reader:
+                save_grid(reader, self.picture(name))
 
     def train(self, folder: Path, recipe: Recipe, overrides: Settings, seed: int, max_steps: int | None = None) -> None:
         """Train a run of a recipe to its end, or resume it; what it prints goes into FOLDER.log. Nothing where it has
@@ -302,7 +305,6 @@ class Subject(ABC):
         classifier = classifier_from(checkpoint, choose_device(self.device))
         for name in self.sets:
             with dataset_for_model(self.part(name), checkpoint) as reader:
-                check_classes(classifier, reader)
                 hits[name] = answers_of(classifier, reader, classify(classifier, reader, batch_size=250)).hits.numpy()
         return scored(hits)
 

@@ -68,12 +68,14 @@ def test_json_is_one_document_and_out(packed: Path, tmp_path: Path, capsys: pyte
 
 
 def test_grids(tmp_path: Path, photos: Path) -> None:
-    """Of unlabelled images, of large ones, of images with sizes of their own, of many classes."""
+    """Of unlabelled images, of large ones, of images with sizes of their own, of many classes, of one without any."""
     pack_arrays(tmp_path / "x.lmdb", sample_images(25, 1))
     pack_arrays(tmp_path / "large.lmdb", sample_images(2, 1, side=200))
     pack_main([str(photos), str(tmp_path / "s.lmdb"), "--encoding", "source"])
     pack_arrays(tmp_path / "c.lmdb", sample_images(50, 1), np.arange(50), [f"class {number}" for number in range(50)])
-    for name, width, height in (("x", 660, 3 * 66), ("large", 260, 130), ("s", None, 2 * 130), ("c", None, 20 * 66)):
+    pack_arrays(tmp_path / "e.lmdb", sample_images(5, 1), [0, 0, 2, 2, 2], ["a", "none", "b"])
+    sizes = (("x", 660, 3 * 66), ("large", 260, 130), ("s", None, 2 * 130), ("c", None, 20 * 66), ("e", None, 3 * 66))
+    for name, width, height in sizes:
         with LMDBReader(tmp_path / f"{name}.lmdb") as reader:
             save_grid(reader, tmp_path / "grid.png")
         with Image.open(tmp_path / "grid.png") as image:

@@ -19,7 +19,7 @@ from duetgan.studies.augment import (
     Augment,
     AugmentConfig,
 )
-from duetgan.studies.images import HELD_OUT, TEST, TRAIN, quickened
+from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, quickened
 from duetgan.studies.results import Result, Results
 from duetgan.studies.subject import require_trained_on
 from duetgan.utils.config.build import build
@@ -27,7 +27,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from tests.metrics.conftest import CLASSES, classifier_run, gan_run
+from tests.metrics.conftest import CLASSES, classifier_run, gan_run, pack
 
 CHEAP = ("pixels", "untrained features", "neighbours")  # nothing is trained
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
@@ -97,7 +97,7 @@ def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
 
 
 def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
-    config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "low": 0.9999})
+    config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "confidence": [0.9999, 1]})
     subject = Augment(config, tmp_path)
     parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
     gan_run(tmp_path / "jobs/generator/run")
@@ -116,6 +116,21 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
     assert "grey 1 of 8, light 1 of 24" in found[1][2]
 
 
+def test_the_control_with_more_real_images_has_held_back_ones_each_once(tmp_path):
+    subject = Augment(config_of(), tmp_path)
+    parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
+    pack(subject.part(HELD_BACK), count=60)
+    (tmp_path / "jobs/parts.json").write_text(json.dumps({"told": parts}))
+    place = subject.place(HELD)
+    made = [subject.jobs[place].make(place, seed) for seed in (0, 0)]
+    assert made[0] == made[1] == {"kept": [], "counts": {"ratio-1": [0, 4, 12]}, "figures": {"ratio-1": 1.0}}
+    assert subject.picture(HELD).is_file()
+    with Dataset(place / "ratio-1.lmdb") as reader, Dataset(subject.part(HELD_BACK)) as source:
+        held_back = {image.tobytes(): label for image, label in zip(*source.read(range(60)), strict=True)}
+        images, labels = reader.read(range(16))
+    assert [held_back.pop(image.tobytes()) for image in images] == labels.tolist()
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -123,7 +138,7 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
         (["augment", "--minutes", "0"], "--minutes: '0' is not a finite number from 0.01 to 10,080"),
         (["augment", "--ratio", "[1]"], "unknown key 'ratio' (did you mean 'ratios'?)"),
         (["augment", "--data.source", "null"], "data: give either source"),
-        (["augment", "--selection.low", "0.9", "--selection.high", "0.5"], "selection.low lies above"),
+        (["augment", "--selection.confidence", "[0.9, 0.5]"], "selection.confidence [0.9, 0.5]: give two numbers"),
         (["augment", "--ratios", "[-1]"], "ratios[0] -1: must be a number above 0"),
         (["labels", "--per-class", "[50, 10]"], "the smallest first"),
         (["teach", "--teacher", "[]", "--head", "[]"], "teacher or head must have a weight"),
@@ -150,7 +165,7 @@ def test_every_study_has_a_recipe():
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp_path, tiny):
     more = ["--data.long-tail", "4", "--ratios", "[0.5]", "--selected", "[true]"]
-    more += ["--selection.pool", "2", "--selection.low", "0"]
+    more += ["--selection.pool", "2", "--selection.confidence", "[0, 1]"]
     found, shown, printed = tiny("augment", tmp_path / "whole", *more)
     assert "page: " in printed
     assert (found["complete"], found["runs"]) == (True, {"done": 10, "planned": 10})

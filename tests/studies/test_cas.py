@@ -1,12 +1,13 @@
-"""Study `cas`: its arms' images, its controls, its table. Trainings are replaced by a classifier that takes no time."""
+"""Study `cas`: its arms' images, its controls, its table. Trainings and the selector's answers take no time."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
@@ -20,7 +21,7 @@ from duetgan.studies.samples import Drawing
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.conftest import sample_images
-from tests.metrics.conftest import TINY, make_run
+from tests.metrics.conftest import TINY, classifier_run, make_run
 
 SHAPE = {"channels": 1, "classes": 10, "resolution": 16}
 
@@ -30,6 +31,12 @@ def images_of(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     with Dataset(path) as reader:
         images = read_batch(reader, np.arange(len(reader))).images
         return images.double().flatten(1).numpy(), reader.labels().copy()
+
+
+def answers(_classifier: object, images: Tensor) -> Tensor:
+    """The selector's: it names the last digit of the sum of an image's pixels, surely where that of tens is 0."""
+    total = images.flatten(1).double().sum(1).long()
+    return torch.nn.functional.one_hot(total % 10, 10) * torch.where(total // 10 % 10 == 0, 10.0, 1.0)[:, None]
 
 
 class Quick(Cas):
@@ -51,7 +58,10 @@ class Quick(Cas):
                 state, names = {"generator_ema": generator.state_dict()}, reader.classes
             make_run(folder, task="gan", config={"generator": TINY}, shape=SHAPE, state=state, classes=names)
             return
-        assert overrides["data.val_path"] is None or folder.parent.name == "selector"
+        if folder.parent.name == "selector":
+            classifier_run(folder, classes=list("0123456789"))
+            return
+        assert overrides["data.val_path"] is None
         images, labels = images_of(overrides["data.path"])
         if folder.parent.name.endswith("-s0"):
             self.seen[folder.parent.name[:-3]] = images, labels
@@ -81,7 +91,9 @@ def settings(images: Path, **more: Any) -> CasConfig:
         "classifier": Recipe(config="configs/quickstart_classifier.yaml", overrides={"steps": 20, "batch_size": 32}),
         "gan": Recipe(config="configs/quickstart_gan.yaml"),
     }
-    return CasConfig(data=data, **{**recipes, "seeds": 2, "drawing": Drawing(fresh=True, psi=1.3), **more})
+    return CasConfig(
+        data=data, **{**recipes, "seeds": 2, "drawing": Drawing(recognised=True, confidence=(0.0, 0.5)), **more}
+    )
 
 
 def study(images: Path, folder: Path, kind: type[Cas] = Quick, **more: Any) -> Study:
@@ -94,7 +106,8 @@ def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("study") / "cas"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder.parent)  # recipes of configs/ are found from any folder
-        whole = study(images, folder)
+        patch.setattr("duetgan.studies.samples.logits_of", answers)
+        whole = study(images, folder, n=200)
         return folder, whole.run(), whole.subject.seen  # type: ignore[attr-defined]
 
 
@@ -109,45 +122,63 @@ def test_controls_come_out_right(made) -> None:
 
 
 def test_what_arms_are_trained_on(made, images: Path) -> None:
-    folder, _, seen = made
-    counts = [40] * 10  # as many as are held back, of each class
+    folder, document, seen = made
+    counts = [20] * 10
     for arm, source in (("real", "train"), ("real-again", "held_back")):
         pixels, labels = seen[arm]
         assert np.bincount(labels).tolist() == counts
         known = {row.tobytes() for row in images_of(folder / f"jobs/parts/{source}.lmdb")[0]}
         assert all(row.tobytes() in known for row in pixels)
-        assert len({row.tobytes() for row in pixels}) > 390  # each once, but for equal images
-    assert list(seen) == ["real", "real-again", "plain", "fresh", "psi", "together", "untrained"]
-    for arm in ("plain", "psi", "untrained"):
-        assert np.bincount(seen[arm][1]).tolist() == counts
-    for arm in ("fresh", "together"):  # 20 steps of 32
-        assert np.bincount(seen[arm][1]).tolist() == [64] * 10
-    np.testing.assert_array_equal(seen["fresh"][0][:40], seen["plain"][0][:40])
-    assert np.abs(seen["psi"][0] - seen["plain"][0]).max() > 1
+        assert len({row.tobytes() for row in pixels}) > 190  # each once, but for equal images
+    assert list(seen) == ["real", "real-again", "plain", "recognised", "confidence", "together", "untrained"]
+    passes = {}
+    for arm in ("plain", "recognised", "confidence", "together", "untrained"):
+        pixels, labels = seen[arm]
+        assert np.bincount(labels).tolist() == counts
+        totals = pixels.sum(1).astype(int)
+        named = totals % 10 == labels
+        passes[arm] = {"recognised": named, "confidence": ~named | (totals // 10 % 10 != 0)}
+    for arm, rules in (
+        ("recognised", ["recognised"]),
+        ("confidence", ["confidence"]),
+        ("together", [*passes["plain"]]),
+    ):
+        assert all(passes[arm][rule].all() for rule in rules)
+        among = np.logical_and.reduce([passes["plain"][rule] for rule in rules])
+        assert 0 < among.sum() < 200
+        for label in range(10):  # what passes of the plain ones, and then others
+            drawn, kept = (seen[name][0][seen[name][1] == label] for name in ("plain", arm))
+            first = drawn[among[seen["plain"][1] == label]]
+            np.testing.assert_array_equal(kept[: len(first)], first)
+    figures = {row["name"]: row["figures"]["0"]["kept"] for row in document["arms"]}
+    assert (figures[REAL], figures[PLAIN]) == (None, 1.0)
+    assert 0.02 < figures[TOGETHER] < figures["recognised"] < 0.2 < 0.95 < figures["confidence"] < 1
 
 
 def test_the_page_has_every_arm(made) -> None:
     folder, document, _ = made
     (table,) = document["tables"]
     assert table["header"] == ["", "test, all", *(f"test, {name}" for name in sample_images("test", 1)[2]), "kept"]
-    assert [row[0] for row in table["rows"]] == [REAL, CONTROL, PLAIN, "fresh", "psi", TOGETHER, NOISE]
+    assert [row[0] for row in table["rows"]] == [REAL, CONTROL, PLAIN, "recognised", "confidence", TOGETHER, NOISE]
     gaps = {row["second"]: row for row in document["comparisons"] if row["family"] == "gap to real images"}
-    assert list(gaps) == [TOGETHER, PLAIN, "fresh", "psi"]
+    assert list(gaps) == [TOGETHER, PLAIN, "recognised", "confidence"]
     assert all(row["first"] == REAL and row["interval"] for row in gaps.values())
     for picture in document["pictures"]:
         assert (folder / picture["file"]).is_file()
     asked = {(row["first"], row["second"]) for row in document["verdicts"]}
-    assert asked == {(PLAIN, "fresh"), (PLAIN, "psi"), (PLAIN, TOGETHER), (REAL, PLAIN), (REAL, TOGETHER)}
+    effects = {(PLAIN, arm) for arm in ("recognised", "confidence", TOGETHER)}
+    assert asked == {*effects, (REAL, PLAIN), (REAL, TOGETHER)}
     assert (document["verdicts"][0]["first"], document["verdicts"][0]["second"]) == (REAL, TOGETHER)
     assert not list((folder / "runs").glob("*.lmdb"))
 
 
-def test_goes_on_to_the_same_document(made, images: Path) -> None:
+def test_goes_on_to_the_same_document(made, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, document, _ = made
-    (folder / "runs" / "psi-s1.json").unlink()
-    again = study(images, folder)
+    monkeypatch.setattr("duetgan.studies.samples.logits_of", answers)
+    (folder / "runs" / "together-s1.json").unlink()
+    again = study(images, folder, n=200)
     assert again.write()["seeds"] == [0]
-    for file in (folder / "runs" / "psi-s1/run").iterdir():
+    for file in (folder / "runs" / "together-s1/run").iterdir():
         file.unlink()
     assert again.run() == document
 
@@ -167,31 +198,11 @@ def test_keys_are_of_what_recipes_say(images: Path, tmp_path: Path) -> None:
     assert keys("steps: 20") == (arms, jobs)
 
 
-def test_more_images_or_checkpoints_than_there_are_is_refused(images: Path, tmp_path: Path) -> None:
+def test_more_images_than_there_are_is_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
         study(images, tmp_path / "cas", n=401).run()
-    run = make_run(tmp_path / "gan", task="gan", config={}, shape=SHAPE, state={})
-    for name, words in ((run, "gan keeps 1 checkpoints, 2 are asked for"), (tmp_path / "no", "no such run folder")):
-        with pytest.raises(UserError, match=words):
-            Cas(settings(images, gan=Recipe(run=str(name)), drawing=Drawing(checkpoints=2)), tmp_path)
-        Cas(settings(images, gan=Recipe(run=str(name))), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("count", "saving", "words"),
-    [
-        (2, {}, None),
-        (3, {}, "checkpoints 3: a run of configs/quickstart_gan.yaml keeps 2; set checkpoint.keep higher"),
-        (3, {"checkpoint.keep": 3}, None),
-        (3, {"checkpoint.every": 500, "checkpoint.keep_every": 500}, None),
-    ],
-)
-def test_a_run_that_will_keep_too_few_checkpoints_is_refused(
-    images: Path, tmp_path: Path, count: int, saving: dict[str, int], words: str | None
-) -> None:
-    gan = Recipe(config="configs/quickstart_gan.yaml", overrides=saving)
-    with pytest.raises(UserError, match=words) if words else nullcontext():
-        Cas(settings(images, gan=gan, drawing=Drawing(checkpoints=count)), tmp_path)
+    most = Cas(settings(images), tmp_path / "cas")
+    assert most._wanted() == [40] * 10  # as many as are held back, of each class
 
 
 @pytest.mark.slow
@@ -203,14 +214,13 @@ def test_with_real_trainings(images: Path, tmp_path: Path) -> None:
         Cas,
         n=100,
         seeds=1,
-        drawing=Drawing(confidence=(0.0, 1.0), checkpoints=2),
+        drawing=Drawing(confidence=(0.0, 1.0)),
         classifier=Recipe(config="configs/quickstart_classifier.yaml", overrides=short),
-        gan=Recipe(config="configs/quickstart_gan.yaml", overrides={**short, "checkpoint.every": 6}),
+        gan=Recipe(config="configs/quickstart_gan.yaml", overrides=short),
     )
     document = whole.run()
     assert document["complete"]
     arms = {row["name"]: row["figures"]["0"] for row in document["arms"]}
-    assert list(arms) == [REAL, CONTROL, PLAIN, "confidence", "checkpoints", TOGETHER, NOISE]
+    assert list(arms) == [REAL, CONTROL, PLAIN, "confidence", NOISE]
     assert all(0 <= figures["test_accuracy"] <= 1 for figures in arms.values())
     assert arms["confidence"] == arms[PLAIN]  # all samples pass, and everything else has its key
-    assert arms["together"] == arms["checkpoints"]
