@@ -1,0 +1,74 @@
+"""The study `distil`: what each arm learns from and from whom, what is drawn, and a tiny one from images to page."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from duetgan.data.reading.dataset import Dataset
+from duetgan.studies.distil import BASE, FEW, NOISE, OTHERS, SAMPLES, Distil, DistilConfig
+from duetgan.studies.images import HELD_BACK, TRAIN
+from duetgan.utils.config.build import build
+from duetgan.utils.config.yaml_files import read_yaml
+from tests.conftest import REPOSITORY
+from tests.metrics.conftest import pack
+
+RECIPE = REPOSITORY / "configs/study_distil.yaml"
+
+
+def subject_in(folder):
+    return Distil(build(DistilConfig, read_yaml(RECIPE)), folder)
+
+
+def test_arms_differ_by_their_images_and_their_teacher_alone(tmp_path, asked):
+    subject = subject_in(tmp_path)
+    configs = asked(arm for arm in subject.arms if arm.name == SAMPLES or arm.name.endswith("taught"))
+
+    def told(config):
+        paths = (config.data.path, config.data.synthetic.path, config.loss.teacher)
+        return *(path and Path(path).relative_to(tmp_path).parts[1] for path in paths), config.augment.mixup
+
+    first, samples, noise, others = "few-real-images-s3", "samples", "untrained-samples", "other-real-images"
+    assert {name: told(config) for name, (config, _) in configs.items()} == {
+        f"{FEW}, taught": (first, None, "teacher", 0.0),
+        f"{FEW}, mixups taught": (first, None, "teacher", 1.0),
+        SAMPLES: (first, samples, None, 0.0),
+        f"{SAMPLES}, taught": (first, samples, "teacher", 0.0),
+        f"{SAMPLES} alone, taught": (samples, None, "teacher", 0.0),
+        f"{NOISE}, taught": (first, noise, "teacher", 0.0),
+        f"{NOISE} alone, taught": (noise, None, "teacher", 0.0),
+        f"{OTHERS}, taught": (first, others, "teacher", 0.0),
+    }
+    assert len({(config.steps, config.batch_size) for config, _ in configs.values()}) == 1
+    asked_of = {row.second: (row.first, *row.controls) for row in subject.comparisons if row.asked}
+    assert asked_of == {
+        SAMPLES: (BASE, f"{NOISE}, taught"),
+        f"{SAMPLES}, taught": (BASE, f"{NOISE}, taught"),
+        f"{SAMPLES} alone, taught": (BASE, f"{NOISE} alone, taught"),
+    }
+
+
+def test_others_are_held_back_images_as_many_of_each_class_as_there_are_training_images(tmp_path, monkeypatch):
+    subject = subject_in(tmp_path)
+    pack(subject.part(TRAIN), count=30)
+    held = pack(subject.part(HELD_BACK), count=60, seed=5)
+    with Dataset(subject.part(TRAIN)) as train, Dataset(held) as back:
+        every, counts = back.read(np.arange(60))[0], {TRAIN: train.meta.histogram, HELD_BACK: back.meta.histogram}
+    monkeypatch.setattr(subject, "counts", counts.get)
+    job = subject.jobs[subject.place(OTHERS)]
+    job.make(job.place, 0)
+    with Dataset(job.place / "images.lmdb") as reader:
+        assert list(reader.meta.histogram) == list(counts[TRAIN])
+        images = reader.read(np.arange(len(reader)))[0]
+    assert {image.tobytes() for image in images} <= {image.tobytes() for image in every}
+    assert subject.picture(OTHERS).is_file()
+
+
+@pytest.mark.slow
+def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
+    student = ("--student.config", str(tmp_path / "study-classifier.yaml"), "--student.overrides", "{steps: 4}")
+    found, shown, _ = tiny("distil", tmp_path / "out", "--per-class", "2", *student)
+    assert found["runs"] == {"done": 12, "planned": 12}
+    assert {row["first"] for row in found["comparisons"]} == {BASE, f"{OTHERS}, taught"}
+    assert found["controls"][0]["arm"] == f"{OTHERS}, taught"
+    assert shown.tags.count("img") == 3
