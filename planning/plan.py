@@ -26,7 +26,7 @@ GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
 TUNED_SIDE = 128  # px inside the network and of the images that a classifier reads that is fine-tuned as a whole
 SCRATCH_FROM = 5000  # images that suffice without pretrained weights
-FEW_IMAGES, FEW_SIDE = 153_600, 64  # that a classifier of few labels wants to see; px at most
+FEW_IMAGES, FEW_SIDE, FEW_SPREAD = 153_600, 64, 50_000  # of few labels: to see; at most: px, images to spread over
 LAST_STEPS = 10  # at least: those begin at a regression
 TUNED_FROM = 1000  # images, from which a network is fine-tuned as a whole where there is time
 FEATURES, EPOCHS = 0.8, 10  # share of the time that features may take as estimated, epochs at most
@@ -237,6 +237,7 @@ class _Choice:
             network = f"{{architecture: plain, channel_base: {gan.channel_base}, channel_max: {gan.channel_max}}}"
             about = f"architecture: stylegan2, resolution: {side}, channels: {self.survey.channels}, config: {network}"
             form, wanted = ["--model.discriminator", f"{{{about}}}"], FEW_IMAGES  # the run that has it is to come
+            options += ["--unlabelled.spread", "0"] if self.learnt > FEW_SPREAD else []
             why = "with the images without labels, from the GAN's discriminator on: no ImageNet weights are at hand "
             why += "(--weights FILE), few images have labels"
         elif weights is None:

@@ -14,7 +14,7 @@ from PIL import Image
 from duetgan.data.duplicates import find
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.planning.measure import ThisMachine, plan_lines, survey
-from duetgan.planning.plan import FEW_LABELS, SCRATCH, Machine, Plan, choose, replanned
+from duetgan.planning.plan import FEW_LABELS, SCRATCH, Plan, choose, replanned
 from duetgan.planning.sizes import SIZES
 from duetgan.planning.steps import ROOT, Quickstart
 from duetgan.training.engine.tasks import build_run_config
@@ -57,6 +57,9 @@ def test_every_plan_trains_the_gan_first_and_the_classifier_by_the_recipe_of_few
     assert (made.total <= 63 * minutes) is not any("longer than" in note for note in made.notes)
     assert made.classifier is not None
     assert made.classifier.config == FEW_LABELS
+    assert "--unlabelled.spread" not in made.classifier.overrides
+    crowd = choose(images.model_copy(update={"unlabelled": 50_000}), machine(), minutes=minutes)
+    assert "--unlabelled.spread" in crowd.classifier.overrides  # a graph of so many takes too long
     assert made.size == made.smallest == made.classifier.resolution == made.gan.resolution <= 64
     assert ("--ada.mode" in made.gan.overrides) is (images.unlabelled < 10_000)
     assert "--loss.mismatch-weight" in made.gan.overrides
@@ -152,4 +155,3 @@ def test_quick_form_runs_for_real_and_no_test_image_is_learnt_from(photos, tmp_p
     assert find(every, test, similar=True).near == []
     config = (tmp_path / "classifier" / "config.yaml").read_text()
     assert "name: discriminator" in config
-    assert Machine.weights is None
