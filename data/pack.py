@@ -63,9 +63,10 @@ class _Skipped:
             remedy = "fix them or raise --max-skipped"
             raise UserError(f"{self._source.name}: {over}; the first: {self.problems[0]}: {remedy}")
 
-    def check_packed(self, histogram: np.ndarray, count: int, dropped: int) -> None:
+    def check(self, writer: LMDBWriter, dropped: int) -> None:
         """Raise UserError if so much was left out that a class or everything is missing."""
         name, classes = self._source.name, self._source.classes
+        count, histogram = writer.count, self._source.by_class(writer.histogram)
         what = f"could be used, {len(self.problems)} skipped"
         what += f", {dropped} dropped as duplicates" if dropped else ""
         what += f"; the first: {self.problems[0]}" if self.problems else ""
@@ -80,7 +81,7 @@ def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]
     if against is None:
         return
     if against.exists() and any(target.exists() and against.samefile(target) for target in targets):
-        raise UserError(f"--against {against} is the file to be written: name another one")
+        raise UserError(f"{against} is the file to be written: name another one to compare with")
     with LMDBReader(against) as reader:
         theirs = reader.classes
     if source.classes and theirs:  # unlabelled images contradict no classes
@@ -99,6 +100,7 @@ def pack(
     duplicates: bool = True,  # report equal images
     similar: bool = False,  # and those that look alike
     drop_duplicates: bool = False,  # keep only the first of equal images
+    apart: Path | None = None,  # a packed file of the same classes: what it holds or looks like it is left out
     val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
     val_dest: str | Path | None = None,  # that file; None: data.packing.val_path
     seed: int = 0,  # of the draw of held-out images
@@ -114,12 +116,12 @@ def pack(
     share = None if val_share is None else packing.to_share(val_share)
     targets = _targets(source, Path(dest), share, val_dest)
     skipped = _Skipped(source, on_error, max_skipped, remedy)
-    _check_classes(source, against, targets)
+    _check_classes(source, against or apart, targets)
     plan = make_plan(source, **how)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
-        *writers, whole = _open_writers(stack, source, plan, targets, overwrite)
-        written = _write(source, converted(source, plan, workers), whole, skipped, drop_duplicates, share is not None)
+        *writers, whole = _open_writers(stack, source, plan, targets, overwrite, apart is not None)
+        written = _write(source, converted(source, plan, workers), whole, skipped, drop_duplicates, bool(writers))
         metas, report = [whole.finish()], None
 
         def name(record: int) -> str:
@@ -128,6 +130,8 @@ def pack(
         if share is not None:
             metas, report = packing.write_parts(whole.path, written.records, writers, share, seed, name)
             packing.publish_both(writers)
+        elif apart is not None:
+            metas = [packing.write_apart(whole.path, written, writers[0], apart, skipped.check)]
         packed = time.perf_counter()
         search = duplicates or similar
         text = _find_duplicates(whole.path, targets[0], against, similar, name, report) if search else None
@@ -164,9 +168,9 @@ def _targets(source: Source, dest: Path, share: Fraction | None, val_dest: str |
 
 
 def _open_writers(
-    stack: contextlib.ExitStack, source: Source, plan: Plan, targets: Sequence[Path], overwrite: bool
+    stack: contextlib.ExitStack, source: Source, plan: Plan, targets: Sequence[Path], overwrite: bool, hidden: bool
 ) -> list[LMDBWriter]:
-    """Writers of the targets, which the stack closes; of two also one of a hidden file for all images, the last."""
+    """Writers of the targets, which the stack closes; of two, or `hidden`, the last one is of a hidden file for all."""
     new_writer = functools.partial(
         LMDBWriter,
         layout=plan.layout,
@@ -177,11 +181,13 @@ def _open_writers(
         passport=source.passport,
         shards=source.shard_states,
     )
+    if hidden and len(targets) > 1:
+        raise UserError("--apart and --val-share: pack one after the other; drop one")
     writers = [stack.enter_context(new_writer(target, overwrite=overwrite)) for target in targets]
-    if len(targets) > 1:
-        hidden = targets[0].with_name(f".{targets[0].name}.whole")
-        writers.append(stack.enter_context(new_writer(hidden, overwrite=True)))
-        stack.callback(hidden.unlink, missing_ok=True)
+    if hidden or len(targets) > 1:
+        whole = targets[0].with_name(f".{targets[0].name}.whole")
+        writers.append(stack.enter_context(new_writer(whole, overwrite=True)))
+        stack.callback(whole.unlink, missing_ok=True)
     return writers
 
 
@@ -209,7 +215,7 @@ def _write(
             written.rows.append(row)
             if keep:
                 written.records.append(dataclasses.replace(record, payloads=()))
-    skipped.check_packed(source.by_class(writer.histogram), writer.count, written.dropped)
+    skipped.check(writer, written.dropped)
     return written
 
 
@@ -283,7 +289,7 @@ def make_parser() -> Parser:
     add(
         "--classes-from",
         choices=CLASSES_FROM,
-        help="classes: folders at the top, folders that hold the images, or files' names",
+        help="classes: folders at the top, folders that hold the images, files' names; none: all images without",
     )
     add("--stack", metavar="PATTERN", help="files that hold a channel each, by name: {name}_{channel}.tif")
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
@@ -291,6 +297,7 @@ def make_parser() -> Parser:
     most = "what skip leaves out at most; default: 100 or 1 %%, if more"
     add("--max-skipped", type=number(int, 0), metavar="N", help=most)
     add("--against", type=Path, metavar="OTHER.lmdb", help="refuse other classes than its; report images in both")
+    add("--apart", type=Path, metavar="OTHER.lmdb", help="leave out images that it holds, or that look like one of its")
     add("--similar", action="store_true", help="also report images that look alike")
     add("--drop-duplicates", action="store_true", help="keep only the first of equal images")
     add("--no-duplicates", action="store_false", dest="duplicates", help="do not report equal images")

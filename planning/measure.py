@@ -17,7 +17,8 @@ import numpy as np
 from duetgan.data.errors import ImageError
 from duetgan.data.sources import open_source
 from duetgan.data.values import decode_image, kind
-from duetgan.planning.plan import Machine, Plan, Speed, Survey, choose
+from duetgan.planning.given import Machine, Speed, Survey
+from duetgan.planning.plan import FEW_LABELS, Plan, choose
 from duetgan.utils import threads
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.errors import UserError
@@ -71,6 +72,7 @@ def survey(spec: str) -> Survey:
         source=spec,
         count=count,
         held_out=held_out,
+        unlabelled=source.unlabelled,
         classes=len(source.classes),
         smallest_class=int(sizes.min()),
         largest_class=int(sizes.max()),
@@ -117,7 +119,9 @@ class ThisMachine(Machine):
 
         key = (config, *overrides, side, images.channels, images.classes)
         if key not in self._known:
-            data = ["--data.path", str(self._noise(side, images.channels, images.classes)), "--data.val-path", "null"]
+            noise = str(self._noise(side, images.channels, images.classes))
+            data = ["--data.path", noise, "--data.val-path", "null"]
+            data += ["--unlabelled.path", noise] if config == FEW_LABELS else []
             if "--model.weights" in overrides:  # as fast without them
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
@@ -168,7 +172,8 @@ def plan_lines(plan: Plan) -> list[str]:
         return [*plan.notes, "a few steps of each only (--quick)"]
     lines = list(plan.notes)
     for task, training in plan.trainings.items():
-        seen = training.steps * training.batch_size / plan.training_images
+        images = plan.training_images + plan.survey.unlabelled * (task == "gan" and plan.pooled)
+        seen = training.steps * training.batch_size / images
         lines.append(
             f"{'GAN' if task == 'gan' else task}: {training.steps:,} steps of {training.batch_size} images, each image "
             f"seen {seen:,.1f} times, at {training.images_per_second:,.0f} images/s in {training.precision}"

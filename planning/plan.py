@@ -3,10 +3,10 @@
 Nothing is measured here: a `Machine` tells how fast it is, so that tests can ask for any other.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from duetgan.planning.given import Machine, Speed, Survey
 from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, Size, cadence, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
@@ -14,7 +14,8 @@ from duetgan.utils.text import duration
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
 STARTED = "configs/gan_64_cpu.yaml"  # a GAN that begins with START's networks
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
-BATCH = {GAN: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32}
+FEW_LABELS = "configs/few_labels.yaml"
+BATCH = {GAN: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32, FEW_LABELS: 32}
 FILLED = 0.93  # share of the time that is planned: measured speeds are not exact
 VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
 SOME = 0.05  # share of images that are far from square, from which that is told
@@ -25,59 +26,14 @@ GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
 TUNED_SIDE = 128  # px inside the network and of the images that a classifier reads that is fine-tuned as a whole
 SCRATCH_FROM = 5000  # images that suffice without pretrained weights
+FEW_IMAGES, FEW_SIDE, FEW_SPREAD = 153_600, 64, 50_000  # of few labels: to see; at most: px, images to spread over
 LAST_STEPS = 10  # at least: those begin at a regression
 TUNED_FROM = 1000  # images, from which a network is fine-tuned as a whole where there is time
 FEATURES, EPOCHS = 0.8, 10  # share of the time that features may take as estimated, epochs at most
 PACKING = 2.5  # seconds that packing takes besides reading the images
-ORDER = ("pack", "train classifier", "train gan", "evaluate classifier", "evaluate gan")
 STEPS = {"classifier": 60, "gan": 200}  # at least, however little time there is
 PACE = (0.8, 5.0)  # how much longer than planned a part may take for others to be planned by it
 LONGER = 1.05  # a GAN that could be longer by a smaller factor stays as it is
-
-
-class Speed(NamedTuple):
-    precision: str
-    images_per_second: float
-
-
-class Machine:
-    """The machine that a plan is for. This one is not measured: for `--quick`, where lengths do not matter."""
-
-    start = 0.0  # seconds that training and evaluating take before their work and after it
-    cores = 1
-    weights: tuple[str, str, bool] | None = None  # ImageNet weights at hand: file, its network, stride of 2 as in He's
-    features_per_second = 0.0  # images through ResNet-50 for the distance; 0: there are no weights for it
-
-    def speed(self, config: str, overrides: Sequence[str], side: int, images: "Survey") -> Speed:
-        """How fast the recipe trains on such images of `side` px."""
-        return Speed("auto", 1000.0)
-
-
-class Survey(Stored):
-    """What is known of a source of images."""
-
-    source: str  # as the user named it
-    count: int  # images for training, the held-out ones included where they are not apart
-    held_out: int  # images of the source's own held-out part; 0: it has none
-    classes: int  # 0: unlabelled
-    smallest_class: int  # images
-    largest_class: int
-    side: int  # px: median of the shorter sides of the images looked at
-    oblong: float = 0.0  # share of those that are far from square
-    channels: int  # 1: all of those are grey
-    transparent: bool  # whether some have an alpha channel
-    deep: bool = False  # whether some have more than 8 bits
-    unreadable: str  # the first that cannot be read, or empty
-    seconds: float  # reading and decoding one image
-
-    def text(self) -> str:
-        most = f" to {self.largest_class:,}" if self.largest_class > self.smallest_class else ""
-        several = f"{self.classes} classes of {self.smallest_class:,}{most}"
-        kind = {0: "no labels", 1: "one class"}.get(self.classes, several)
-        apart = f", and {self.held_out:,} held out" if self.held_out else ""
-        lost = ", some transparent (put on white)" * self.transparent + ", some of 16 bits (cut to 8)" * self.deep
-        colour = "grey" if self.channels == 1 else "colour"
-        return f"{self.count:,} images{apart}, {kind}, about {self.side} px, {colour}{lost}"
 
 
 class Training(Stored):
@@ -110,6 +66,8 @@ class Plan(Stored):
     evaluation: list[str]  # options of the GAN's
     seconds: dict[str, float]  # expected, by part
     notes: list[str]  # what was chosen and why
+    pooled: bool = False  # the GAN learns from all images, without labels
+    from_gan: bool = False  # the classifier begins with the GAN's discriminator
     replanned: dict[str, float] | None = None  # the first plan's `gan_steps` and `seconds`, if changed
 
     @property
@@ -118,7 +76,8 @@ class Plan(Stored):
 
     @property
     def trainings(self) -> dict[str, Training]:
-        return ({"classifier": self.classifier} if self.classifier else {}) | {"gan": self.gan}
+        found = ({"classifier": self.classifier} if self.classifier else {}) | {"gan": self.gan}
+        return dict(reversed(found.items())) if self.from_gan else found
 
 
 def choose(survey: Survey, machine: Machine, *, minutes: float, quick: bool = False) -> Plan:
@@ -173,8 +132,13 @@ class _Choice:
         self.held_out = survey.held_out or max(1, survey.classes, round(survey.count * (self.val_share or 0)))
         self.images = survey.count - (self.held_out if self.val_share else 0)
         self.labelled = survey.classes > 1
-        self.ada = self.images < ADA_BELOW
-        self.gan_side = side_for(survey.side, SIZES[0].side)  # px: the largest that the images have details for
+        self.pooled = survey.unlabelled > self.images
+        self.from_gan = self.labelled and self.pooled and not machine.weights and self.images < SCRATCH_FROM
+        self.of_gan = survey.model_copy(update={"classes": 0}) if self.pooled else survey  # as the GAN sees it
+        self.learnt = self.images + survey.unlabelled * self.pooled  # images, by the GAN
+        self.ada = self.learnt < ADA_BELOW
+        # px: the largest that the images have details for
+        self.gan_side = side_for(survey.side, FEW_SIDE if self.from_gan else SIZES[0].side)
         if self.val_share is None:
             self.notes = [f"held out: the source's own {survey.held_out:,} images"]
         else:
@@ -185,33 +149,40 @@ class _Choice:
             self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
         if survey.oblong >= SOME:
             self.notes.append(f"{survey.oblong:.0%} of the images are far from square: their sides are cut off")
+        if survey.unlabelled:
+            how = "the GAN learns from them and the others" if self.pooled else "left out, fewer than with labels"
+            self.notes.append(f"{survey.unlabelled:,} images without labels: {how}")
         if not self.labelled:
             why = "are of one class" if survey.classes else "have no labels"
             self.notes.append(f"no classifier: the images {why}; put them into a folder for each class")
 
     def plan(self) -> Plan:
-        """Classifier first, because it needs little; the GAN has what is left."""
+        """Classifier first, because it needs little, or begins with the GAN; the GAN has what is left."""
         survey, start = self.survey, self.machine.start
-        packing = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
+        read = (survey.count + survey.held_out) * (1 + self.pooled) + survey.unlabelled * self.pooled
+        packing = survey.seconds * read / max(1, self.machine.cores)
         seconds = {"pack": packing + PACKING * (2 if survey.held_out else 1)}
         left = FILLED * 60 * self.minutes - seconds["pack"] - start * (4 if self.labelled else 2)
         most = EVALUATION * 60 * self.minutes  # for the GAN's evaluation
         classifier, judging = None, 0.0
+        found = self._gan_size((1 - SCRATCH_SHARE) * (left - most)) if self.from_gan else None
         if self.labelled:
-            classifier = self._classifier(max(0.0, left - most))
+            classifier = self._classifier(max(0.0, left - most), found and found[0])
             # seconds to classify an image: a third of a training step's share, in fp32
             judging = (2.0 if classifier.precision == "bf16" else 1.0) / (3 * classifier.images_per_second)
             judging += 2.0 * classifier.features
             seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
             seconds["evaluate classifier"] = judging * self.held_out + start
             left -= classifier.seconds + 3 * judging * self.held_out
-        size, speed = self._gan_size(left - most)
-        options, evaluation = self._evaluation(speed.images_per_second, judging, most)
+        size, speed = found or self._gan_size(left - most)
+        options, evaluation = self._evaluation(speed.images_per_second, 0.0 if self.from_gan else judging, most)
         gan = self._gan(size, speed, left - evaluation)
         seconds |= {"train gan": gan.seconds + start, "evaluate gan": evaluation + start}
         if sum(seconds.values()) > 63 * self.minutes:
             self.notes.append(f"this takes longer than {self.minutes:g} minutes here, and there is nothing smaller")
         side = classifier.resolution if classifier else gan.resolution
+        tasks = ("gan", "classifier") if self.from_gan else ("classifier", "gan")
+        order = ["pack", *(f"{what} {task}" for what in ("train", "evaluate") for task in tasks)]
         return Plan(
             survey=survey,
             minutes=self.minutes,
@@ -224,8 +195,10 @@ class _Choice:
             classifier=classifier,
             gan=gan,
             evaluation=options,
-            seconds={name: round(seconds[name], 1) for name in ORDER if name in seconds},
+            seconds={name: round(seconds[name], 1) for name in order if name in seconds},
             notes=self.notes,
+            pooled=self.pooled,
+            from_gan=self.from_gan,
         )
 
     def _training(
@@ -235,7 +208,8 @@ class _Choice:
         least = STEPS["gan" if gan else "classifier"] if config != LAST else LAST_STEPS
         steps = least if self.quick else max(least, int(images / batch))
         if not gan:
-            options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", str(max(1, steps // 10))]
+            warmup = str(max(1, steps // (96 if config == FEW_LABELS else 10)))
+            options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", warmup]
         self.notes.append(f"{'GAN' if gan else 'classifier'}: {why}")
         return Training(
             config=config,
@@ -252,12 +226,21 @@ class _Choice:
 
     # --- the classifier
 
-    def _classifier(self, budget: float) -> Training:
+    def _classifier(self, budget: float, gan: Size | None) -> Training:
         """Fine-tuned where weights are at hand, all of it if time allows, else its head; else from scratch. It sees the
-        images that it wants, up to thrice as many where time abounds, as far as its share of the time allows.
+        images that it wants, up to thrice as many where time abounds, as far as its share of the time allows. `gan`:
+        it begins with the discriminator of one of that size.
         """
-        weights = self.machine.weights
-        if weights is None:
+        weights, form = self.machine.weights, []
+        if gan is not None:
+            side, config, options, share = gan.side, FEW_LABELS, ["--model.name", "discriminator"], SCRATCH_SHARE
+            network = f"{{architecture: plain, channel_base: {gan.channel_base}, channel_max: {gan.channel_max}}}"
+            about = f"architecture: stylegan2, resolution: {side}, channels: {self.survey.channels}, config: {network}"
+            form, wanted = ["--model.discriminator", f"{{{about}}}"], FEW_IMAGES  # the run that has it is to come
+            options += ["--unlabelled.spread", "0"] if self.learnt > FEW_SPREAD else []
+            why = "with the images without labels, from the GAN's discriminator on: no ImageNet weights are at hand "
+            why += "(--weights FILE), few images have labels"
+        elif weights is None:
             side = 64 if self.survey.side > 48 and self.images < 20_000 else side_for(self.survey.side, 32)
             config, options, share = SCRATCH, [], SCRATCH_SHARE
             few = f"{self.images:,} images {'are few for that' if self.images < SCRATCH_FROM else 'allow that'}"
@@ -269,7 +252,7 @@ class _Choice:
             options = ["--model.name", name, "--model.weights", file, "--model.he-strides", str(he_strides).lower()]
             why = f"fine-tuned from {name}'s ImageNet weights, {file}"
             wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
-        speed = self.machine.speed(config, options, side, self.survey)
+        speed = self.machine.speed(config, [*options, *form], side, self.survey)
         scarce = share * budget * speed.images_per_second < wanted / 2
         training = None
         if weights and (scarce or self.images < TUNED_FROM):
@@ -335,7 +318,7 @@ class _Choice:
         return sizes[-1], self._gan_speed(sizes[-1])
 
     def _gan_speed(self, size: Size) -> Speed:
-        return self.machine.speed(*self._recipe(size), size.side, self.survey)
+        return self.machine.speed(*self._recipe(size), size.side, self.of_gan)
 
     def _starts(self, size: Size) -> bool:
         """Whether it begins with START's networks: measured with few images in colour only."""
@@ -344,7 +327,7 @@ class _Choice:
     def _gan(self, size: Size, speed: Speed, budget: float) -> Training:
         """As long as there is time, and as it shows."""
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
-        why = f"{size.side} px, " + ("one network draws every class" if self.labelled else "without labels")
+        why = f"{size.side} px, " + ("one network draws every class" if self.of_gan.classes > 1 else "without labels")
         if size.side < self.gan_side and not self.quick:
             why += f"; {size.side * 2} px want more time than there is (--minutes)"
         if self.ada:
@@ -360,10 +343,10 @@ class _Choice:
         for network in ("generator", "discriminator"):
             options += [f"--{network}.channel-base", str(size.channel_base)]
             options += [f"--{network}.channel-max", str(size.channel_max)]
-        options += [] if self.labelled else ["--loss.mismatch-weight", "0"]
+        options += [] if self.of_gan.classes > 1 else ["--loss.mismatch-weight", "0"]
         if self._starts(size):
             options += ["--init-from", START, "--ema.ema-kimg", "5", "--augment.flip", "false"]
-            options += ["--loss.auxiliary-weight", "0.5"] if self.labelled else []
+            options += ["--loss.auxiliary-weight", "0.5"] if self.of_gan.classes > 1 else []
         options += ["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else []
         return STARTED if self._starts(size) else GAN, options
 
@@ -374,9 +357,9 @@ class _Choice:
 
         `drawn`: images/s of the GAN's training; a sample costs about a quarter of one, in fp32.
         """
-        features = self.machine.features_per_second
-        options: list[str] = [] if features or self.labelled else ["--extractor", "pixels"]
-        classes, per_class = max(1, self.survey.classes), PER_CLASS
+        features, judged = self.machine.features_per_second, self.labelled and not self.from_gan
+        options: list[str] = [] if features or judged else ["--extractor", "pixels"]
+        classes, per_class = max(1, self.of_gan.classes), PER_CLASS
 
         def seconds(n: int, searched: int, features: float) -> float:
             both = max(n, min(self.held_out, per_class * classes))
@@ -384,11 +367,11 @@ class _Choice:
             rest = max(n, searched) / features if features else 0.0
             return both * (0.4 / drawn + 2 * through) + 2 * n * judging + rest
 
-        n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.images)
+        n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.learnt)
         if seconds(n, searched, features) > most and features:
             searched = min(searched, SEARCHED_LESS)
             options += ["--searched", str(searched)]
-        if seconds(n, searched, features) > most and features and self.labelled:
+        if seconds(n, searched, features) > most and features and judged:
             features = 0.0
             options += ["--extractor", "classifier"]
         if seconds(n, searched, features) > most:

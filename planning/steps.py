@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from duetgan.utils.text import duration
 
 CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
 SAMPLE = "sample"
-BEFORE_GAN = ("pack", "train classifier")  # parts of the plan
 QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
 SHARES = ("clipped_density", "clipped_coverage")
 SURE = (*SHARES, *(f"{name}_interval" for name in ("recognised", "diversity_ratio", *SHARES)))  # where they are there
@@ -45,7 +44,7 @@ class Quickstart:
         if new is not None and plan.classifier is None:
             raise UserError("--predict: these images train no classifier; put them into a folder for each class")
         self.folder, self.plan, self.new = folder, plan, new
-        self.train, self.test = (folder / "data" / f"{split}.lmdb" for split in ("train", "test"))
+        self.train, self.test, self.all = (folder / "data" / f"{name}.lmdb" for name in ("train", "test", "all"))
         file = folder / "timings.json"
         self.timings: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
         self.commands: list[str] = []
@@ -96,8 +95,7 @@ class Quickstart:
             return
         took = {
             part: [step["seconds"] for name, step in self.timings.items() if name.startswith(part)]
-            for part in BEFORE_GAN
-            if part in plan.seconds
+            for part in takewhile(lambda part: part != "train gan", plan.seconds)
         }
         self.plan = replanned(plan, {part: sum(each) if each else plan.seconds[part] for part, each in took.items()})
         if self.plan is not plan:
@@ -109,13 +107,15 @@ class Quickstart:
         plan = self.plan
         images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
         images += ["--pyramid", str(plan.smallest)] if plan.smallest < plan.size else []
-        skipped = ["--on-error", "skip", "--max-skipped", str(plan.survey.count // 2)]
+        skipped = ["--on-error", "skip", "--max-skipped", str((plan.survey.count + plan.survey.unlabelled) // 2)]
         images += skipped if plan.survey.source != SAMPLE else []
         if plan.val_share is None:
             parts = [(f"pack {file.stem}", [file], ["--split", file.stem]) for file in (self.train, self.test)]
         else:
             share = ["--val-share", f"{plan.val_share:g}", "--val-dest", shown(self.test)]
             parts = [("pack", [self.train, self.test], share)]
+        without = ["--classes-from", "none", "--apart", shown(self.test), "--no-duplicates"]
+        parts += [("pack all", [self.all], without)] if plan.pooled else []
         for name, files, options in parts:
             done = all(file.exists() and complete(file) for file in files)
             overwrite = ["--overwrite"] if not done and any(file.exists() for file in files) else []
@@ -125,7 +125,10 @@ class Quickstart:
     def training(self, task: str) -> list[str]:
         training = self.plan.trainings[task]
         command = ["train.py", "--config", training.config, "--run-dir", shown(self.folder / task)]
-        command += ["--data.path", shown(self.train), "--data.val-path", shown(self.test), *training.overrides]
+        images = self.all if task == "gan" and self.plan.pooled else self.train
+        command += ["--data.path", shown(images), "--data.val-path", shown(self.test), *training.overrides]
+        if task == "classifier" and self.plan.from_gan:
+            command += ["--model.weights", shown(self.folder / "gan"), "--unlabelled.path", shown(self.all)]
         command += ["--threads", "adapt"]  # the minutes were promised
         quick = ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
         return command + (quick if self.plan.quick else [])
@@ -136,11 +139,11 @@ class Quickstart:
         command += ["--n", str(QUICK_IMAGES)] if self.plan.quick else []
         if task != "gan":
             return command
-        options = self.plan.evaluation
+        options, judged = self.plan.evaluation, self.plan.classifier and not self.plan.from_gan
         if self.plan.quick:
             options = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
-            options += [] if self.plan.classifier else ["--extractor", "pixels"]  # there may be no weights
-        if not self.plan.classifier:
+            options += [] if judged else ["--extractor", "pixels"]  # there may be no weights
+        if not judged:
             return [*command, *options]
         run = self.folder / "classifier"
         if not (why := unfit(run, self.test)):
@@ -194,7 +197,8 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
     command = ["quickstart.py", plan.survey.source, *weights, *options]
     packed = json.loads((folder / "gan" / "data.json").read_text())
     left = plan.survey.count + plan.survey.held_out - sum(packed[role]["count"] for role in ("training", "held-out"))
-    out = f"; {left:,} of them cannot be read and are left out" if left else ""
+    left, why = left + plan.survey.unlabelled * plan.pooled, " or look like held-out ones" * plan.pooled
+    out = f"; {left:,} of them cannot be read{why} and are left out" if left else ""
     return [f"{plan.survey.text()}{out}.", *answers(classifier, gan, smallest), f"Next: {what}. $ {typed(command)}"]
 
 

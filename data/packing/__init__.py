@@ -2,7 +2,7 @@
 and from one packed file two: the last part of `data.pack --val-share`. What data.pack says at its end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -134,8 +134,6 @@ def write_parts(
     Raises UserError if nothing can be held out.
     """
     with LMDBReader(whole) as reader:
-        for writer in writers:  # values of both mean what those of all do
-            writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
         meta, report = reader.meta, find(reader, similar=True, item_name=name)
         groups = look_alikes(meta.count, report)
         labels = strata(reader.labels(), meta.sets, share)
@@ -146,14 +144,34 @@ def write_parts(
                 f"{meta.source}: the images of each class look alike {alike}, so none can be held out; add others, or"
                 " pack held-out images of their own"
             )
-        levels = [LMDBReader(whole, resolution=side or None) for side in meta.resolutions]
-        copies = enumerate(zip(held, records, reader.names(), strict=True))
-        for index, (part, record, record_name) in Bar(copies, "splitting", meta.count, unit="image"):
-            payloads = tuple(_payload(level, index) for level in levels)
-            writers[int(part)].add_record(replace(record, payloads=payloads), record_name)
+        _copy(reader, records, writers, held)
     split = Split(part="train", share=float(share), seed=seed, whole=meta.fingerprint, images=meta.count)
     parts = (split, split.model_copy(update={"part": "val"}))
     return [writer.complete(part) for writer, part in zip(writers, parts, strict=True)], report
+
+
+def write_apart(whole: Path, written: "Written", writer: LMDBWriter, apart: Path, check: Callable[..., None]) -> Meta:
+    """Copy the records but those that the file `apart` holds or that look like its, as far as `check` allows."""
+    with LMDBReader(whole) as reader, LMDBReader(apart) as other:
+        found, gone = find(reader, other, similar=True), np.zeros(len(reader), np.int64)
+        gone[[record for group in found.exact for record in group.records]] = 1
+        gone[[pair.record for pair in found.near or []]] = 1
+        _copy(reader, written.records, [writer], gone)
+    written.apart = int(gone.sum())
+    check(writer, written.apart)
+    return writer.finish()
+
+
+def _copy(reader: LMDBReader, records: Sequence[Record], writers: Sequence[LMDBWriter], parts: np.ndarray) -> None:
+    """Copy each record to the writer of the number in `parts`; beyond the last it is left out."""
+    for writer in writers:  # values of each mean what those of all do
+        writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
+    levels = [LMDBReader(reader.path, resolution=side or None) for side in reader.meta.resolutions]
+    copies = enumerate(zip(parts, records, reader.names(), strict=True))
+    for index, (part, record, name) in Bar(copies, "splitting", len(records), unit="image"):
+        if part < len(writers):
+            payloads = tuple(_payload(level, index) for level in levels)
+            writers[int(part)].add_record(replace(record, payloads=payloads), name)
 
 
 def _payload(level: LMDBReader, index: int) -> bytes:
@@ -181,6 +199,7 @@ class Written:
     records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
     enlarged: int = 0  # images that were smaller than asked for and scaled up
     cut: int = 0  # images of 16 bits a value
+    apart: int = 0  # left out because the file of --apart holds them, or images that they look like
     dropped: int = 0  # exact duplicates of earlier images that were left out
     dropped_otherwise: int = 0  # of those: with another label than the one that was kept
 
@@ -251,6 +270,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
     rows += [("16 bits", told)] if written.cut else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
+    told = f"{written.apart:,} images that the file of --apart holds, or that look like one of its"
+    rows += [("left out", told)] if written.apart else []
     if written.dropped:
         other = f", {written.dropped_otherwise:,} of them with another label" if written.dropped_otherwise else ""
         rows.append(("dropped", f"{written.dropped:,} exact duplicates of images that were kept{other}"))

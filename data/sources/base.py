@@ -65,6 +65,7 @@ class Source(AbstractContextManager["Source"]):
     in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
     as_is: bool = field(default=False, init=False)
     ranged: bool = field(default=False, init=False)
+    unlabelled: int = field(default=0, init=False)  # images left out that lie in a folder of that name
     shard_states: list[Shard] | None = field(default=None, init=False)  # tar files: what is packed is their index
 
     name: str  # for people and the metadata

@@ -5,6 +5,7 @@ and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
 - Split folders may have any case and "set" behind their names (`Test`, `training_set`). Others beside a train and a
   test folder are left out if they hold no class folders; where it is unclear what the folders are, UserError asks for
   the split or for `classes_from`. Without such folders everything is taken, unless the split asked for is test.
+- A folder `unlabelled` beside class folders is no class; its images are left out.
 - Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a class per folder at the
   top) or "parent" (a class per name of the folder in which images lie).
 """
@@ -46,7 +47,8 @@ from duetgan.utils.text import listed, printable
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 MANIFEST = "dataset.json"
-CLASSES_FROM = ("top", "parent", "name")
+CLASSES_FROM = ("top", "parent", "name", "none")
+UNLABELLED = {"unlabelled", "unlabeled"}  # a folder beside class folders that is none
 ARRAY = ".npy"
 LISTED = 4  # folders in a message
 
@@ -67,12 +69,21 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
     source.take_names(images)
     source.ignored += ignored
     if options.classes_from == "none":  # all images, wherever they lie
+        if options.split:
+            raise UserError(f"{where}: --classes-from none takes the images of all splits; leave --split out")
         return
     if MANIFEST in source.ignored:
         source.ignored.remove(MANIFEST)
         _by_manifest(source, f"{where}: {MANIFEST}")
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
+    named = [name for name in images if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
+    if len(named) < len(images) and options.classes_from != "top" and any("/" in name for name in named):
+        source.unlabelled, images = len(images) - len(named), named
+        folders = [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
+        source.take_names(images)
+        told = "images without labels are left out: --classes-from none packs all without, top makes them a class"
+        source.remarks.append(f"{where}: {source.unlabelled:,} {told}")
     prefix = _enter(source, folders, options)
     images = [name for name in images if name.startswith(prefix)]
     source.take_names(images)

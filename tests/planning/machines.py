@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from duetgan.planning.plan import GAN, LAST, SCRATCH, STARTED, Machine, Speed, Survey
+from duetgan.planning.given import Machine, Speed, Survey
+from duetgan.planning.plan import GAN, LAST, SCRATCH, STARTED
 from duetgan.planning.sizes import SIZES, Size, work
 
 WEIGHTS = ("resnet50.safetensors", "resnet50", True)

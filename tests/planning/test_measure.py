@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 
 from duetgan.models.registry import backbone_of
 from duetgan.planning import measure
+from duetgan.planning.given import Machine
 from duetgan.planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
-from duetgan.planning.plan import GAN, Machine, choose
+from duetgan.planning.plan import GAN, choose
 from duetgan.utils import threads
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli

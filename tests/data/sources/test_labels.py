@@ -15,6 +15,7 @@ from duetgan.utils.script import run_cli
 from tests.data.conftest import save
 from tests.data.sources.source_files import cells, manifest, parquet, refused
 from tests.data.sources.test_sources import zipped
+from tests.data.sources.test_tars import tar
 
 
 def test_names_of_splits_and_what_looks_like_labels() -> None:
@@ -218,3 +219,37 @@ def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text(f"path,label\n{rows}")
     source = open_source(str(tmp_path / "list.csv"))
     assert (source.classes, source.labels().tolist(), len(source.remarks)) == ([one, "tea"], [0, 0, 1], 1)
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
+@pytest.mark.parametrize("name", ["unlabelled", "Unlabeled"])
+@pytest.mark.parametrize("above", ["", "photos/", "train/"])
+def test_a_folder_of_images_without_labels_is_no_class(tmp_path: Path, kind: str, name: str, above: str) -> None:
+    names = [f"{above}cat/a.png", f"{above}dog/b.png", f"{name}/c.png", f"{name}/deep/d.png"]
+    names += ["test/cat/e.png", "test/dog/f.png"] if above == "train/" else []
+    where = folder(tmp_path / "x", *names)
+    if kind == "zip":
+        where = zipped(where, tmp_path / "x.zip")
+    elif kind == "tar":
+        where = tar(tmp_path / "x.tar", {name: (tmp_path / "x" / name).read_bytes() for name in names})
+    with open_source(str(where)) as source:
+        assert (source.classes, source.labels().tolist(), source.unlabelled) == (["cat", "dog"], [0, 1], 2)
+        assert [source.stored_name(index) for index in range(2)] == names[:2]
+        assert source.problems == []
+        told = "2 images without labels are left out: --classes-from none packs all without, top makes them a class"
+        assert source.remarks == [f"{where}: {told}"]
+    with open_source(str(where), classes_from="none") as source:
+        assert (source.classes, sorted(map(source.stored_name, range(len(source))))) == ([], sorted(names))
+    refused(where, "--classes-from none takes the images of all splits", classes_from="none", split="train")
+    if above != "photos/":
+        classes = ["cat", "dog", name] if not above else ["test", "train", name]
+        with open_source(str(where), classes_from="top") as source:
+            assert (source.classes, source.unlabelled, source.remarks) == (sorted(classes), 0, [])
+
+
+def test_images_without_labels_alone_are_a_flat_set_and_beside_loose_ones_still_unclear(tmp_path: Path) -> None:
+    where = folder(tmp_path / "x", "unlabelled/a.png", "unlabelled/b.png")
+    for place, classes in ((where / "unlabelled", []), (where, ["unlabelled"])):
+        source = open_source(str(place))
+        assert (source.classes, len(source), source.unlabelled, source.remarks) == (classes, 2, 0, [])
+    refused(folder(tmp_path / "y", "a.png", "unlabelled/b.png"), "both at the top")
