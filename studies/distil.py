@@ -64,7 +64,7 @@ class Distil(Subject):
 
         def arm(job: Job, own: Settings, more: str = "", *, alone: bool = False) -> None:
             mixed = {"data.synthetic.path": files[more], "data.synthetic.share": config.share} if more else {}
-            self.training(job, student, own if alone else own | mixed, images=files[more] if alone else few)
+            self.training(job, student, own if alone else {**own, **mixed}, images=files[more] if alone else few)
 
         nothing, nothing_alone = f"{NOISE}, taught", f"{NOISE} alone, taught"
         arm(Job(f"{FEW}, taught", "by the teacher", "without"), taught)
