@@ -178,7 +178,8 @@ class Study:
             outcome = packed(outcome)
         told = {"told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)}
         write_atomic(file, as_json(told))
-        if place != job.place and not self.subject.config.keep_runs:
+        needed = any(job.place in other.needs for other in self.subject.jobs.values())
+        if place != job.place and not (needed or self.subject.config.keep_runs):
             for run in list(place.rglob(DISCARDED)):
                 shutil.rmtree(run)
         return True

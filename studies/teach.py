@@ -1,27 +1,35 @@
 """Study `teach`: what does a classifier's loss do to a generator, from outside or as a head on the discriminator?"""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.dataset import write_labelled
+from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.evaluate_gan import evaluate_generator
 from duetgan.metrics.features.extractors import build
 from duetgan.metrics.lineage import load_judge
-from duetgan.models.gan import generate
-from duetgan.models.restore import generator_from
+from duetgan.models.classifier import Classifier
+from duetgan.models.gan import ImageGenerator, generate
+from duetgan.models.restore import classifier_from, generator_from
 from duetgan.studies.images import HELD_BACK, TEST, TRAIN, StudyConfig
 from duetgan.studies.results import Comparison, Result
 from duetgan.studies.samples import COLUMNS, save_table
-from duetgan.studies.subject import SEED, Job, Settings, Subject
+from duetgan.studies.subject import SEED, Job, Settings, Subject, of_seed
 from duetgan.utils.checkpoint import Checkpoint, load, resolve
-from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
+from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt, Probability
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
 JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = "judge", "teacher", "teacher by chance", "labels by chance"
+CHOSEN, CHEAP = "chosen by the teacher", ("chosen by chance", "truncated")
+CAPTION = "{}: the first seed's samples, a row for each class"
 PLAIN, SHORT = "no classifier", "no classifier, stopped early"
 FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # whether larger is better
 SHOWN = 10  # classes in the pictures
@@ -37,6 +45,8 @@ class TeachConfig(StudyConfig):
     extractor: str = JUDGE  # whose features it is taken in: judge (its own), resnet50 or inception
     weights: str | None = None  # weights file of the extractor
     short: InnerShare = 0.1  # share of the steps after which the control stops
+    pool: PositiveInt = 4  # samples drawn for each that a classifier chooses
+    psi: Probability = 0.7  # truncation, of what is cheap without a classifier
 
     def check(self) -> None:
         super().check()
@@ -50,6 +60,29 @@ def answers(*controls: str) -> list[Comparison]:
         Comparison(PLAIN, controls=controls, figure=figure, larger_is_better=larger, asked=True)
         for figure, larger in FIGURES.items()
     ]
+
+
+class Chosen(ImageGenerator):
+    """Of `pool` samples the first that a classifier names as asked, else the last; truncated to `psi`."""
+
+    def __init__(self, generator: Any, classifier: Classifier | None, pool: int, psi: float) -> None:
+        super().__init__()
+        self.generator, self.classifier, self.pool, self.psi = generator, classifier, pool, psi
+        self.z_dim, self.classes, self.channels = pool * generator.z_dim, generator.classes, generator.channels
+        self.resolution, self.pixel_format = generator.resolution, generator.pixel_format
+
+    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
+        return self.pool * self.generator.noise_shapes(resolution)
+
+    def forward(self, z: Tensor, labels: Tensor, noise: Any, **options: Any) -> Tensor:
+        options["truncation_psi"] = self.psi
+        size, chosen, done = len(noise) // self.pool, z, torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        for number, own in enumerate(z.chunk(self.pool, 1)):
+            images = self.generator(own, labels, noise=noise[number * size : (number + 1) * size], **options)
+            chosen = torch.where(done.view(-1, 1, 1, 1), chosen, images) if number else images
+            if self.classifier is not None:
+                done |= logits_of(self.classifier, self.spec.from_float(images)).argmax(1).to(z.device) == labels
+        return chosen
 
 
 class Teach(Subject):
@@ -69,7 +102,7 @@ class Teach(Subject):
         longer = Comparison(SHORT, figure="recognised", expected="helps", why=why)
         why = "a teacher that knows nothing must not help"
         nothing = Comparison(PLAIN, figure="recognised", expected="not helps", why=why)
-        self._arm(Job(PLAIN, "the recipe alone", "plain", [longer]), {})
+        plain = self._arm(Job(PLAIN, "the recipe alone", "plain", [longer]), {})
         for weight in config.teacher:
             name, what = f"teacher, weight {weight:g}", "loss.classifier: a classifier of the same training images"
             own = {"loss.classifier": teacher, "loss.classifier_weight": weight}
@@ -80,6 +113,14 @@ class Teach(Subject):
             if config.head_learns_samples:
                 both = own | {"loss.auxiliary_fakes": True}
                 self._arm(Job(f"{name}, learns samples", "of samples, too", "taught", answers()), both)
+        drawn: dict[str, Any] = {"generator": plain, "pool": config.pool, "n": config.n, "extractor": config.extractor}
+        for name, what, family, classifier, psi, against in (
+            (CHOSEN, "its samples that the teacher names as asked", "taught", teacher, 1.0, answers(*CHEAP)),
+            (CHEAP[0], "its samples that the teacher by chance names as asked", "control", by_chance, 1.0, []),
+            (CHEAP[1], f"its samples at psi {config.psi:g}", "control", None, config.psi, []),
+        ):
+            self.add(Job(name, what, family, against), self._chosen, classifier=classifier, psi=psi, **drawn)
+            self.captions[name] = CAPTION.format(name)
         own = {"loss.classifier": by_chance, "loss.classifier_weight": max(config.teacher, default=1.0)}
         self._arm(Job(WRONG_TEACHER, "the teacher has learnt labels by chance", "control", [nothing]), own)
         steps = max(1, round(config.short * config.gan.settings().steps))
@@ -91,33 +132,32 @@ class Teach(Subject):
             "intervals are over the training seeds; judge and teacher are one each",
         )
 
-    def _arm(self, arm: Job, own: Settings, steps: int | None = None) -> None:
+    def _arm(self, arm: Job, own: Settings, steps: int | None = None) -> Path:
         config = self.config
-        self.training(arm, config.gan, own, steps=steps, n=config.n, extractor=config.extractor, judge=self.run)
-        self.captions[arm.name] = f"{arm.name}: the first seed's samples, a row for each class"
+        self.captions[arm.name] = CAPTION.format(arm.name)
+        return self.training(arm, config.gan, own, steps=steps, n=config.n, extractor=config.extractor, judge=self.run)
+
+    def _chosen(self, place: Path, seed: int, generator: Path, classifier: Path | None, **how: Any) -> Result:
+        """Samples of another arm's run."""
+        checkpoint = load(resolve(str(of_seed(generator, seed))))
+        by = None if classifier is None else classifier_from(load(resolve(str(classifier))), choose_device(self.device))
+        return self.judged(checkpoint, place, partial(Chosen, classifier=by, pool=how["pool"], psi=how["psi"]))
 
     def judge(self, run: Path) -> Result:
-        """As `judged`; and a picture of samples at the same latents for every arm, a row for each class."""
-        checkpoint, picture = load(resolve(str(run))), self.picture(run.parent.name.rpartition("-s")[0])
+        return self.judged(load(resolve(str(run))), run.parent)
+
+    def judged(self, checkpoint: Checkpoint, place: Path, chosen: Callable[..., Any] = lambda each: each) -> Result:
+        """What the judge says of a generator, or of what is chosen of its samples; and a picture of samples at the same
+        latents for every arm. Raises UserError where it taught this one.
+        """
+        config, device, run = self.config, choose_device(self.device), str(self.run)
+        generator, picture = chosen(generator_from(checkpoint, device)), self.picture(place.name.rpartition("-s")[0])
         if not picture.is_file():
             classes = checkpoint["classes"][:SHOWN]
             labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
-            images = generate(generator_from(checkpoint), labels=labels, indices=range(len(labels)), seed=SEED)
+            images = generate(generator, labels=labels, indices=range(len(labels)), seed=SEED)
             save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), picture)
-        return self.judged(checkpoint)
 
-    def _wrong_labels(self, place: Path, _seed: int, images: Path) -> Settings:
-        with Dataset(images) as reader:
-            order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(len(reader))
-            every = (reader, range(len(reader)), reader.labels()[order])
-            source = f"{reader.meta.source}, labels by chance"
-            write_labelled(place / "images.lmdb", [every], reader.classes, source=source, overwrite=True)
-        return {}
-
-    def judged(self, checkpoint: Checkpoint) -> Result:
-        """What the judge says of a generator. Raises UserError where it taught this one."""
-        config, device, run = self.config, choose_device(self.device), str(self.run)
-        generator = generator_from(checkpoint, device)
         with Dataset(self.part(TEST)) as reader:
             classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, reader)
             spec = f"classifier:{run}" if config.extractor == JUDGE else config.extractor
@@ -137,6 +177,14 @@ class Teach(Subject):
         return Result(
             {"frechet": row["frechet"], "recognised": figures["recognised"], "diversity": row["diversity_ratio"]}
         )
+
+    def _wrong_labels(self, place: Path, _seed: int, images: Path) -> Settings:
+        with Dataset(images) as reader:
+            order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(len(reader))
+            every = (reader, range(len(reader)), reader.labels()[order])
+            source = f"{reader.meta.source}, labels by chance"
+            write_labelled(place / "images.lmdb", [every], reader.classes, source=source, overwrite=True)
+        return {}
 
 
 CONFIG, SUBJECT = TeachConfig, Teach

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
 from duetgan.inference.dataset import guesses
 from duetgan.metrics.features.extractors import fingerprint
-from duetgan.models.restore import classifier_from
+from duetgan.models.gan import draw
+from duetgan.models.restore import classifier_from, generator_from
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.studies.labels import (
     CONSISTENT,
@@ -26,7 +28,7 @@ from duetgan.studies.labels import (
 )
 from duetgan.studies.results import packed
 from duetgan.studies.subject import of_seed
-from duetgan.studies.teach import PLAIN, SHORT, WRONG_TEACHER, Teach, TeachConfig
+from duetgan.studies.teach import CHEAP, CHOSEN, PLAIN, SHORT, WRONG_TEACHER, Chosen, Teach, TeachConfig
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
@@ -158,7 +160,8 @@ def subject_in(folder, **changes):
 
 
 def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, asked):
-    configs = asked(subject_in(tmp_path, teacher=[0.5]).arms)
+    arms = subject_in(tmp_path, teacher=[0.5]).arms
+    configs = asked(arm for arm in arms if arm.name not in (CHOSEN, *CHEAP))
     told = {name: config for name, (config, _) in configs.items()}
     plain, taught = told[PLAIN], told["teacher, weight 0.5"]
     assert taught.loss.classifier == str(tmp_path / "jobs/teacher/run")
@@ -182,17 +185,42 @@ def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
     taught, wrongly = (
         load(resolve(gan_run(tmp_path / name, teachers=[weights]))) for name, weights in (("a", teacher), ("b", judge))
     )
-    figures = subject.judged(taught).figures
+    figures = subject.judged(taught, tmp_path / "x-s0").figures
     assert 0 <= figures["recognised"] <= 1
     assert figures["frechet"] > 0
     assert figures["diversity"] > 0
     with pytest.raises(UserError, match="supplied a loss to this generator, so it cannot judge it"):
-        subject.judged(wrongly)
+        subject.judged(wrongly, tmp_path / "x-s0")
+
+
+def test_of_a_pool_the_first_sample_that_is_named_as_asked_is_taken_else_the_last(tmp_path, monkeypatch):
+    generator = generator_from(load(resolve(gan_run(tmp_path / "gan"))))
+    labels, psis = torch.arange(12) % generator.classes, []
+    chosen = Chosen(generator, Named(), 3, 0.5)
+    monkeypatch.setattr("duetgan.studies.teach.logits_of", lambda classifier, images: classifier(images))
+    z, noise = draw(chosen, range(12), 0)
+    found = chosen(z, labels, noise=noise, truncation_psi=1.0)
+    every = [
+        generator(z[:, i * generator.z_dim :][:, : generator.z_dim], labels, noise=maps, truncation_psi=0.5)
+        for i, maps in enumerate(zip(*[iter(noise)] * (len(noise) // 3), strict=True))
+    ]
+    for row, label in enumerate(labels.tolist()):
+        names = [int(Named()(chosen.spec.from_float(images[row : row + 1])).argmax()) for images in every]
+        psis.append(place := next((i for i, name in enumerate(names) if name == label), 2))
+        assert torch.allclose(found[row], every[place][row], atol=1e-5)
+    assert {0, 1, 2} == {*psis}
+
+
+class Named(torch.nn.Module):
+    """A class by an image's first pixel."""
+
+    def forward(self, images):
+        return torch.nn.functional.one_hot(images[:, 0, 0, 0].long() % 3, 3).float()
 
 
 @pytest.mark.slow
 def test_a_tiny_study_of_teachers(tmp_path, tiny):
     found, shown, _ = tiny("teach", tmp_path / "out", "--n", "20", "--short", "0.5", "--teacher", "[0.5]")
-    assert found["runs"] == {"done": 6, "planned": 6}
+    assert found["runs"] == {"done": 9, "planned": 9}
     assert {row["figure"] for row in found["comparisons"]} == {"recognised", "frechet", "diversity"}
-    assert shown.tags.count("img") == 6
+    assert shown.tags.count("img") == 9
