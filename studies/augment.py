@@ -96,6 +96,8 @@ class Augment(Subject):
         if self.tail:
             weights, sampling = {"loss.class_weights": "balanced"}, {"data.sampling": "balanced"}
             self._arm(Job("class weights", "each class's loss by 1 / its frequency", CLASSIC, [EVERY]), weights)
+            adjusted = Job("logit adjustment", "log frequencies are added to logits in training", CLASSIC, [EVERY])
+            self._arm(adjusted, {"loss.logit_adjustment": 1.0})
             self._arm(Job("balanced sampling", "every class is seen equally often", CLASSIC, [EVERY]), sampling)
         self.bases(Job("", family=CLASSIC, against=[EVERY]))
         self._arm(Job("stronger augmentation", _settings(config.stronger), CLASSIC, [EVERY]), config.stronger)

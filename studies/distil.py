@@ -73,6 +73,8 @@ class Distil(Subject):
         arm(Job(f"{SAMPLES}, taught", "and samples", "samples", asked(nothing)), taught, SAMPLES)
         job = Job(f"{SAMPLES} alone, taught", "samples, no real image", "samples", asked(nothing_alone))
         arm(job, taught, SAMPLES, alone=True)
+        content = Comparison(FEW, expected="not helps", why="samples without any content must not help")
+        arm(Job(NOISE, "and untrained samples with the labels asked for", "control", [content]), {}, NOISE)
         arm(Job(nothing, "and samples of the untrained generator", "control"), taught, NOISE)
         arm(Job(nothing_alone, "samples of the untrained generator", "control"), taught, NOISE, alone=True)
         arm(Job(f"{OTHERS}, taught", "and others without labels", "control", [help_must]), taught, OTHERS)

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "kind": "cross-entropy",
         "label_smoothing": 0.1,
         "class_weights": None,
+        "logit_adjustment": 0.0,
         "teacher": None,
         "teacher_share": 1.0,
         "temperature": 2.0,
@@ -61,6 +62,8 @@ class ClassifierReference:
         head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
         self.optimizer = Optimizer(self.names, tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
         self.teacher: Any = task.teacher
+        counts = torch.tensor(task.reader.meta.histogram, dtype=torch.get_default_dtype())
+        self.prior = (counts / counts.max()).log()
         self.unlabelled: Any = None if task.unlabelled is None else task.unlabelled.images
         self.said: Any = None if task.unlabelled is None else task.unlabelled.said
         self.thought = torch.full((self.model.classes + 1,), 1 / self.model.classes)
@@ -139,14 +142,16 @@ class ClassifierReference:
             counted = torch.cat([counted, used])
         smoothing = self.tree["loss"]["label_smoothing"]
         smooth = (1 - smoothing) * targets + smoothing / self.model.classes
-        logits = self.model(images)
+        logits = plain = self.model(images)
+        if self.tree["loss"]["logit_adjustment"]:
+            logits = plain + self.tree["loss"]["logit_adjustment"] * self.prior
         if self.tree["loss"]["kind"] == "squared-error":
             losses = (targets @ self.weights) * ((logits - smooth) ** 2).mean(1)
         else:
             losses = -(self.weights * smooth * logits.log_softmax(1)).sum(1)
         if self.teacher is not None:
             given = self.tree["loss"]
-            told, own = ((each / given["temperature"]).softmax(1) for each in (self.teacher(images).detach(), logits))
+            told, own = ((each / given["temperature"]).softmax(1) for each in (self.teacher(images).detach(), plain))
             taught = given["temperature"] ** 2 * (told * (told / own).log()).sum(1)
             losses = (1 - given["teacher_share"]) * losses + given["teacher_share"] * taught
         return (counted * losses).sum() / self.batch

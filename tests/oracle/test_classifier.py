@@ -60,7 +60,10 @@ TREES: dict[str, dict[str, Any]] = {
     | {"unlabelled": UNLABELLED | {"ratio": 3, "spread": 0.3, "weight": 0.7, "threshold": 0.9}},
     "sure": COMMON | {"unlabelled": UNLABELLED | {"ratio": 1, "threshold": 0.34, "adaptive": False}},
     "taught": COMMON
-    | {"loss": COMMON["loss"] | {"teacher": "teacher", "teacher_share": 0.7, "temperature": 3.0}}
+    | {
+        "loss": COMMON["loss"]
+        | {"teacher": "teacher", "teacher_share": 0.7, "temperature": 3.0, "logit_adjustment": 0.6}
+    }
     | {"augment": {"mixup": 0.7}, "data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
     "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
 }

@@ -59,7 +59,11 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"optimizer.lr_batch_size": (32, "plain"), "optimizer.sgd_momentum": (0.1, "plain", MUON)},
     **{"optimizer.ns_steps": (1, "plain", MUON), "optimizer.unit_filters": (True, "plain", MUON)},
     **{"loss.kind": ("squared-error", "plain"), "loss.label_smoothing": (0.5, "plain")},
-    **{"loss.class_weights": ("balanced", "plain"), "ema.decay": (0.11, "plain")},
+    **{
+        "loss.logit_adjustment": (1.0, "plain"),
+        "loss.class_weights": ("balanced", "plain"),
+        "ema.decay": (0.11, "plain"),
+    },
     **{"loss.teacher_share": (0.2, "taught"), "loss.temperature": (1.0, "taught"), "loss.teacher": (None, "taught")},
     **{"finetune.freeze": (["stem"], "fine-tuning"), "finetune.unfreeze": ({"head": 0, "backbone": 1}, "fine-tuning")},
     **{"finetune.freeze_at": ({"head": 1}, "fine-tuning"), "finetune.unfreeze_by": ("epoch", "fine-tuning")},

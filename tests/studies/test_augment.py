@@ -66,7 +66,8 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
     assert told[HELD].data.synthetic.balance == told[UNTRAINED].data.synthetic.balance == "fill"
     assert told[HELD].data.synthetic.share == told[UNTRAINED].data.synthetic.share == 0.5
     assert not told[REAL].data.synthetic.on
-    assert len({repr(config) for config in told.values()}) == len(told) == 14
+    assert len({repr(config) for config in told.values()}) == len(told) == 15
+    assert told["logit adjustment"].loss.logit_adjustment == 1
 
 
 def test_even_classes_need_no_weights_and_mixing_is_of_samples_alone(tmp_path):

@@ -22,7 +22,7 @@ def subject_in(folder):
 
 def test_arms_differ_by_their_images_and_their_teacher_alone(tmp_path, asked):
     subject = subject_in(tmp_path)
-    configs = asked(arm for arm in subject.arms if arm.name == SAMPLES or arm.name.endswith("taught"))
+    configs = asked(arm for arm in subject.arms if arm.name in (SAMPLES, NOISE) or arm.name.endswith("taught"))
 
     def told(config):
         paths = (config.data.path, config.data.synthetic.path, config.loss.teacher)
@@ -35,6 +35,7 @@ def test_arms_differ_by_their_images_and_their_teacher_alone(tmp_path, asked):
         SAMPLES: (first, samples, None, 0.0),
         f"{SAMPLES}, taught": (first, samples, "teacher", 0.0),
         f"{SAMPLES} alone, taught": (samples, None, "teacher", 0.0),
+        NOISE: (first, noise, None, 0.0),
         f"{NOISE}, taught": (first, noise, "teacher", 0.0),
         f"{NOISE} alone, taught": (noise, None, "teacher", 0.0),
         f"{OTHERS}, taught": (first, others, "teacher", 0.0),
@@ -68,7 +69,7 @@ def test_others_are_held_back_images_as_many_of_each_class_as_there_are_training
 def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
     student = ("--student.config", str(tmp_path / "study-classifier.yaml"), "--student.overrides", "{steps: 4}")
     found, shown, _ = tiny("distil", tmp_path / "out", "--per-class", "2", *student)
-    assert found["runs"] == {"done": 12, "planned": 12}
+    assert found["runs"] == {"done": 13, "planned": 13}
     assert {row["first"] for row in found["comparisons"]} == {BASE, f"{OTHERS}, taught"}
-    assert found["controls"][0]["arm"] == f"{OTHERS}, taught"
+    assert {row["arm"] for row in found["controls"]} == {NOISE, f"{OTHERS}, taught"}
     assert shown.tags.count("img") == 3

@@ -196,7 +196,8 @@ def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
 def test_of_a_pool_the_first_sample_that_is_named_as_asked_is_taken_else_the_last(tmp_path, monkeypatch):
     generator = generator_from(load(resolve(gan_run(tmp_path / "gan"))))
     labels, psis = torch.arange(12) % generator.classes, []
-    chosen = Chosen(generator, Named(), 3, 0.5)
+    by: Any = Named()
+    chosen = Chosen(generator, by, 3, 0.5)
     monkeypatch.setattr("duetgan.studies.teach.logits_of", lambda classifier, images: classifier(images))
     z, noise = draw(chosen, range(12), 0)
     found = chosen(z, labels, noise=noise, truncation_psi=1.0)

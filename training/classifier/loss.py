@@ -2,6 +2,7 @@
 asymmetric loss of several; with soft targets and class weights.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, Positive
 from duetgan.utils.errors import UserError
 
 FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's own
+LEAST_SHARE = 1e-9  # of the largest class
 
 
 class ClassifierLossConfig(Config):
@@ -26,13 +28,15 @@ class ClassifierLossConfig(Config):
     label_smoothing: Decay = 0.1  # this share of every target is spread over all classes, or over yes and no
     # by name, others 1; balanced: 1 / frequency. Several labels: what those that are there count
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
+    logit_adjustment: NonNegativeFloat = 0.0  # times log(class's share), added to logits in training (2007.07314)
     teacher: str | None = None  # run of a classifier whose answers to the same images are targets, too (distillation)
     teacher_share: Probability = 1.0  # of the loss, that is to these; the rest is to the labels
     temperature: PositiveFloat = 2.0  # of its and the network's answers
 
     def check(self) -> None:
-        if self.teacher and self.several:
-            raise UserError("loss.teacher names one class an image; set loss.kind cross-entropy or squared-error")
+        for key in ("teacher", "logit_adjustment"):
+            if self.several and getattr(self, key):
+                raise UserError(f"loss.{key} is for one class an image; set loss.kind cross-entropy or squared-error")
 
     @property
     def several(self) -> bool:
@@ -94,11 +98,22 @@ def class_weight_list(
     return [weight / mean for weight in weights]
 
 
+def by_class(
+    config: ClassifierLossConfig, classes: Sequence[str], shares: Sequence[float], device: torch.device
+) -> list[Tensor | None]:
+    """`class_weight_list`, and what `logit_adjustment` adds to each class's logit; None for what is not asked for."""
+    tau, most = config.logit_adjustment, max(shares)
+    prior = [tau * math.log(max(share / most, LEAST_SHARE)) for share in shares] if tau else None
+    given = class_weight_list(config, classes, shares), prior
+    return [None if each is None else torch.tensor(each, device=device) for each in given]
+
+
 def classifier_loss(
     logits: Tensor,  # [n, classes]
     targets: Targets,
     config: ClassifierLossConfig,
-    weights: Tensor | None = None,  # [classes], as by class_weight_list
+    weights: Tensor | None = None,  # [classes], as by `by_class`
+    prior: Tensor | None = None,  # [classes], likewise
 ) -> Tensor:
     """The sum over the samples, each by its weight, 0-d; the caller divides it by the global batch.
 
@@ -107,6 +122,7 @@ def classifier_loss(
     cross entropy is mean_c -(w_c t_c log p_c + (1 - t_c) log(1 - p_c)); the asymmetric loss (2009.14119, equations 4
     to 7) has q_c^FOCUS log(1 - q_c), q_c = max(p_c - MARGIN, 0), in the last term.
     """
+    logits = logits if prior is None else logits + prior
     reduction, smoothing = "sum" if targets.weights is None else "none", config.label_smoothing
     if config.kind == "cross-entropy" and targets.others is None:
         errors = F.cross_entropy(logits, targets.labels, weights, label_smoothing=smoothing, reduction=reduction)

@@ -32,7 +32,7 @@ from duetgan.training.classifier.config import ClassifierConfig, check_batches, 
 from duetgan.training.classifier.consistency import Unlabelled
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.frozen import Frozen, image_features
-from duetgan.training.classifier.loss import Targets, class_weight_list, classifier_loss, distilled, sample_weights
+from duetgan.training.classifier.loss import Targets, by_class, classifier_loss, distilled, sample_weights
 from duetgan.training.classifier.micro_batch import MicroBatch
 from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
 from duetgan.training.classifier.probe import Probe, Probed, alike, fit, looked_at
@@ -107,8 +107,7 @@ class ClassifierTask(Task):
         shares = np.array(label_shares(config.data, reader))
         if config.loss.several:
             shares = shares @ reader.meta.multi_hot / shares.sum()
-        weights = class_weight_list(config.loss, reader.meta.classes, shares.tolist())
-        self.class_weights = None if weights is None else torch.tensor(weights, device=device)
+        self.by_class = by_class(config.loss, reader.meta.classes, shares.tolist(), device)
         self.precision = Precision(config.precision, device)
         self.probe = Probed()
         self.teacher = Teacher("loss.teacher", config.loss.teacher, reader, device) if config.loss.teacher else None
@@ -276,7 +275,7 @@ class ClassifierTask(Task):
                         logits = self.forward(images)
                         answers = None if self.teacher is None else self.teacher(images)
                     logits = logits.to(loss_sum.dtype)
-                    loss = classifier_loss(logits, targets, self.config.loss, self.class_weights)
+                    loss = classifier_loss(logits, targets, self.config.loss, *self.by_class)
                     loss = distilled(loss, logits, answers, targets, self.config.loss) / self.config.batch_size
                 with phase("backward"):
                     self.precision.backward(loss)
