@@ -347,7 +347,8 @@ class ClassifierTask(Task):
 
     def describe(self) -> dict[str, str]:
         rows = self.resizing.describe() | ({"split": "; ".join(map(str, self.shares))} if self.shares else {})
-        trains = "; ".join(self.finetuning.describe())
+        trains, teacher = "; ".join(self.finetuning.describe()), self.config.loss.teacher
+        rows |= {"taught by": teacher} if teacher else {}
         return rows | ({"what trains": trains} if trains else {})
 
     def layer_table(self, name: str) -> str:

@@ -45,6 +45,7 @@ def test_it_resumes_to_the_bit_and_the_teacher_stays_as_it_was(files, tmp_path):
     train(config_of(files), tmp_path / "resumed", max_steps=3)
     _, resumed = train(config_of(files), tmp_path / "resumed")
     assert differing(straight, resumed) == []
+    assert task.describe()["taught by"] == str(files / "teacher")
     assert fingerprint(task.teacher.network) == fingerprint(classifier_from(load(resolve(str(files / "teacher")))))
 
 
