@@ -177,10 +177,7 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
         raise UserError(f"{path} has {newer}: update it or pack again")
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run data.pack again")
-    with explained(
-        (ValueError, RecursionError),
-        lambda why: f"{path}: its metadata record is damaged ({why}); copy or pack it again",
-    ):
+    with bounded.reading(f"{path}: its metadata record", "copy or pack it again", ValueError, RecursionError):
         end = Completion.read(json.loads(complete), "the completion record")
         if end.meta_checksum != zlib.crc32(meta_record):
             raise ValueError("checksum does not match")

@@ -265,10 +265,8 @@ def class_names(path: Path, table: _Table, column: str) -> list[str]:
     """The names of a ClassLabel in Hugging Face's metadata, or none."""
     if table.metadata is None:
         return []
-    with explained(
-        (ValueError, AttributeError, RecursionError),
-        lambda why: f"{path}: its metadata record huggingface is damaged ({why}); get it again",
-    ):
+    record, faults = f"{path}: its metadata record huggingface", (ValueError, AttributeError, RecursionError)
+    with bounded.reading(record, "get it again", *faults):
         content = json.loads(table.metadata)
         names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
