@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from duetgan.utils.errors import UserError, explained
 
@@ -63,11 +63,6 @@ class Refused(OSError):
         return str(self.strerror)
 
 
-class Readable(Protocol):
-    def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes, b"" at the end."""
-
-
 def too_large(size: int, kind: FileLimit) -> str | None:
     """Why a file of so many bytes does not come in, or None."""
     return f"has {size:,} bytes, more than {kind.remedy}" if size > kind.limit else None
@@ -99,7 +94,7 @@ def read_file(path: str | Path, kind: FileLimit) -> bytes:
         return read_stream(file, kind)
 
 
-def read_stream(stream: Readable, kind: FileLimit) -> bytes:
+def read_stream(stream: IO[bytes] | io.BufferedIOBase, kind: FileLimit) -> bytes:
     """All that is left in a stream. Raises OSError, at the kind's limit Refused."""
     parts, size, limit = [], 0, kind.limit
     while part := stream.read(min(STEP, limit + 1 - size)):

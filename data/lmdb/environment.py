@@ -145,9 +145,7 @@ def _open(path: Path, size: int) -> lmdb.Environment:
     if not ours:
         raise UserError(f"{path} is not an LMDB file: give a file made by data.pack")
     ahead = size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with explained(
-        lmdb.Error, lambda why: f"{path} cannot be opened ({why}), it is damaged or truncated: pack it again"
-    ):
+    with bounded.reading(path, "it is damaged or truncated: pack it again", lmdb.Error):
         environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead)
     # A read beyond the end of a mapped file kills the process (SIGBUS): compare sizes before the first one.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
