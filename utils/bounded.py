@@ -1,8 +1,5 @@
-"""The user's files, opened and read within bounds: every byte of theirs comes in through here.
-
-- Regular files only, by `stat` before `open`: a named pipe never hangs, a device is never read.
-- No more of a file than the limit of its kind, whatever it claims to hold: sizes are checked before anything is read,
-  and what is compressed is unpacked no further than the limit.
+"""The user's files, opened and read within bounds: every byte of theirs comes in through here. Regular files only, so
+that a named pipe never hangs, and no more of one than the limit of its kind, whatever it claims to hold.
 
 tests/utils/test_bounded.py keeps other ways of opening a file out of the program.
 """

@@ -1,9 +1,5 @@
 """Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own (table_child.py).
 
-Images are binary, or a struct with the field `bytes`. Labels are the column that has the name of one
-(data/sources/base.py), else the only ClassLabel: text, or whole numbers, whose names may stand in the schema's
-metadata (key "huggingface").
-
 Hugging Face's `save_to_disk` writes a folder of Arrow files whose `state.json` names them in order, or a folder of such
 folders, the splits that `dataset_dict.json` names. A folder of `.arrow` files without either is the library's cache.
 """
