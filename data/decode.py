@@ -36,10 +36,8 @@ class RandomCrop:
     """
 
     area: tuple[float, float] = (0.08, 1.0)  # share of the image, uniform
-    aspect: tuple[float, float] = (
-        3 / 4,
-        4 / 3,
-    )  # width / height, over that of what it becomes; uniform in the logarithm
+    # width / height, over that of what it becomes; uniform in the logarithm
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
 
     def box(self, height: int, width: int, draws: np.random.Generator, wanted: Size = (1, 1)) -> Box:
         """A crop of an image of height x width px that becomes one of `wanted`; if TRIES draws do not fit, the largest

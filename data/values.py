@@ -122,12 +122,11 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
     """Shape, whether it is in Fortran's order, type and first byte of the array of a .npy file of `size` bytes. Raises
     ImageError for one that is none, or has other bytes.
     """
-    try:
+    # whatever Python's own parser raises
+    with explained(Exception, lambda why: ImageError(f"is no array of NumPy's ({' '.join(str(why).split())[:80]})")):
         version = np.lib.format.read_magic(stream)
         read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, fortran, dtype = read[version](stream)
-    except Exception as error:  # whatever Python's own parser raises
-        raise ImageError(f"is no array of NumPy's ({' '.join(str(error).split())[:80]})") from None
     if dtype.hasobject or dtype.kind not in "iuf":
         raise ImageError(f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32")
     start, told = stream.tell(), math.prod(shape) * dtype.itemsize
@@ -208,10 +207,10 @@ def open_tiff(content: Any) -> Any:
     with explained(ImportError, told):
         import tifffile
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
-    try:  # a name, since that of an open file is its number
+    # tifffile raises whatever comes up
+    with explained(Exception, lambda why: ImageError(f"is no TIFF file ({' '.join(str(why).split())[:80]})")):
+        # a name, since that of an open file is its number
         return tifffile.TiffFile(io.BytesIO(content) if isinstance(content, bytes) else content, name="it")
-    except Exception as error:  # tifffile raises whatever comes up
-        raise ImageError(f"is no TIFF file ({' '.join(str(error).split())[:80]})") from None
 
 
 def page_values(page: Any, size: int) -> Values:

@@ -3,12 +3,12 @@
 A script runs in a process of its own.
 """
 
-import difflib
 import os
 import sys
 from pathlib import Path
 
 from duetgan import HOME, __version__
+from duetgan.utils.config.cli import did_you_mean
 
 COMMANDS = {  # name -> script or module, and what it does
     "quickstart": ("quickstart.py", "train and evaluate both models on the sample or on your own images"),
@@ -51,8 +51,7 @@ def main() -> int:
         print(f"duet {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(argv[0], list(COMMANDS))
         print(f"error: no command {argv[0]}{hint}; `duet --help` lists them", file=sys.stderr)
         return 2
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

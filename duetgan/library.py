@@ -45,7 +45,7 @@ class Classifier(nn.Module):
         self.network = classifier_from(checkpoint, device)
         self.class_names: list[str] = list(checkpoint["classes"])
         self.transform = Transform.of(checkpoint)
-        self.image_shape, self.image_range = self.transform.shape, (-1.0, 1.0)
+        self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
         self._batch = BATCH
 
     def forward(self, images: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Generator(nn.Module):
         self.label_names = self.network.label_names(self.class_names)  # what can be asked for: classes, or sets of them
         self.z_dim = self.network.z_dim
         self.transform = Transform.of(checkpoint)
-        self.image_shape, self.image_range = self.transform.shape, (-1.0, 1.0)
+        self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """Images [N, channels, H, H] in about [-1, 1] of z [N, z_dim] (normal) and labels int64 [N], places in

@@ -6,10 +6,10 @@ A browser names runs by their number and steps by their place: nothing that it s
 
 import hmac
 import json
-import math
 import sys
 import threading
 import traceback
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -30,6 +30,7 @@ from duetgan.inference.samples import parse_layers
 from duetgan.reporting.pictures import number, picture
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.cli import number as number_type
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import printable
 
@@ -111,14 +112,8 @@ class Asked:
 
     def number(self, name: str, low: int, high: int, default: str = "", kind: type = int) -> Any:
         """A number from `low` to `high`."""
-        text = self._args.get(name, default)
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise UserError(f"{name} {text[:40]!r}: give a {'whole ' * (kind is int)}number from {low} to {high}")
-        return value
+        with explained(ArgumentTypeError, lambda why: f"{name} {why}"):
+            return number_type(kind, low, high)(self._args.get(name, default))
 
     def run(self, task: str | None = None, name: str = "run") -> Shown:
         """A run by its number, of that task."""

@@ -26,9 +26,10 @@ from duetgan.metrics.features.extractors import classifier_input
 from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
+from duetgan.utils import bounded
 from duetgan.utils.checkpoint import load
 from duetgan.utils.distributed.collectives import choose_device
-from duetgan.utils.errors import UserError, explained, require_same_classes
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.runlog.progress import Bar
 
@@ -123,10 +124,8 @@ class Snapshot:
 def rate_of(checkpoint: dict[str, Any]) -> float:
     """The largest rate of a checkpoint's optimizer; 1 where it has none."""
     groups = (checkpoint["state"].get("optimizer") or {}).get("param_groups") or []
-    with explained(
-        (TypeError, LookupError, ValueError, RuntimeError),
-        f"{checkpoint.get('file')}: state.optimizer has no rates; use another checkpoint",
-    ):
+    rates, faults = f"{checkpoint.get('file')}: state.optimizer", (TypeError, LookupError, ValueError, RuntimeError)
+    with bounded.reading(rates, "use another checkpoint", *faults):
         return max((float(group["lr"]) for group in groups), default=1.0)
 
 

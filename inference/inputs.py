@@ -60,11 +60,6 @@ class Transform:
         """Of what it gives."""
         return ImageSpec.of(self.channels, self.resolution, self.pixel_format)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of what it gives."""
-        return self.spec.shape
-
     def read(self, image: "Image | Content") -> Tensor:
         """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's name."""
         if isinstance(image, str | os.PathLike):

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from duetgan.inference.samples import Sampler, default_count, with_styles
@@ -146,43 +146,27 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
     with building(path) as temporary, av.open(str(temporary), "w", format=kind[1:], options=of_file) as container:
         stream: Any = container.add_stream(codec, rate=fps)
         stream.pix_fmt, stream.options = pixel_format, options
-        palettes = _Palettes(fps) if kind == ".gif" else None
 
         def add(frame: np.ndarray) -> None:
             pixels = np.ascontiguousarray(np.broadcast_to(frame, (*frame.shape[:2], 3)))
             pixels = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
             if not stream.codec_context.is_open:
                 stream.height, stream.width = pixels.shape[:2]
-            picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            yuv = picture.reformat(format="yuv420p", dst_colorspace="itu709") if palettes is None else palettes(picture)
-            container.mux(stream.encode(yuv))
+            if kind == ".gif":
+                picture = av.VideoFrame.from_ndarray(_with_palette(pixels), format="pal8")
+            else:
+                picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+                picture = picture.reformat(format="yuv420p", dst_colorspace="itu709")
+            container.mux(stream.encode(picture))
 
         yield add
         container.mux(stream.encode())  # the frames that the encoder still held back
 
 
-class _Palettes:
-    """Frames with palettes of their own: lossless in grey, the nearest of 256 colours otherwise."""
-
-    def __init__(self, fps: int) -> None:
-        self._tick, self._count = Fraction(1, fps), 0
-        self._graph: Any = None
-
-    def __call__(self, frame: Any) -> Any:
-        if self._graph is None:
-            from av.filter import Graph
-
-            self._graph = graph = Graph()
-            source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=self._tick)
-            split, use, sink = graph.add("split"), graph.add("paletteuse", "new=1:dither=none"), graph.add("buffersink")
-            palette = graph.add("palettegen", "stats_mode=single:reserve_transparent=0")
-            graph.link_nodes(source, split, palette)
-            split.link_to(use, 1, 0)
-            palette.link_to(use, 0, 1)
-            graph.link_nodes(use, sink).configure()
-        frame.pts, frame.time_base = self._count, self._tick
-        self._graph.push(frame)
-        drawn = self._graph.pull()
-        drawn.pts, drawn.time_base = self._count, self._tick
-        self._count += 1
-        return drawn
+def _with_palette(pixels: np.ndarray) -> Any:
+    """A frame as places in a palette of its own, and that, [256, 4]: lossless in up to 256 colours, as grey is."""
+    image = Image.fromarray(pixels).quantize(256, dither=Image.Dither.NONE)
+    palette = np.full((256, 4), 255, np.uint8)  # alpha, red, green, blue
+    colours = np.asarray(image.getpalette(), np.uint8).reshape(-1, 3)
+    palette[: len(colours), 1:] = colours
+    return np.asarray(image), palette

@@ -27,8 +27,8 @@ from duetgan.inference.strips import Counterfactuals
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.classifier import Classifier
-from duetgan.utils.errors import UserError, explained
-from duetgan.utils.files import building, check_writable, write_atomic
+from duetgan.utils.errors import UserError
+from duetgan.utils.files import building, check_writable, write_atomic, writing
 from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, visible
 from duetgan.utils.memory import cores
 from duetgan.utils.text import printable
@@ -215,10 +215,7 @@ def sorter(folder: Path) -> Sink:
         label = label if label.strip(".") else f"_{label}"  # a checkpoint's word: it must not lead out of the folder
         place = folder / label / path.name.replace(":", "_")
         if path.is_file():
-            with explained(
-                OSError, lambda why: f"--sort-into: cannot link {place}: {why.strerror}; choose another place"
-            ):
-                place.parent.mkdir(parents=True, exist_ok=True)
+            with writing(place):
                 unused(place, os.path.lexists).symlink_to(path.resolve())
             return
         content = given.content()

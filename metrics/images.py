@@ -144,7 +144,7 @@ def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path:
     shown = [(place, row) for place, row in enumerate(reliability) if row["n"]]
     places = (np.array([place for place, _ in shown]) + 0.5) / len(reliability)
     accuracy, confidence, counts = (np.array([row[key] for _, row in shown]) for key in ("accuracy", "confidence", "n"))
-    figure = _figure(4.5, 5.5)
+    figure = new_figure(4.5, 5.5)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     width = 1 / len(reliability)
     above.bar(places, accuracy, width, color="#3b6ea5", edgecolor="white", label="accuracy")
@@ -155,7 +155,7 @@ def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path:
     above.legend(loc="upper left", frameon=False)
     below.bar(places, counts, width, color="#888888", edgecolor="white")
     below.set(xlabel="confidence", ylabel="images")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], path: str | Path) -> None:
@@ -164,7 +164,7 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     count = len(classes)
     side = min(12.0, 3.0 + 0.55 * count)
-    figure = _figure(side, side)
+    figure = new_figure(side, side)
     axes = figure.add_subplot()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set_xlabel("named by the classifier")
@@ -176,16 +176,16 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure  # here: who trains does not wait for it
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: str | Path) -> None:
+def save_figure(figure: Any, path: str | Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     write_atomic(path, buffer.getvalue())
@@ -193,7 +193,7 @@ def _save(figure: Any, path: str | Path) -> None:
 
 def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
     """Draw an audit: for each score [members + held out] both sides' histograms, and the ROC curve beside them."""
-    figure = _figure(9.0, 3.2 * len(scores))
+    figure = new_figure(9.0, 3.2 * len(scores))
     axes = figure.subplots(len(scores), 2, squeeze=False)
     titles = {"generator": "minus the distance to the nearest sample", "discriminator": "the discriminator's logit"}
     for (name, score), (left, right) in zip(scores.items(), axes, strict=True):
@@ -210,4 +210,4 @@ def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> 
         right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
         right.set_xlabel("held-out images above a threshold")
         right.set_ylabel("training images above it")
-    _save(figure, path)
+    save_figure(figure, path)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from duetgan.utils import bounded
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
@@ -57,10 +58,11 @@ def read(path: Path) -> "Converted":
     Raises UserError for a file that is missing, damaged, or holds what Duet's networks cannot be; nothing in it is run.
     """
     from duetgan.models.official import nvidia, r3gan, rosinality, tensorflow
-    from duetgan.models.official.unpickle import Inert, Refused, read_pickle
+    from duetgan.models.official.unpickle import Inert, read_pickle
     from duetgan.models.weights import read_plain
 
-    try:
+    faults = ValueError, TypeError, LookupError, RuntimeError  # Refused is a ValueError
+    with bounded.reading(path, "give a StyleGAN2 or R3GAN network", *faults):
         if path.suffix == ".safetensors":
             return nvidia.from_file(path)
         if path.suffix != ".pkl":
@@ -71,11 +73,6 @@ def read(path: Path) -> "Converted":
         average: Any = content.get("G_ema")
         persistent = isinstance(average, Inert) and "_init_kwargs" in average.state
         return nvidia.convert(content) if persistent else r3gan.convert(content)
-    except UserError:
-        raise
-    except (Refused, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{path}: cannot be converted: {reason}; give a StyleGAN2 or R3GAN network") from error
 
 
 def checkpoint_of(converted: "Converted", names: list[str]) -> dict[str, Any]:

@@ -320,17 +320,14 @@ def generate(
     labels: Tensor | None,
     indices: Sequence[int],
     seed: int,
-    truncation_psi: float = 1.0,
-    truncation_cutoff: int | None = None,
     noise_mode: NoiseMode = "random",
     batch_size: int = 64,
     stream: tuple[str | int, ...] = ("eval",),  # of the draws' keys
     numpy_seeds: Sequence[int] | None = None,  # see `draw`
+    **truncation: Any,  # truncation_psi and truncation_cutoff, as the model has them
 ) -> Tensor:
     """Images [N, channels, H, W] on the CPU, as files have them (`spec.from_float`), for labels [N] (None when
     unconditional) and sample indices (N of them).
-
-    `truncation_psi` draws the styles of the first `truncation_cutoff` layers (None: of all) towards their mean.
     """
     device = next(model.parameters()).device
     drawn = []
@@ -339,6 +336,5 @@ def generate(
         z, maps = draw(model, indices[part], seed, stream, None if numpy_seeds is None else numpy_seeds[part])
         batch_labels = None if labels is None else upload(labels[part], device)
         noise = [upload(m, device) for m in maps] if noise_mode == "random" else noise_mode
-        options = {"truncation_psi": truncation_psi, "truncation_cutoff": truncation_cutoff}
-        drawn.append(model.spec.from_float(model(upload(z, device), batch_labels, noise=noise, **options)).cpu())
+        drawn.append(model.spec.from_float(model(upload(z, device), batch_labels, noise=noise, **truncation)).cpu())
     return torch.cat(drawn)

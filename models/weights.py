@@ -231,10 +231,7 @@ def lineage_of(path: Path, about: Mapping[str, str]) -> Lineage:
 
     Raises UserError where it says so in a damaged way.
     """
-    with explained(
-        (ValueError, AttributeError, RecursionError),
-        lambda why: f"{path}: its metadata are damaged ({why}); export it again",
-    ):
+    with bounded.reading(f"{path}: its metadata", "export it again", ValueError, AttributeError, RecursionError):
         if lineage := json.loads(about.get("duet", "{}")).get("lineage"):
             return Lineage.read(lineage, "lineage")
     return Lineage.of(pretrained=[file_hash(path)])

@@ -10,7 +10,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,7 +178,7 @@ class Quickstart:
             classifier=self.plan.classifier is not None,
             answers=told,
         )
-        print(f"\n{in_words(summary)}\n\n" + "\n".join(told))
+        print("\n" + "\n".join(told))
         print(f"{duration(seconds)} in all" + (f", {duration(self.plan.total)} expected" * (not self.plan.quick)))
         print(f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)")
 
@@ -200,20 +199,6 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
     left, why = left + plan.survey.unlabelled * plan.pooled, " or look like held-out ones" * plan.pooled
     out = f"; {left:,} of them cannot be read{why} and are left out" if left else ""
     return [f"{plan.survey.text()}{out}.", *answers(classifier, gan, smallest), f"Next: {what}. $ {typed(command)}"]
-
-
-def in_words(summary: dict[str, Any]) -> str:
-    classifier, gan, lines = summary["classifier"], summary["gan"], []
-    if classifier:
-        sure = " ({:.3f} to {:.3f})".format(*classifier["interval"]) if classifier["interval"] else ""
-        lines = [f"classifier: accuracy {classifier['accuracy']:.3f}{sure}, n {classifier['n']}"]
-        if floor := classifier["floor"]:
-            about = "{:.3f} ({:.3f} to {:.3f})".format(floor["accuracy"], *floor["interval"])
-            lines.append(f"it began as a logistic regression on its features: {about} by cross-validation")
-    figures = {"recognised": gan["recognised"], "diversity": gan["diversity_ratio"], "distance": gan["distance"]}
-    words = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
-    floor = "" if gan["floor"] is None else f" (real images: {gan['floor']:.3f})"
-    return "\n".join([*lines, f"GAN: {words}{floor} by {gan['extractor'].partition(':')[0]}, n {gan['n']}"])
 
 
 def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
@@ -298,16 +283,11 @@ def call(command: list[str]) -> int:
     """
     if not CHECKOUT and command[1] == "-m":  # modules lie below the installed name
         command = [*command[:2], f"duetgan.{command[2]}", *command[3:]]
-    signals: list[int] = []  # that are to be forwarded
     dies = functools.partial(die_with_parent, os.getpid())
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": dies}
-    note = lambda number, _: signals.append(number)  # noqa: E731
-    with handling(note, obeyed_signals()), subprocess.Popen(command, cwd=ROOT, **how) as process:
-        while (code := process.poll()) is None:
-            while signals:
-                process.send_signal(signals.pop(0))
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.2)
+    process = subprocess.Popen(command, cwd=ROOT, **how)
+    with handling(lambda number, _: process.send_signal(number), obeyed_signals()):
+        code = process.wait()
     return 128 - code if code < 0 else code
 
 

@@ -8,6 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -137,21 +138,14 @@ def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
     """Add image files to the events of a run that has any. Not while it trains: TensorBoard follows the newest file of
     a folder, and would no longer see what the training writes.
     """
-    folder = RunFolder(run)
     if not (run / "tensorboard").is_dir():
         return
-    try:
-        folder.open()
-    except UserError:  # it trains, or cannot be written
-        return
-    try:
-        events = Events(run / "tensorboard")
-        for file in files:
-            with Image.open(file) as image:
-                events.image(step, f"evaluation/{file.stem}", np.asarray(image.convert("RGB")))
-        events.close()
-    finally:
-        folder.close()
+    with suppress(UserError), closing(RunFolder(run)) as folder:
+        folder.open()  # else it trains, or cannot be written
+        with closing(Events(run / "tensorboard")) as events:
+            for file in files:
+                with Image.open(file) as image:
+                    events.image(step, f"evaluation/{file.stem}", np.asarray(image.convert("RGB")))
 
 
 HEADINGS = {"main": "The answer", "classes": "The same by class", "all arms": "Every arm"}

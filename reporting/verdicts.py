@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from duetgan.reporting.report import chance, signed, span
-from duetgan.utils.bounded import TABLE, read_file
-from duetgan.utils.errors import explained
+from duetgan.utils.bounded import TABLE, read_file, reading
 from duetgan.utils.text import duration
 
 HEAD = ["arm", "base", "controls", "of", "effect", "95 % interval", "p", "verdict"]
@@ -19,9 +18,7 @@ def verdicts(folders: Sequence[Path]) -> str:
     """
     lines = ["# What studies found", ""]
     for folder in folders:
-        with explained(
-            (OSError, ValueError, KeyError, TypeError), f"{folder}: give a study's folder, with a study.json"
-        ):
+        with reading(folder, "give a study's folder, with a study.json", ValueError, KeyError, TypeError):
             lines += _section(folder, json.loads(read_file(folder / "study.json", TABLE)))
     return "\n".join(lines)
 

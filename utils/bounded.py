@@ -1,8 +1,5 @@
-"""The user's files, opened and read within bounds: every byte of theirs comes in through here.
-
-- Regular files only, by `stat` before `open`: a named pipe never hangs, a device is never read.
-- No more of a file than the limit of its kind, whatever it claims to hold: sizes are checked before anything is read,
-  and what is compressed is unpacked no further than the limit.
+"""The user's files, opened and read within bounds: every byte of theirs comes in through here. Regular files only, so
+that a named pipe never hangs, and no more of one than the limit of its kind, whatever it claims to hold.
 
 tests/utils/test_bounded.py keeps other ways of opening a file out of the program.
 """
@@ -17,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from duetgan.utils.errors import UserError, explained
 
@@ -63,11 +60,6 @@ class Refused(OSError):
         return str(self.strerror)
 
 
-class Readable(Protocol):
-    def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes, b"" at the end."""
-
-
 def too_large(size: int, kind: FileLimit) -> str | None:
     """Why a file of so many bytes does not come in, or None."""
     return f"has {size:,} bytes, more than {kind.remedy}" if size > kind.limit else None
@@ -99,7 +91,7 @@ def read_file(path: str | Path, kind: FileLimit) -> bytes:
         return read_stream(file, kind)
 
 
-def read_stream(stream: Readable, kind: FileLimit) -> bytes:
+def read_stream(stream: IO[bytes] | io.BufferedIOBase, kind: FileLimit) -> bytes:
     """All that is left in a stream. Raises OSError, at the kind's limit Refused."""
     parts, size, limit = [], 0, kind.limit
     while part := stream.read(min(STEP, limit + 1 - size)):

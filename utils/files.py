@@ -82,11 +82,12 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a result that was asked for; makes missing folders. UserError if the disk refuses."""
-    with explained(
-        OSError, lambda why: f"cannot write {path}: {why.strerror or why}; choose another place or make room"
-    ):
+def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
+    """Around the writing of a result that was asked for; makes missing folders. UserError if the disk refuses, and for
+    what else, of `faults`, is raised inside.
+    """
+    words = "cannot write {}: {}; choose another place or make room"
+    with explained((OSError, *faults), lambda why: words.format(path, getattr(why, "strerror", None) or why)):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
 

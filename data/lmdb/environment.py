@@ -145,9 +145,7 @@ def _open(path: Path, size: int) -> lmdb.Environment:
     if not ours:
         raise UserError(f"{path} is not an LMDB file: give a file made by data.pack")
     ahead = size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with explained(
-        lmdb.Error, lambda why: f"{path} cannot be opened ({why}), it is damaged or truncated: pack it again"
-    ):
+    with bounded.reading(path, "it is damaged or truncated: pack it again", lmdb.Error):
         environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead)
     # A read beyond the end of a mapped file kills the process (SIGBUS): compare sizes before the first one.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
@@ -177,10 +175,7 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
         raise UserError(f"{path} has {newer}: update it or pack again")
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run data.pack again")
-    with explained(
-        (ValueError, RecursionError),
-        lambda why: f"{path}: its metadata record is damaged ({why}); copy or pack it again",
-    ):
+    with bounded.reading(f"{path}: its metadata record", "copy or pack it again", ValueError, RecursionError):
         end = Completion.read(json.loads(complete), "the completion record")
         if end.meta_checksum != zlib.crc32(meta_record):
             raise ValueError("checksum does not match")

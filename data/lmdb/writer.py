@@ -8,7 +8,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from duetgan.data.lmdb.format import (
 from duetgan.data.lmdb.record import Layout, Record, mean_and_std, value_range
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.files import replaceable, sync_folder
+from duetgan.utils.files import replaceable, sync_folder, writing
 from duetgan.utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
@@ -121,11 +121,9 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def _open(self) -> None:
         missing = [folder for folder in self.path.parents if not folder.exists()]
-        with _writing(self.path.parent):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in reversed(missing):
-            self._undo.callback(folder.rmdir)
-        with _writing(self._partial):
+        with writing(self.path):
+            for folder in reversed(missing):
+                self._undo.callback(folder.rmdir)
             replaceable(self._partial)  # a pipe would hang
             self._lock = self._undo.enter_context(self._partial.open("ab"))
         with explained(
@@ -134,7 +132,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._undo.callback(self._partial.unlink, missing_ok=True)
         os.truncate(self._partial, 0)  # what a killed run has left
-        with _writing(self.path):
+        with writing(self.path, lmdb.Error):
             self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=FIRST_MAP)
         self._undo.callback(self._environment.close)
         self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
@@ -202,7 +200,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def _commit(self) -> None:
         """Write the batch in one transaction; a full map is doubled and the batch replayed."""
-        with _writing(self.path):
+        with writing(self.path, lmdb.Error):
             try:
                 with self._environment.begin(write=True) as transaction:
                     for key, value in self._batch:
@@ -257,7 +255,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._commit()
         needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
         self._environment.close()
-        with _writing(self.path), self._partial.open("rb+") as file:
+        with writing(self.path, lmdb.Error), self._partial.open("rb+") as file:
             if os.fstat(file.fileno()).st_size < needed:  # pages that were reserved but never written
                 file.truncate(needed)
             os.fsync(file.fileno())
@@ -265,7 +263,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def publish(self) -> None:
         """Give the file that is complete its name."""
-        with _writing(self.path):
+        with writing(self.path, lmdb.Error):
             os.replace(self._partial, self.path)
             sync_folder(self.path.parent)
         self._undo.pop_all()
@@ -283,15 +281,3 @@ def check_target(path: Path, overwrite: bool) -> None:
         replaceable(path)
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name or add --overwrite")
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """What the disk refuses inside becomes a UserError."""
-    try:
-        yield
-    except bounded.Refused as error:
-        raise UserError(f"{path}: {error}; choose another name, or remove what is there") from None
-    except (lmdb.Error, OSError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot write ({why}); free some space or choose another folder") from None

@@ -259,11 +259,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         ("content", meta.content_hash[:16]),
         ("fingerprint", meta.fingerprint[:16]),
     ]
-    rows += (
-        [("pyramid", f"also at {', '.join(str(image.at(side).resolution) for side in reversed(smaller))} px")]
-        if smaller
-        else []
-    )
+    if smaller:
+        rows.append(("pyramid", f"also at {', '.join(str(image.at(side).resolution) for side in smaller[::-1])} px"))
     rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
     if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
         rows.append(("colour", "there is none: --channels 1 packs grey images as such"))

@@ -1,9 +1,7 @@
 """What a source of images is. A new kind of source is one new file and one line in data/sources/__init__.py.
 
-Which column of a table holds the labels, and what looks like labels but is not used: columns, names of files.
-
-Which files or folders belong to a split: by their names. Shards are taken in order of name. Names with a split's
-(`train-00000-of-00002.parquet`) are its shards; `-of-N` says that there are N of them.
+Shards are taken in order of name. Those with a split's name (`train-00000-of-00002.parquet`) are its shards; `-of-N`
+says that there are N of them.
 """
 
 import itertools

@@ -5,7 +5,6 @@ and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
 - Split folders may have any case and "set" behind their names (`Test`, `training_set`). Others beside a train and a
   test folder are left out if they hold no class folders; where it is unclear what the folders are, UserError asks for
   the split or for `classes_from`. Without such folders everything is taken, unless the split asked for is test.
-- A folder `unlabelled` beside class folders is no class; its images are left out.
 - Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a class per folder at the
   top) or "parent" (a class per name of the folder in which images lie).
 """

@@ -1,9 +1,5 @@
 """CSV manifests: a header with the column `path` and, if wanted, `label` and `split`; then a row for each image.
 
-A label may be a list, `cat;dog` or JSON's: then an image has several, or none where it is empty.
-
-Without `label` the only column that has the name of one is taken for it (data/sources/base.py).
-
 Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems, named
 with their line. Rows that contradict each other are refused. docs/lmdb.md has the other rules.
 """

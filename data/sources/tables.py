@@ -1,9 +1,5 @@
 """Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own (table_child.py).
 
-Images are binary, or a struct with the field `bytes`. Labels are the column that has the name of one
-(data/sources/base.py), else the only ClassLabel: text, or whole numbers, whose names may stand in the schema's
-metadata (key "huggingface").
-
 Hugging Face's `save_to_disk` writes a folder of Arrow files whose `state.json` names them in order, or a folder of such
 folders, the splits that `dataset_dict.json` names. A folder of `.arrow` files without either is the library's cache.
 """
@@ -265,10 +261,8 @@ def class_names(path: Path, table: _Table, column: str) -> list[str]:
     """The names of a ClassLabel in Hugging Face's metadata, or none."""
     if table.metadata is None:
         return []
-    with explained(
-        (ValueError, AttributeError, RecursionError),
-        lambda why: f"{path}: its metadata record huggingface is damaged ({why}); get it again",
-    ):
+    record, faults = f"{path}: its metadata record huggingface", (ValueError, AttributeError, RecursionError)
+    with bounded.reading(record, "get it again", *faults):
         content = json.loads(table.metadata)
         names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in names):

@@ -154,12 +154,9 @@ def import_extra(name: str) -> Any:
 def open_safetensors(subject: Subject, path: Path) -> Runner:
     """The network built from the file alone."""
     checkpoint = read_weights(path)
-    whole = (
-        classifier_from(checkpoint, several=True)
-        if subject.is_classifier
-        else Drawing(generator_from(checkpoint, several=True))
-    )
-    return as_runner(whole)
+    if subject.is_classifier:
+        return as_runner(classifier_from(checkpoint, several=True))
+    return as_runner(Drawing(generator_from(checkpoint, several=True)))
 
 
 # --- torch.export

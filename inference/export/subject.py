@@ -25,7 +25,7 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.gan import ImageGenerator, draw
 from duetgan.models.restore import ENTRY, KEYS, NETWORKS, classifier_from, generator_from
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
 
@@ -74,10 +74,8 @@ def write_weights(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    try:
+    with explained(SafetensorError, lambda why: OSError(f"{path}: {why}")):  # it hides the system's error in its text
         save_file(tensors, str(path), {"format": "pt"} | metadata)
-    except SafetensorError as error:  # it hides the system's error in its text
-        raise OSError(f"{path}: {error}") from error
 
 
 Inputs = tuple[Tensor, ...]

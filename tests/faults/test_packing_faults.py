@@ -72,7 +72,7 @@ def test_fault_17_disk_full(many, tmp_path, encoding, size):
     """Files may not grow beyond `size` bytes."""
     command = packing(many, tmp_path / "x.lmdb", encoding)
     done = own_process(*command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
-    done.refusal("x.lmdb: cannot write", "free some space")
+    done.refusal("cannot write", "x.lmdb", "make room")
     assert names(tmp_path) == []
 
 
@@ -83,7 +83,7 @@ def test_fault_17_disk_full_of_a_small_file_system(many, tmp_path):
     prefix = with_mounts(f"mount -t tmpfs -o size=3m tmpfs {disk}", f"echo older > {disk}/x.lmdb")
     shown = f'"$@" || code=$?; ls -A {disk}; cat {disk}/x.lmdb; exit $code'
     done = own_process(*packing(many, disk / "x.lmdb"), "--overwrite", prefix=[*prefix, "sh", "-c", shown, "sh"])
-    done.refusal("x.lmdb: cannot write", "free some space")
+    done.refusal("cannot write", "x.lmdb", "make room")
     assert done.out.split() == ["x.lmdb", "older"]
 
 

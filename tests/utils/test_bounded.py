@@ -149,12 +149,13 @@ def test_limit_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert bounded.IMAGE.limit == 256 << 20
 
 
-class Endless:
+class Endless(io.BufferedIOBase):
     """Zeros without an end; counts them."""
 
     given = 0
 
-    def read(self, size: int, /) -> bytes:
+    def read(self, size: int | None = -1, /) -> bytes:
+        assert size is not None
         self.given += size
         return bytes(size)
 

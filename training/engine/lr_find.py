@@ -4,7 +4,6 @@ The range test of Smith (1506.01186, section 3.3) with exponential steps: while 
 then it falls, then training diverges. A good rate lies where it falls.
 """
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from duetgan.metrics.images import new_figure, save_figure
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.profile import Rewind
 from duetgan.training.optim.config import OptimizerConfig
@@ -137,11 +137,9 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
     return rates[first + int(third) + int(third / 2)]
 
 
-def draw(curve: Curve, suggestion: Suggestion | None) -> bytes:
-    """The curve as a PNG; the part where training diverges is cut off."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
+    """Write the curve as a PNG; the part where training diverges is cut off."""
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
     axes.plot(curve.rates, curve.smoothed, color="C0", linewidth=2, label="smoothed")
@@ -155,9 +153,7 @@ def draw(curve: Curve, suggestion: Suggestion | None) -> bytes:
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss of the next batch")
     axes.set_title(curve.stopped, fontsize=9)
     axes.legend(fontsize=8)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+    save_figure(figure, path)
 
 
 def write(curve: Curve, folder: Path) -> str:
@@ -169,7 +165,7 @@ def write(curve: Curve, folder: Path) -> str:
     suggestion = curve.suggestion()
     numbers = suggestion._asdict() if suggestion else dict.fromkeys(Suggestion._fields)
     write_atomic(folder / NUMBERS, as_json(asdict(curve) | numbers))
-    write_atomic(folder / IMAGE, draw(curve, suggestion))
+    draw(curve, suggestion, folder / IMAGE)
     tried = f"{curve.rates[0]:.2g} to {curve.rates[-1]:.2g}" if curve.rates else "the first on"
     if suggestion is None:
         raise UserError(

@@ -62,8 +62,6 @@ def train(
             return 0
         if rates is not None:
             return _find_rate(loop, rates)
-        if profile_steps is not None:
-            _check_profile(loop, profile_steps)  # and once more at the step where a resumed run stands
         return _run(loop, max_steps, profile_steps)
     except Exception as error:
         if not collectives.is_peer_error(error):

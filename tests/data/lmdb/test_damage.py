@@ -103,7 +103,7 @@ def test_a_lie_is_an_error_of_one_line(tmp_path: Path, encoding: str) -> None:
 )
 def test_the_field_is_named(packed: Path, lie: dict[str, Any], message: str) -> None:
     forge(packed, read(packed, META_KEY) | lie)
-    with pytest.raises(UserError, match=rf"packed\.lmdb: its metadata record is damaged \(.*{message}.*pack it again"):
+    with pytest.raises(UserError, match=rf"packed\.lmdb: its metadata record .* read \(.*{message}.*pack it again"):
         LMDBReader(packed)
 
 
@@ -114,7 +114,7 @@ def test_records_that_are_no_mapping(packed: Path, record: bytes, key: bytes) ->
         forge(packed, record)
     else:
         change(packed, key, record)
-    assert_raises(UserError, "metadata record is damaged", LMDBReader, packed)
+    assert_raises(UserError, "metadata record cannot be read", LMDBReader, packed)
 
 
 def test_the_completion_record_must_agree_and_a_version_must_be_one(packed: Path) -> None:
@@ -177,8 +177,8 @@ def test_flipped_bit_in_a_label_is_refused(packed: Path, tmp_path: Path) -> None
         (META_KEY, None, "not finished"),
         (b"format", None, "not a packed data set"),
         (b"format", b"duet-lmdb 2", "format version 2, this program reads 1"),
-        (b"complete", b"{}", "damaged"),
-        (META_KEY, b"not what the checksum is of", "metadata record is damaged"),
+        (b"complete", b"{}", "completion record.meta_checksum is missing"),
+        (META_KEY, b"not what the checksum is of", "metadata record cannot be read"),
     ],
 )
 def test_unfinished_foreign_and_newer_files_are_refused(packed, key, other, message):
