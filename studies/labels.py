@@ -9,22 +9,21 @@ import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.weighted_sampling import few_labels
-from duetgan.inference.dataset import guesses, write_dataset, write_labelled
-from duetgan.inference.samples import Sampler
-from duetgan.models.restore import classifier_from, generator_from
+from duetgan.inference.dataset import guesses, write_labelled
+from duetgan.models.restore import classifier_from
 from duetgan.studies.baselines import before_training, readout, spread
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN, Recipe, StudyConfig, write_subset
 from duetgan.studies.results import Comparison, Result
-from duetgan.studies.subject import SEED, Job, Subject
+from duetgan.studies.subject import Job, Subject
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.config.model import PositiveFloat, PositiveInt, Probability
+from duetgan.utils.config.model import PositiveInt, Probability
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
-SAMPLES, UNLABELLED = "samples without labels", "images without labels"
+UNLABELLED = "images without labels"
 ALL = "all labels"
-GUESSED, WITH_SAMPLES, WRONG = "pseudo-labels", "pseudo-labels and samples", "labels by chance"
+GUESSED, WRONG = "pseudo-labels", "labels by chance"
 READ, SPREAD, TUNED, CONSISTENT = "readout of D", "spread by D", "from D on", "consistency from D"
 OF_UNTRAINED = "untrained"  # D, in the controls of these
 BASE = "best without"  # of the arms without another model
@@ -36,7 +35,6 @@ class LabelsConfig(StudyConfig):
 
     per_class: list[PositiveInt] = [10, 50]  # labels of each class
     threshold: Probability = 0.95  # least probability of a pseudo-label
-    ratio: PositiveFloat = 1.0  # samples per training image, before those that are not sure are left out
     # of the arms that start from the discriminator: keys of the classifier's recipe
     discriminator: dict[str, Any] = {
         "model.stem": "imagenet",
@@ -71,9 +69,7 @@ class Labels(Subject):
         config, recipe, train = self.config, self.config.classifier, self.part(TRAIN)
         images = self.add(Job(UNLABELLED, UNLABELLED), self._unlabelled, images=train) / "images.lmdb"
         generator, untrained = self.generators(images)
-        job = Job(SAMPLES, "samples of the generator")
-        samples = self.add(job, self._samples, ratio=config.ratio, generator=generator, images=images) / "samples.lmdb"
-        settings = {"recipe": recipe, "threshold": config.threshold, "images": train, "samples": samples}
+        settings = {"recipe": recipe, "threshold": config.threshold, "images": train}
         least, why = arm_name(config.per_class[0]), "more labels must help, or the study could not see any help"
         chance = Comparison(least, expected="not helps", why="labels by chance must not help")
         for count in config.per_class:
@@ -86,13 +82,12 @@ class Labels(Subject):
             first = self.add(arm, self._first, count=count, **settings)
             self.bases(Job(named(), family=named()), first / "few.lmdb", known)
             self.best(named(BASE), named())
-            for way, what, kind, figure, against in (
-                (GUESSED, "and all others that it is sure of", "guessed", "pseudo_labels", asked(WRONG)),
-                (WITH_SAMPLES, "and samples that it is sure of", "mixed", "samples_kept", asked(WRONG, GUESSED)),
-                (WRONG, "labels drawn by chance", "wrong", "pseudo_labels", [chance] * (named() == least)),
+            for way, what, kind, family, against in (
+                (GUESSED, "and all others that it is sure of", "guessed", "more", asked(WRONG)),
+                (WRONG, "labels drawn by chance", "wrong", "control", [chance] * (named() == least)),
             ):
-                arm = Job(named(way), what, "control" if way == WRONG else "more", against)
-                self.training(arm, recipe, images=first / f"{kind}.lmdb", used=(first, figure))
+                used = first, "pseudo_labels"
+                self.training(Job(named(way), what, family, against), recipe, images=first / f"{kind}.lmdb", used=used)
             for run, suffix, family in ((generator, "", "more"), (untrained, f", {OF_UNTRAINED}", "control")):
                 start = {"model.name": "discriminator", "model.weights": run}
                 maps = partial(before_training, name="discriminator", weights=run, head="readout")
@@ -120,21 +115,11 @@ class Labels(Subject):
             meta = write_labelled(place / "images.lmdb", [every], (), source=source, overwrite=True)
         return {"images": meta.count}
 
-    def _samples(self, place: Path, _seed: int, ratio: float, generator: Path, images: Path) -> dict[str, Any]:
-        checkpoint = load(resolve(str(generator)))
-        sampler = Sampler(generator=generator_from(checkpoint, choose_device(self.device)), seed=SEED)
-        count = max(1, round(ratio * self.outcome(images.parent)["images"]))
-        out = place / "samples.lmdb"
-        write_dataset(sampler, checkpoint, out, source="samples for a study", count=count, overwrite=True)
-        return {"samples": count}
-
-    def _first(
-        self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path, samples: Path
-    ) -> Result:
-        """Draw the labelled images (`few.lmdb`), train on them, and label the others and the samples, for the arms that
-        follow: `guessed.lmdb`, `mixed.lmdb` with the samples, and `wrong.lmdb`.
+    def _first(self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path) -> Result:
+        """Draw the labelled images (`few.lmdb`), train on them, and label the others, for the arms that follow:
+        `guessed.lmdb`, and `wrong.lmdb` by chance.
         """
-        with Dataset(images) as reader, Dataset(samples) as drawn:
+        with Dataset(images) as reader:
             labels, classes = reader.labels(), reader.classes
             chosen = few_labels(labels, count, seed, classes)
             write_subset(reader, chosen, place / "few.lmdb")
@@ -144,18 +129,13 @@ class Labels(Subject):
             guessed, chances = guesses(classifier, reader, batch_size=BATCH)
             rest = np.setdiff1d(np.arange(len(reader)), chosen)
             kept = rest[chances[rest] >= threshold]
-            named, chances = guesses(classifier, drawn, batch_size=BATCH)
-            sure = np.flatnonzero(chances >= threshold)
             by_chance = numpy_generator(seed, "study", "wrong labels").integers(len(classes), size=len(kept))
-            first, more = (reader, chosen, labels[chosen]), (reader, kept, guessed[kept])
-            files = {"guessed": [first, more], "wrong": [first, (reader, kept, by_chance)]}
-            files["mixed"] = [first, more, *[(drawn, sure, named[sure])] * bool(len(sure))]
-            source = f"{count} labels a class and pseudo-labels"
-            for kind, parts in files.items():
+            for kind, named in (("guessed", guessed[kept]), ("wrong", by_chance)):
+                parts = [(reader, chosen, labels[chosen]), (reader, kept, named)]
+                source = f"{count} labels a class and pseudo-labels"
                 write_labelled(place / f"{kind}.lmdb", parts, classes, source=source, overwrite=True)
             result.figures["pseudo_labels"] = len(kept) / len(rest) if len(rest) else None
             result.figures["pseudo_right"] = float((guessed == labels)[kept].mean()) if len(kept) else None
-            result.figures["samples_kept"] = len(sure) / len(drawn)
         return result
 
 

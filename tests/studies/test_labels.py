@@ -18,10 +18,8 @@ from duetgan.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.studies.labels import (
     CONSISTENT,
     GUESSED,
-    SAMPLES,
     TUNED,
     UNLABELLED,
-    WITH_SAMPLES,
     Labels,
     LabelsConfig,
     arm_name,
@@ -34,7 +32,7 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from tests.conftest import REPOSITORY
-from tests.metrics.conftest import CLASSES, classifier_run, gan_run, pack
+from tests.metrics.conftest import classifier_run, gan_run, pack
 
 RECIPE = REPOSITORY / "configs/study_labels.yaml"
 
@@ -57,7 +55,6 @@ def subject(tmp_path, monkeypatch, request):
     pack(made.part(TRAIN), count=60)
     for name, seed in ((TEST, 5), (HELD_OUT, 7)):
         pack(made.part(name), count=30, seed=seed)
-    pack(made.place(SAMPLES) / "samples.lmdb", count=40, classes=[], seed=6)
     return made
 
 
@@ -89,10 +86,6 @@ def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
                 assert (labels[12:] == named[kept]).all() == (kind == "guessed")
         assert result.figures["pseudo_labels"] == len(kept) / 48
         assert result.figures["pseudo_right"] == (named == train.labels())[kept].mean()
-    with Dataset(draws / "mixed.lmdb") as mixed:
-        assert mixed.classes == CLASSES
-        assert result.figures["samples_kept"] == (len(mixed) - len(expected)) / 40 > 0
-        assert mixed.meta.passport is None  # of samples that say nothing of themselves
 
 
 def test_the_arms_train_on_what_their_names_say(subject):
@@ -105,7 +98,6 @@ def test_the_arms_train_on_what_their_names_say(subject):
         told.figures["used"] == json.loads((draws.with_suffix(".json")).read_text())["told"]["figures"]["pseudo_labels"]
     )
     assert "data.synthetic.path" not in guessed
-    assert made_by(subject, WITH_SAMPLES)[1]["data.path"] == str(draws / "mixed.lmdb")
     for way in (TUNED, CONSISTENT):
         _, given = made_by(subject, way)
         assert given["data.path"] == str(draws / "few.lmdb")
@@ -115,9 +107,9 @@ def test_the_arms_train_on_what_their_names_say(subject):
 
 
 @pytest.mark.parametrize("subject", [1.0], indirect=True)
-def test_the_generator_is_given_no_label_and_no_sample_may_be_sure_enough(subject):
-    assert made_by(subject, "")[0].figures["samples_kept"] == 0
-    for kind in ("mixed", "guessed"):
+def test_the_generator_is_given_no_label_and_no_image_may_be_sure_enough(subject):
+    assert made_by(subject, "")[0].figures["pseudo_labels"] == 0
+    for kind in ("wrong", "guessed"):
         with Dataset(subject.folder / f"runs/4-labels-s3/{kind}.lmdb") as file:
             assert len(file) == 12
     place = subject.place(UNLABELLED)
@@ -137,15 +129,15 @@ def test_a_part_of_the_arms_brings_bases_controls_and_what_must_help(tmp_path):
     assert [arm.name for arm in part.arms] == ["10 labels", *bases, *readouts, "all labels"]
     assert part.of_family("50 labels") == bases
     assert list(part.choices) == ["50 labels, best without"]
-    assert len(part.left_out) == 31 - len(part.arms)
+    assert len(part.left_out) == 29 - len(part.arms)
 
 
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page(tmp_path, tiny):
     few = ("--few.overrides", "{finetune.probe: true, steps: 4, batch_size: 8}")
     found, shown, _ = tiny("labels", tmp_path / "out", "--per-class", "[2]", "--threshold", "0.1", *few)
-    assert found["runs"] == {"done": 16, "planned": 16}
-    assert [row["second"] for row in found["comparisons"][:2]] == [arm_name(2, GUESSED), arm_name(2, WITH_SAMPLES)]
+    assert found["runs"] == {"done": 15, "planned": 15}
+    assert found["comparisons"][0]["second"] == arm_name(2, GUESSED)
     assert {row["first"] for row in found["comparisons"]} == {"2 labels, best without"}
     assert found["choices"]["2 labels, best without"].endswith("(1 of 1 seeds)")
     assert "pseudo_right" in shown.text
