@@ -121,7 +121,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def _open(self) -> None:
         missing = [folder for folder in self.path.parents if not folder.exists()]
-        with writing(self.path):
+        with writing(self._partial):
             for folder in reversed(missing):
                 self._undo.callback(folder.rmdir)
             replaceable(self._partial)  # a pipe would hang
