@@ -45,8 +45,10 @@ class Lineage(Stored):
 
     def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
         """Why a network of this lineage and fingerprint `weights` cannot judge beside these images; empty if it can."""
-        if not {weights, *self.teachers}.isdisjoint(generator.teachers):
+        if weights in generator.teachers:
             return "supplied a loss to this generator, so it cannot judge it; give another"
+        if not set(self.teachers).isdisjoint(generator.teachers):
+            return "learnt from a classifier that supplied a loss to this generator; give another"
         if self.synthetic:
             whose = ", ".join(dict.fromkeys(each.generator for each in self.synthetic))[:200]
             return (
