@@ -2,7 +2,6 @@
 to as many real images, and what a selection does to it.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from duetgan.studies.images import HELD_BACK, HELD_OUT, TRAIN, Recipe, StudyConfig
 from duetgan.studies.results import GROUPS, Comparison, Result
 from duetgan.studies.samples import Drawing
-from duetgan.studies.subject import Job, Subject, ended
+from duetgan.studies.subject import Job, Subject
 from duetgan.utils.config.model import PositiveInt
 from duetgan.utils.errors import UserError
 
@@ -68,15 +67,13 @@ class Cas(Subject):
         self.captions[arm.name] = f"{arm.name}, seed {self.config.first_seed}"
 
     def _make(self, place: Path, seed: int, source: Path, recipe: Recipe, n: int | None, **how: Any) -> Result:
-        file, shares = place / "images.lmdb", place / "kept.json"
-        if not (ended(place / "run") or (file.exists() and shares.exists())):
-            kept = self.draw({file: self._wanted()}, source, seed=seed, stream=("study", "sample"), **how)
-            shares.write_text(json.dumps(kept))
-            self.show(place.name.rpartition("-s")[0], file)
+        file = place / "images.lmdb"  # drawn again after an interruption, the same ones
+        kept = self.draw({file: self._wanted()}, source, seed=seed, stream=("study", "sample"), **how)
+        self.show(place.name.rpartition("-s")[0], file)
         self.train(place / "run", recipe, {"data.path": file, "data.val_path": None}, seed)
-        result, kept = self.judge(place / "run"), json.loads(shares.read_text())
+        result = self.judge(place / "run")
         result.figures["kept"] = float(np.mean(kept)) if kept else None
-        file.unlink(missing_ok=True)
+        file.unlink()
         return result
 
     def _wanted(self) -> list[int]:
