@@ -22,17 +22,19 @@ from duetgan.studies.results import Comparison, Result
 from duetgan.studies.samples import COLUMNS, save_table
 from duetgan.studies.subject import SEED, Job, Settings, Subject, of_seed
 from duetgan.utils.checkpoint import Checkpoint, load, resolve
-from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt, Probability
+from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import generator as keyed
 from duetgan.utils.seeding import numpy_generator
 
 JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = "judge", "teacher", "teacher by chance", "labels by chance"
-CHOSEN, CHEAP = "chosen by the teacher", ("chosen by chance", "truncated")
+CHOSEN, CHEAP = "chosen by the teacher", ("chosen by chance", "truncated by class")
 CAPTION = "{}: the first seed's samples, a row for each class"
 PLAIN, SHORT = "no classifier", "no classifier, stopped early"
 FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # whether larger is better
 SHOWN = 10  # classes in the pictures
+MEANT = 1000  # latents of a class's mean
 
 
 class TeachConfig(StudyConfig):
@@ -46,7 +48,7 @@ class TeachConfig(StudyConfig):
     weights: str | None = None  # weights file of the extractor
     short: InnerShare = 0.1  # share of the steps after which the control stops
     pool: PositiveInt = 4  # samples drawn for each that a classifier chooses
-    psi: Probability = 0.7  # truncation, of what is cheap without a classifier
+    psi: InnerShare = 0.7  # truncation towards a class's mean, of what is cheap without a classifier
 
     def check(self) -> None:
         super().check()
@@ -63,22 +65,34 @@ def answers(*controls: str) -> list[Comparison]:
 
 
 class Chosen(ImageGenerator):
-    """Of `pool` samples the first that a classifier names as asked, else the last; truncated to `psi`."""
+    """Of `pool` samples the first that a classifier names as asked, else the last. With `psi` below 1 truncated towards
+    the mean w of their class, not of all (conditional truncation, 2202.11777).
+    """
+
+    means: Tensor  # w of each class, [classes, w_dim]
 
     def __init__(self, generator: Any, classifier: Classifier | None, pool: int, psi: float) -> None:
         super().__init__()
         self.generator, self.classifier, self.pool, self.psi = generator, classifier, pool, psi
         self.z_dim, self.classes, self.channels = pool * generator.z_dim, generator.classes, generator.channels
         self.resolution, self.pixel_format = generator.resolution, generator.pixel_format
+        if psi < 1:
+            z = torch.randn(MEANT, generator.z_dim, generator=keyed(SEED, "study", "w")).to(generator.w_avg.device)
+            labels = torch.arange(self.classes, device=z.device)
+            self.means = torch.stack([generator.mapping(z, label.expand(MEANT)).mean(0) for label in labels])
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
         return self.pool * self.generator.noise_shapes(resolution)
 
     def forward(self, z: Tensor, labels: Tensor, noise: Any, **options: Any) -> Tensor:
-        options["truncation_psi"] = self.psi
         size, chosen, done = len(noise) // self.pool, z, torch.zeros(len(z), dtype=torch.bool, device=z.device)
         for number, own in enumerate(z.chunk(self.pool, 1)):
-            images = self.generator(own, labels, noise=noise[number * size : (number + 1) * size], **options)
+            maps = noise[number * size : (number + 1) * size]
+            if self.psi < 1:
+                w = self.means[labels].lerp(self.generator.mapping(own, labels), self.psi)
+                images = self.generator.synthesis(w[:, None].expand(-1, self.generator.num_ws, -1), maps)
+            else:
+                images = self.generator(own, labels, noise=maps, **options)
             chosen = torch.where(done.view(-1, 1, 1, 1), chosen, images) if number else images
             if self.classifier is not None:
                 done |= logits_of(self.classifier, self.spec.from_float(images)).argmax(1).to(z.device) == labels
@@ -117,7 +131,7 @@ class Teach(Subject):
         for name, what, family, classifier, psi, against in (
             (CHOSEN, "its samples that the teacher names as asked", "taught", teacher, 1.0, answers(*CHEAP)),
             (CHEAP[0], "its samples that the teacher by chance names as asked", "control", by_chance, 1.0, []),
-            (CHEAP[1], f"its samples at psi {config.psi:g}", "control", None, config.psi, []),
+            (CHEAP[1], f"its samples at psi {config.psi:g} of their class", "control", None, config.psi, []),
         ):
             self.add(Job(name, what, family, against), self._chosen, classifier=classifier, psi=psi, **drawn)
             self.captions[name] = CAPTION.format(name)

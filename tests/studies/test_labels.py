@@ -189,12 +189,12 @@ def test_of_a_pool_the_first_sample_that_is_named_as_asked_is_taken_else_the_las
     generator = generator_from(load(resolve(gan_run(tmp_path / "gan"))))
     labels, psis = torch.arange(12) % generator.classes, []
     by: Any = Named()
-    chosen = Chosen(generator, by, 3, 0.5)
+    chosen = Chosen(generator, by, 3, 1.0)
     monkeypatch.setattr("duetgan.studies.teach.logits_of", lambda classifier, images: classifier(images))
     z, noise = draw(chosen, range(12), 0)
-    found = chosen(z, labels, noise=noise, truncation_psi=1.0)
+    found = chosen(z, labels, noise=noise)
     every = [
-        generator(z[:, i * generator.z_dim :][:, : generator.z_dim], labels, noise=maps, truncation_psi=0.5)
+        generator(z[:, i * generator.z_dim :][:, : generator.z_dim], labels, noise=maps)
         for i, maps in enumerate(zip(*[iter(noise)] * (len(noise) // 3), strict=True))
     ]
     for row, label in enumerate(labels.tolist()):
@@ -202,6 +202,28 @@ def test_of_a_pool_the_first_sample_that_is_named_as_asked_is_taken_else_the_las
         psis.append(place := next((i for i, name in enumerate(names) if name == label), 2))
         assert torch.allclose(found[row], every[place][row], atol=1e-5)
     assert {0, 1, 2} == {*psis}
+
+
+def test_samples_are_truncated_towards_the_mean_of_their_class(tmp_path):
+    generator: Any = generator_from(load(resolve(gan_run(tmp_path / "gan"))))
+    labels, parts = torch.arange(6) % generator.classes, list[torch.Tensor]()
+    with torch.no_grad():
+        for psi in (1.0, 0.5, 1e-12):
+            chosen = Chosen(generator, None, 1, psi)
+            z, noise = draw(chosen, range(6), 0)
+            parts.append(chosen(z, labels, noise=noise))
+        assert torch.equal(parts[0], generator(z, labels, noise=noise))
+        assert chosen.means.std(0).min() > 0  # each class has its own
+        for row, label in enumerate(labels.tolist()):
+            own = [maps[row : row + 1] for maps in noise]
+            mean = chosen.means[label].expand(1, generator.num_ws, -1)
+            w = generator.mapping(z[row : row + 1], labels[row : row + 1])[:, None]
+            for found, ws in ((parts[1], (mean + w) / 2), (parts[2], mean)):
+                assert torch.allclose(found[row], generator.synthesis(ws, own)[0], atol=1e-4)
+    drawn = torch.randn(1000, generator.z_dim, generator=torch.Generator().manual_seed(1))
+    every = generator.mapping(drawn, torch.zeros(1000, dtype=torch.long))
+    spread = every.std(0) / 1000**0.5
+    assert ((every.mean(0) - chosen.means[0]).abs() < 7 * spread).all()
 
 
 class Named(torch.nn.Module):
