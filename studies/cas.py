@@ -72,7 +72,7 @@ class Cas(Subject):
         self.show(place.name.rpartition("-s")[0], file)
         self.train(place / "run", recipe, {"data.path": file, "data.val_path": None}, seed)
         result = self.judge(place / "run")
-        result.figures["kept"] = float(np.mean(kept)) if kept else None
+        result.figures["kept"] = float(np.array(kept, np.float64).mean()) if kept else None
         file.unlink()
         return result
 
