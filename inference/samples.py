@@ -42,8 +42,7 @@ class Sampler:
     def __post_init__(self) -> None:
         if bool(self.chosen) != bool(self.generator.classes):
             raise ValueError("classes are chosen from a conditional generator, and only from one")
-        truncated = self.truncation_psi != 1 or self.truncation_cutoff is not None
-        if truncated:
+        if self.truncation_psi != 1 or self.truncation_cutoff is not None:
             layers = with_styles(self.generator, "--truncation-psi or --truncation-cutoff").num_ws
             if not 0 <= (self.truncation_cutoff or 0) <= layers:
                 raise UserError(
@@ -159,7 +158,7 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
     images = [image for numbers in bar for image in sampler.images(numbers)]
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
-    save_rows(rows, out, columns=columns, most_rows=len(rows), spec=spec)
+    save_rows(rows, out, columns=columns, spec=spec)
     return count
 
 
@@ -195,15 +194,11 @@ def draw_mix(
     rows: list[list[Tensor | None]] = [[None, *synthesize(sampler, b)]]
     for row, source in enumerate(synthesize(sampler, a)):
         rows.append([source, *synthesize(sampler, mixed(a, b, row, layers))])
-    heads = [captions(sampler, names, numbers) for numbers in sides]
-    save_table(
-        rows,
-        out,
-        row_heads=["", *(f"A {name}" for name in heads[0])],
-        column_heads=["", *(f"B {name}" for name in heads[1])],
-        margin=3 * PADDING,
-        spec=sampler.generator.spec,
+    down, along = (
+        ["", *(f"{side} {name}" for name in captions(sampler, names, numbers))]
+        for side, numbers in zip("AB", sides, strict=True)
     )
+    save_table(rows, out, row_heads=down, column_heads=along, margin=3 * PADDING, spec=sampler.generator.spec)
     return count
 
 

@@ -84,16 +84,11 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     Student's paired test: it covers the chance of training and of the draw of test images for that training, but not
     that all runs share the test images.
     """
-    from scipy.stats import t
-
     differences = np.asarray(second) - np.asarray(first)
     value, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    degrees = len(differences) - 1
     if error <= 1e-12 * max(1e-300, float(np.abs([first, second]).max())):  # equal but for rounding
         return Difference(value, None, None, "paired by training seed")
-    half = float(t.ppf(0.975, degrees)) * error
-    p = float(2 * t.sf(abs(value) / error, degrees))
-    return Difference(value, [value - half, value + half], p, "paired by training seed")
+    return _student(value, error, len(differences) - 1, "paired by training seed")
 
 
 def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> Difference:
@@ -104,8 +99,6 @@ def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarr
     variance is of the two-way analysis of variance, the degrees of freedom are Hillis's (2007, Stat. Med. 26,
     596-619, equation 4). One pair: over the images alone, by the normal distribution.
     """
-    from scipy.stats import t
-
     used = weights > 0
     each = (second[:, used].astype(np.float64) - first[:, used]) * (weights[used] * used.sum())
     seeds, count = each.shape
@@ -121,6 +114,12 @@ def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarr
     if by_seed <= 1e-12 * (by_image + rest):  # but for rounding the seeds do not differ: over the images alone
         return _normal(value, math.sqrt(by_image / (seeds * count)), method)
     degrees, error = (seeds - 1) * (both / by_seed) ** 2, math.sqrt(both / (seeds * count))
+    return _student(value, error, degrees, method)
+
+
+def _student(value: float, error: float, degrees: float, method: str) -> Difference:
+    from scipy.stats import t
+
     half = float(t.ppf(0.975, degrees)) * error
     return Difference(value, [value - half, value + half], float(2 * t.sf(abs(value) / error, degrees)), method)
 

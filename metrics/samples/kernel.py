@@ -34,22 +34,16 @@ def squared_mmd(first: Tensor, second: Tensor) -> tuple[float, list[Tensor]]:
     return float(inner[0] + inner[1] - 2 * mean), answers
 
 
-def kernel_distance(
-    first: Tensor,  # features [n, F]
-    second: Tensor,  # features [m, F]
-    *,
-    seed: int,
-    subset_size: int = SUBSET_SIZE,
-) -> tuple[float, float]:
-    """Mean unbiased squared MMD over random subsets of equal size, 0 is expected of equal distributions; and its
-    variance over draws of both sets of images by the infinitesimal jackknife.
+def kernel_distance(first: Tensor, second: Tensor, *, seed: int) -> tuple[float, float]:
+    """Mean unbiased squared MMD of features [n, F] and [m, F] over random subsets of equal size, 0 is expected of equal
+    distributions; and its variance over draws of both sets of images by the infinitesimal jackknife.
 
     Subset i is drawn without replacement by the key (seed, "eval", "kernel", i). Where both sets have no more than
-    `subset_size` vectors, all subsets would be the whole sets, which are then taken once. A bootstrap would be biased:
+    SUBSET_SIZE vectors, all subsets would be the whole sets, which are then taken once. A bootstrap would be biased:
     an image that is drawn twice is unusually near to itself. Where the sets are equal but for chance, the variance is
     up to twice too large. Raises ValueError for different dimensions, or fewer than two vectors in a set.
     """
-    size = min(subset_size, len(first), len(second))
+    size = min(SUBSET_SIZE, len(first), len(second))
     if size < 2 or first.shape[1] != second.shape[1]:
         raise ValueError(f"no kernel distance between features {list(first.shape)} and {list(second.shape)}")
     first, second = first.detach().cpu().double(), second.detach().cpu().double()

@@ -15,7 +15,7 @@ from torch import Tensor
 from duetgan.metrics.classification.answers import Ranking
 from duetgan.metrics.intervals import Measured, wilson
 from duetgan.metrics.samples.memorisation import mann_whitney
-from duetgan.metrics.samples.neighbours import distance_blocks
+from duetgan.metrics.samples.neighbours import neighbours
 from duetgan.utils.text import columns, decimal
 
 LEVEL = 0.01  # of significance of an audit: one that finds nothing is accused once in a hundred
@@ -91,15 +91,9 @@ def distances_with_copies(
     distances: Tensor,  # float64 [r] to the nearest sample
     draws: Tensor,  # int64 [R, k]: which of the real images are planted among the samples, R times
 ) -> Tensor:
-    """The distances [R, r] where k of the real images are added to the samples as they are. In blocks, in float64."""
-    pool, places = draws.unique(return_inverse=True)
-    nearest = distances.repeat(len(draws), 1)
-    for rows, block, squares in distance_blocks(real[pool], real):
-        for each, planted in zip(nearest, places, strict=True):
-            near = planted[(planted >= rows.start) & (planted < rows.stop)] - rows.start
-            if len(near):
-                each[block] = torch.minimum(each[block], squares[near].amin(0).sqrt())
-    return nearest.scatter_(1, draws, 0.0)  # a copy's is 0, not a rounding error
+    """The distances [R, r] where k of the real images are added to the samples as they are, in float64."""
+    to_planted = torch.stack([neighbours(real, real[planted], 1)[0][:, 0].sqrt() for planted in draws])
+    return torch.minimum(distances, to_planted).scatter_(1, draws, 0.0)  # a copy's is 0, not a rounding error
 
 
 def detection(

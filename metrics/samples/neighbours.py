@@ -62,30 +62,23 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
 class Neighbourhoods:
     """Counts of balls and images in them, by the group of the other image. m samples, n real images."""
 
-    k_density: int
-    manifold_of_real: Tensor  # [m, G]: real images whose ball of k_manifold neighbours holds the sample
-    manifold_of_samples: Tensor  # [n, G]: samples whose ball of k_manifold neighbours holds the real image
-    dense: Tensor  # [m, G]: real images whose ball of k_density neighbours holds the sample
-    covering: Tensor  # [n, G]: samples in the real image's ball of k_density neighbours
+    manifold_of_real: Tensor  # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
+    manifold_of_samples: Tensor  # [n, G]: samples whose ball of K_MANIFOLD neighbours holds the real image
+    dense: Tensor  # [m, G]: real images whose ball of K_DENSITY neighbours holds the sample
+    covering: Tensor  # [n, G]: samples in the real image's ball of K_DENSITY neighbours
     clipped: Tensor  # [m, G]: as `dense`, but no ball reaches farther than the median one
     clipped_real: Tensor  # [n, G]: the other real images whose such ball holds the real image
 
 
-def neighbourhoods(
-    samples: Tensor,  # features [m, F]
-    real: Tensor,  # features [n, F]
-    *,
-    k_manifold: int = K_MANIFOLD,
-    k_density: int = K_DENSITY,
-) -> Neighbourhoods:
-    """Raises ValueError where a set has no more images than neighbours are asked for."""
-    near_real, indices = neighbours(real, real, max(k_manifold, k_density))
-    near_samples, _ = neighbours(samples, samples, k_manifold)
+def neighbourhoods(samples: Tensor, real: Tensor) -> Neighbourhoods:
+    """Of features [m, F] and [n, F]. Raises ValueError where a set has no more images than neighbours are asked for."""
+    near_real, indices = neighbours(real, real, K_DENSITY)
+    near_samples, _ = neighbours(samples, samples, K_MANIFOLD)
     scale = float(real[:REFERENCE_BLOCK].double().var(0).sum())
-    manifold, dense = near_real[:, k_manifold - 1], near_real[:, k_density - 1]
+    manifold, dense = near_real[:, K_MANIFOLD - 1], near_real[:, K_DENSITY - 1]
     short = dense.clamp(max=float(dense.quantile(0.5)))
     by_sample = [_reach(squares, scale) for squares in (manifold, dense, short)]  # balls around real images
-    ball_of_sample = _reach(near_samples[:, k_manifold - 1], scale)
+    ball_of_sample = _reach(near_samples[:, K_MANIFOLD - 1], scale)
     groups = [_one_hot(len(part)) for part in (samples, real)]
     on_samples = [torch.zeros(len(samples), groups[1].shape[1]) for _ in by_sample]
     on_real = [torch.zeros(len(real), groups[0].shape[1]) for _ in range(2)]  # by samples' balls, in real balls
@@ -94,12 +87,11 @@ def neighbourhoods(
             total[rows] += (squares <= reach[columns]).float() @ groups[1][columns]
         for total, reach in zip(on_real, (ball_of_sample[rows, None], by_sample[1][columns]), strict=True):
             total[columns] += (squares <= reach).float().T @ groups[0][rows]
-    inside = near_real[:, :k_density] <= by_sample[2][:, None]
+    inside = near_real <= by_sample[2][:, None]
     centres = inside.nonzero()[:, 0]
     own = torch.zeros(len(real), groups[1].shape[1])
-    own.index_add_(0, indices[:, :k_density][inside], groups[1][centres])
+    own.index_add_(0, indices[inside], groups[1][centres])
     return Neighbourhoods(
-        k_density=k_density,
         manifold_of_real=on_samples[0],
         manifold_of_samples=on_real[0],
         dense=on_samples[1],
@@ -167,7 +159,7 @@ def recall(near: Neighbourhoods) -> Measured:
 
 def density(near: Neighbourhoods) -> Measured:
     """Real images' balls that hold a sample, over k, on average; above 1 where samples crowd in dense regions."""
-    result = estimate(near.dense, lambda counts: counts / near.k_density, len(near.covering), rescale=True)
+    result = estimate(near.dense, lambda counts: counts / K_DENSITY, len(near.covering), rescale=True)
     return result.measured(high=torch.inf)
 
 
@@ -186,8 +178,7 @@ def clipped_density(near: Neighbourhoods) -> Measured:
     most 1. 0 where the real images have none (more than half of them are twins).
     """
     samples, real = (
-        estimate(counts, _up_to(near.k_density), len(near.covering), rescale=True)
-        for counts in (near.clipped, near.clipped_real)
+        estimate(counts, _filled, len(near.covering), rescale=True) for counts in (near.clipped, near.clipped_real)
     )
     if real.value == 0:
         return Measured(0.0, [0.0, 1.0])
@@ -202,9 +193,9 @@ def clipped_coverage(near: Neighbourhoods) -> Measured:
     """How full the real images' balls are of samples, at most k in each, as the share of good samples that is expected
     to give that.
     """
-    k, samples = near.k_density, len(near.dense)
-    fullness = estimate(near.covering, _up_to(k), samples, rescale=True).measured()
-    expected = expected_fullness(samples, len(near.covering), k)
+    samples = len(near.dense)
+    fullness = estimate(near.covering, _filled, samples, rescale=True).measured()
+    expected = expected_fullness(samples, len(near.covering), K_DENSITY)
     value, *interval = np.searchsorted(expected, [fullness.value, *(fullness.interval or ())]) / len(expected)
     return Measured(float(value), list(map(float, interval)) if interval[:1] < interval[1:] else None)
 
@@ -226,6 +217,6 @@ def _any(counts: Tensor) -> Tensor:
     return (counts > 0).double()
 
 
-def _up_to(k: int) -> Callable[[Tensor], Tensor]:
-    """The share of k places that counts fill."""
-    return lambda counts: (counts / k).clamp(max=1)
+def _filled(counts: Tensor) -> Tensor:
+    """The share of K_DENSITY places that counts fill."""
+    return (counts / K_DENSITY).clamp(max=1)

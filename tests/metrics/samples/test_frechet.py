@@ -9,6 +9,7 @@ import torch
 from scipy.spatial.distance import pdist
 from sklearn.metrics.pairwise import polynomial_kernel as sklearn_kernel
 
+from duetgan.metrics.samples import kernel
 from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, mean_distances
 from duetgan.metrics.samples.kernel import kernel_distance, polynomial_kernel, squared_mmd
@@ -129,7 +130,7 @@ def standard(n, dim, seed, shift=0.0):
     return torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)).double() + shift
 
 
-def test_the_kernel_is_scikit_learns_unbiased_and_subsets_average_near_the_whole():
+def test_the_kernel_is_scikit_learns_unbiased_and_subsets_average_near_the_whole(monkeypatch):
     """Over many draws from one distribution the mean is 0 within its error, and some estimates lie below it."""
     first, second = standard(7, 5, 0), standard(9, 5, 1)
     expected = sklearn_kernel(first.numpy(), second.numpy(), degree=3, gamma=1 / 5, coef0=1)
@@ -138,7 +139,8 @@ def test_the_kernel_is_scikit_learns_unbiased_and_subsets_average_near_the_whole
     assert abs(np.mean(values)) < 3 * np.std(values) / 300**0.5
     assert min(values) < 0
     first, second = standard(400, 6, 6), standard(300, 6, 7, shift=0.3)
-    found = [kernel_distance(first, second, seed=seed, subset_size=100)[0] for seed in (0, 0, 1)]
+    monkeypatch.setattr(kernel, "SUBSET_SIZE", 100)
+    found = [kernel_distance(first, second, seed=seed)[0] for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
     assert found[0] == pytest.approx(squared_mmd(first, second)[0], rel=0.2)
 
@@ -156,11 +158,9 @@ def test_estimate_is_the_sum_over_pairs():
 
 
 @pytest.mark.parametrize(("n", "size", "shift"), [(150, 1000, 0.3), (150, 50, 0.3), (150, 1000, 0.0)])
-def test_told_spread_is_that_of_other_draws(n, size, shift):
-    results = [
-        kernel_distance(standard(n, 8, 2 * i), standard(n, 8, 2 * i + 1, shift), seed=0, subset_size=size)
-        for i in range(80)
-    ]
+def test_told_spread_is_that_of_other_draws(n, size, shift, monkeypatch):
+    monkeypatch.setattr(kernel, "SUBSET_SIZE", size)
+    results = [kernel_distance(standard(n, 8, 2 * i), standard(n, 8, 2 * i + 1, shift), seed=0) for i in range(80)]
     values, variances = torch.tensor(results, dtype=torch.float64).T
     assert 0.75 < float(variances.mean().sqrt() / values.std()) < 1.7
 

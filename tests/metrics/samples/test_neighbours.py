@@ -32,10 +32,12 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(("samples", "k"), [((1, 300), 3), ((1, 220), 5), ((2, 130, 8, 0.7, 0.5), 4)])
-def test_equal_to_prdc(samples, k, small_blocks, capsys):
+def test_equal_to_prdc(samples, k, small_blocks, monkeypatch, capsys):
+    monkeypatch.setattr(module, "K_MANIFOLD", k)
+    monkeypatch.setattr(module, "K_DENSITY", k)
     fake, real = features(*samples), features(9)
     expected = prdc.compute_prdc(real.double().numpy(), fake.double().numpy(), nearest_k=k)
-    found = neighbourhoods(fake, real, k_manifold=k, k_density=k)
+    found = neighbourhoods(fake, real)
     for figure in (precision, recall, density, coverage):
         assert figure(found).value == pytest.approx(expected[figure.__name__], abs=1e-9), figure
 
