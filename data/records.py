@@ -7,7 +7,7 @@ import io
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
@@ -275,18 +275,10 @@ def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
         raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
 
 
-def _read(source: Source, row: int) -> Content | ImageError:
-    try:
-        return source.content(row)
-    except ImageError as error:
-        return error
-
-
-def _convert(source: Source, row: int, content: Content | ImageError, plan: Plan) -> Converted:
+def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
     layout, payload, codec = plan.layout, None, CODEC_RULES
     try:
-        if isinstance(content, ImageError):
-            raise content
+        content = read()
         image = pixels = decode_image(content, layout.spec)
         if layout.encoding != "source":
             image = fit(pixels, layout.spec.size, plan.mode, layout.spec.alpha)
@@ -319,7 +311,7 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     """
     if not workers:
         for row in range(len(source)):
-            yield _convert(source, row, _read(source, row), plan)
+            yield _convert(source, row, source.later(row), plan)
         return
     pixels = plan.layout.spec.values
     length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
@@ -328,9 +320,8 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     try:
         for start in range(0, len(source), length):
             piece = range(start, min(len(source), start + length))
-            found: Iterable[Any] = map(_read, itertools.repeat(source), piece)  # where it is converted
-            found = list(found) if source.in_order else found
-            images = map(_convert, itertools.repeat(source), piece, found, itertools.repeat(plan))
+            reads = list(map(source.later, piece))
+            images = map(_convert, itertools.repeat(source), piece, reads, itertools.repeat(plan))
             waiting.append(pool.apply_async(list, (images,)))
             if len(waiting) == WINDOW * workers:
                 yield from waiting.popleft().get()

@@ -54,9 +54,8 @@ class TarFiles:
 
     def read(self, member: Member, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
         """A member's bytes. Raises ImageError, and UserError for a tar that has changed."""
-        if reason := bounded.too_large(member.size, kind):
-            raise ImageError(reason)
         with explained(OSError, unread):
+            bounded.refuse_large(member.size, kind)
             file = self._file(member.shard)
             content = os.pread(file.descriptor, member.size, member.start)
         if len(content) != member.size:

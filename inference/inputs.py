@@ -5,7 +5,6 @@ files and lists, as one row of images.
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -69,10 +68,9 @@ class Transform:
             pixels = decode_image(image, spec)
         elif isinstance(image, PIL.Image.Image):
             pixels = bring(of_pillow(image), spec)
-        elif spec.plain:
-            pixels = bring(Values(_eight_bits(image)), spec)
         else:
-            values = known(_hwc(image))
+            values = _hwc(image, spec.plain)
+            values = _eight_bits(values) if spec.plain else known(values)
             pixels = bring(Values(values, spec.alpha and values.shape[2] == spec.channels), spec)
         return torch.from_numpy(fit(pixels, spec.size, self.mode, spec.alpha).transpose(2, 0, 1).copy())
 
@@ -83,27 +81,21 @@ class Transform:
             return self.read(image)
 
 
-def _hwc(image: np.ndarray | Tensor) -> np.ndarray:
-    """An array or a tensor as an array [H, W, C]."""
+def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
+    """An array or a tensor as an array [H, W, C]; with `plain` C is 1 or 3."""
     array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
     if array.ndim == 2:
         array = array[:, :, None]
     elif isinstance(image, Tensor) and array.ndim == 3:
         array = array.transpose(1, 2, 0)
-    if array.ndim != 3:
-        raise ImageError(f"is of shape {list(image.shape)}; give {_layout(image)}")
+    if array.ndim != 3 or (plain and array.shape[2] not in (1, 3)):
+        layout = "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
+        raise ImageError(f"is of shape {list(image.shape)}; give {layout}{' with 1 or 3 channels' * plain}")
     return array
 
 
-def _layout(image: np.ndarray | Tensor) -> str:
-    return "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
-
-
-def _eight_bits(image: np.ndarray | Tensor) -> np.ndarray:
-    """An array or a tensor as uint8 [H, W, 1 or 3]."""
-    array = _hwc(image)
-    if array.shape[2] not in (1, 3):
-        raise ImageError(f"is of shape {list(image.shape)}; give {_layout(image)} with 1 or 3 channels")
+def _eight_bits(array: np.ndarray) -> np.ndarray:
+    """Bytes as they are, and floats in [0, 1] as bytes."""
     if array.dtype == np.uint8:
         return array
     if not np.issubdtype(array.dtype, np.floating):
@@ -169,7 +161,7 @@ class Inputs:
         for _, part in self._parts:
             for index in range(len(part)):
                 name = next(names)
-                yield file_input(name) if isinstance(part, list) else Input(name, _content(part, index))
+                yield file_input(name) if isinstance(part, list) else Input(name, part.later(index))
 
 
 def _part(name: str) -> Source | list[str]:
@@ -183,15 +175,3 @@ def _part(name: str) -> Source | list[str]:
             lines = bounded.read_file(path, bounded.TABLE).decode().splitlines()
         return [str(path.parent / line.strip()) for line in lines if line.strip()]
     return open_images(name) if is_source(path) else [name]
-
-
-def _content(source: Source, index: int) -> Callable[[], Content]:
-    """What reads an image of a source; it is read at once where the source must be read in order."""
-    if not source.in_order:
-        return partial(source.content, index)
-    read = Future[Content]()
-    try:
-        read.set_result(source.content(index))
-    except ImageError as error:
-        read.set_exception(error)
-    return read.result

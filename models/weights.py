@@ -182,7 +182,7 @@ def _download(url: str, what: str) -> str:
     path = _in_cache(url)
     remedy = f"fetch {url} on a machine with a network and put it there"
     if not path.is_file():
-        with downloading(lambda why: f"{what}: is not at {path} and cannot be downloaded ({why}); {remedy}"):
+        with downloading(f"{what}: is not at {path}", remedy):
             path.parent.mkdir(parents=True, exist_ok=True)
             hashed = torch.hub.HASH_REGEX.search(path.name)
             torch.hub.download_url_to_file(url, str(path), hashed[1] if hashed else None, progress=False)

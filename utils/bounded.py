@@ -60,9 +60,10 @@ class Refused(OSError):
         return str(self.strerror)
 
 
-def too_large(size: int, kind: FileLimit) -> str | None:
-    """Why a file of so many bytes does not come in, or None."""
-    return f"has {size:,} bytes, more than {kind.remedy}" if size > kind.limit else None
+def refuse_large(size: int, kind: FileLimit, path: object = None) -> None:
+    """Raise Refused for a file of so many bytes, if they are too many."""
+    if size > kind.limit:
+        raise Refused(f"has {size:,} bytes, more than {kind.remedy}", path)
 
 
 def check(path: str | Path, kind: FileLimit) -> os.stat_result:
@@ -73,8 +74,7 @@ def check(path: str | Path, kind: FileLimit) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         what = OTHERS.get(stat.filemode(status.st_mode)[0], "something else")
         raise Refused(f"is {what}, not a regular file", path)
-    if reason := too_large(status.st_size, kind):
-        raise Refused(reason, path)
+    refuse_large(status.st_size, kind, path)
     return status
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
@@ -17,15 +17,18 @@ TIMEOUT = 30  # seconds without an answer before a download is given up
 
 
 @contextmanager
-def downloading(words: Callable[[str], str]) -> Iterator[None]:
-    """Around a download: output goes to stderr, no endless waiting; a failure is a UserError of `words` of it."""
+def downloading(what: str, remedy: str) -> Iterator[None]:
+    """Around a download: output goes to stderr, no endless waiting. A failure is a UserError that begins with `what`,
+    that something is not here, and ends with the remedy.
+    """
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT)  # a network that swallows packets must not hang the start
     try:
         with redirect_stdout(sys.stderr):
             yield
     except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
-        raise UserError(words((str(error).strip().splitlines() or [type(error).__name__])[-1])) from error
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(f"{what} and cannot be downloaded ({why}); {remedy}") from error
     finally:
         socket.setdefaulttimeout(before)
 

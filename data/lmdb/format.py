@@ -186,7 +186,7 @@ class Meta(Stored):
     @property
     def by_class(self) -> list[int]:
         """Images of each class; an image of several counts for each of them."""
-        return count_by_class(self.histogram, self.sets, len(self.classes))
+        return self.histogram if self.sets is None else (np.array(self.histogram) @ self.multi_hot).tolist()
 
     @property
     def label_names(self) -> list[str]:
@@ -214,11 +214,6 @@ def multi_hot(sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
     for row, labels in enumerate(sets):
         hot[row, labels] = True
     return hot
-
-
-def count_by_class(histogram: list[int], sets: Sequence[Sequence[int]] | None, classes: int) -> list[int]:
-    """Images of each class, of how many have each label; an image of several counts for each of them."""
-    return histogram if sets is None else (np.array(histogram) @ multi_hot(sets, classes)).tolist()
 
 
 def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:

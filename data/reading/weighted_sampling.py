@@ -186,13 +186,11 @@ def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[st
     """
     if per_class < 1:
         raise UserError(f"{per_class} labels a class: give 1 or more")
-    counts = np.bincount(labels, minlength=len(names)).tolist()
-    for label, count in enumerate(counts):
+    rows = []
+    for label, count in enumerate(np.bincount(labels, minlength=len(names)).tolist()):
         if count < per_class:
             name = names[label] if names else label
             raise UserError(f"{per_class} labels a class: class {name} has {count:,} images; give at most as many")
-    rows = []
-    for label in range(len(counts)):
         own = np.flatnonzero(labels == label)
         rows.append(own[numpy_generator(seed, "labels", label).permutation(len(own))[:per_class]])
     return np.sort(np.concatenate(rows))

@@ -43,8 +43,7 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     held: dict[str, dict[str, np.ndarray]] = {}
     damaged = bounded.reading(path, "save it with numpy.savez", *UNPACKING_ERRORS, NotImplementedError)
     with damaged, bounded.open_file(path, bounded.ARRAY) as whole, zipfile.ZipFile(whole) as archive:
-        if reason := bounded.too_large(sum(member.file_size for member in archive.infolist()), bounded.ARRAY):
-            raise ImageError(reason)
+        bounded.refuse_large(sum(member.file_size for member in archive.infolist()), bounded.ARRAY)
         for member in archive.infolist():
             if member.compress_type not in METHODS:
                 raise ImageError(f"{member.filename} is not compressed by deflate")

@@ -10,16 +10,19 @@ import re
 import unicodedata
 from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
-from duetgan.data.lmdb.format import Shard, count_by_class
+from duetgan.data.lmdb.format import Shard, multi_hot
 from duetgan.data.values import Content
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -82,7 +85,18 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def content(self, index: int) -> Content:
-        """A file's bytes, or pixels. Raises data.errors.ImageError if they cannot be had."""
+        """A file's bytes, or pixels. Raises ImageError if they cannot be had."""
+
+    def later(self, index: int) -> Callable[[], Content]:
+        """`content` for any thread to call; of a source that must be read in order it is had at once."""
+        if not self.in_order:
+            return partial(self.content, index)
+        read = Future[Content]()
+        try:
+            read.set_result(self.content(index))
+        except ImageError as error:
+            read.set_exception(error)
+        return read.result
 
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
@@ -151,7 +165,7 @@ class Source(AbstractContextManager["Source"]):
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Images of each class, of how many have each label."""
-        return np.array(count_by_class(histogram.tolist(), self.sets, len(self.classes)))
+        return histogram if self.sets is None else histogram @ multi_hot(self.sets, len(self.classes))
 
     def check_classes(self) -> None:
         kinds = len(self.classes if self.sets is None else self.sets)

