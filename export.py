@@ -9,7 +9,7 @@ from duetgan.inference.settings import FORMATS
 from duetgan.utils import threads
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_import_option, positive
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 
 FORMAT_HELP = (
     "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program in 8-bit "
@@ -72,4 +72,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

@@ -1,8 +1,7 @@
 """Draw images, films and data sets with a trained generator, or find an image among those that it can draw."""
 
-import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from duetgan.data.lmdb.writer import check_target
 from duetgan.inference import settings
 from duetgan.utils.checkpoint import resolve_for_people
-from duetgan.utils.config.cli import Parser, add_model_options, number, positive
+from duetgan.utils.config.cli import Parser, add_model_options, file, number, positive
 from duetgan.utils.errors import require_same_classes
 from duetgan.utils.files import check_writable
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from duetgan.inference.samples import Sampler
@@ -27,12 +26,14 @@ def parser() -> Parser:
     options = Parser(prog="generate.py", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def begin(run: Callable[[Namespace], str], name: str, text: str, without: str = "") -> Callable[..., Any]:
+    def begin(
+        run: Callable[[Namespace], str], name: str, text: str, without: str = "", out: Sequence[str] = (".png",)
+    ) -> Callable[..., Any]:
         command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
         command.set_defaults(run=run, classes="all", truncation_psi=1.0, truncation_cutoff=None)
         add_model_options(command)
         add = command.add_argument
-        add("--out", required=True, type=Path, metavar="FILE", help="the file to write; of grid also a folder")
+        add("--out", required=True, type=file(*out), metavar="FILE", help="the file to write; of grid also a folder")
         add("--seed", type=number(int), default=0, help="of every draw")
         if "classes" not in without:
             add("--classes", default="all", metavar="A,B", help='names of classes, or of sets of them: "cat;dog"')
@@ -47,7 +48,7 @@ def parser() -> Parser:
         return add
 
     in_all = "images in all (default: {} a class; {} without classes)"
-    add = begin(draw_table, "grid", "a grid of samples; a row for each class")
+    add = begin(draw_table, "grid", "a grid of samples; a row for each class", out=(".png", ""))
     add("--n", type=positive, metavar="N", help=in_all.format(*settings.GRID))
 
     add = begin(draw_table, "truncation", "the same samples at several truncations", without="psi")
@@ -59,13 +60,14 @@ def parser() -> Parser:
     add("--layers", default="0-3", metavar="L", help=text)
     add("--n", type=positive, metavar="N", help="sources A, and as many B (default: 8)")
 
-    add_film_options(begin(interpolate, "interpolate", "a film from sample to sample, .mp4 or .gif"))
+    text = "a film from sample to sample, .mp4 or .gif"
+    add_film_options(begin(interpolate, "interpolate", text, out=(".mp4", ".gif")))
     text = "the nearest images to a given one, in w and in w+"
     add_projection_options(begin(find_image, "project", text, without="noise, psi"))
     text = "strips of images on their way from one class of a classifier to another, the rest staying"
     add_edit_options(begin(edit, "edit", text, without="classes"))
 
-    add = begin(write_dataset, "dataset", "a packed data set of samples, for train.py")
+    add = begin(write_dataset, "dataset", "a packed data set of samples, for train.py", out=(".lmdb",))
     add("--n", type=positive, metavar="N", help=in_all.format(*settings.DATASET))
     add("--encoding", choices=settings.ENCODINGS, default="raw", help="how they are stored")
     add("--overwrite", action="store_true", help="replace --out if it exists")
@@ -95,7 +97,7 @@ def add_projection_options(add: Callable[..., Any]) -> None:
     noise = "the stored noise maps, none, or searched for as well"
     add("--noise-mode", choices=("const", "none", "optimise"), default="const", help=noise)
     add("--noise-weight", type=WEIGHT, default=SEARCH.noise_weight)
-    add("--save", type=Path, metavar="FILE", help="latents and noise that were found, a .safetensors file")
+    add("--save", type=file(".safetensors"), metavar="FILE.safetensors", help="latents and noise that were found")
 
 
 def add_edit_options(add: Callable[..., Any]) -> None:
@@ -126,8 +128,6 @@ def psis(text: str) -> list[float]:
 
 def draw_table(options: Namespace) -> str:
     """`grid`, `truncation` or `mix`: a PNG file; of `grid` also a folder of single ones."""
-    if options.command != "grid" or options.out.suffix:
-        settings.check_suffix(options.out, ".png")
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
 
@@ -153,9 +153,6 @@ def interpolate(options: Namespace) -> str:
 
 
 def find_image(options: Namespace) -> str:
-    settings.check_suffix(options.out, ".png")
-    if options.save is not None:
-        settings.check_suffix(options.save, ".safetensors", "latents are kept in a .safetensors file", option="--save")
     config = chosen(options, settings.ProjectionConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.inputs import read_target
@@ -169,7 +166,6 @@ def find_image(options: Namespace) -> str:
 
 def edit(options: Namespace) -> str:
     """Images on their way from a class to another."""
-    settings.check_suffix(options.out, ".png")
     config = chosen(options, settings.EditConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.editing import Editor, pair_of
@@ -200,7 +196,6 @@ def edit(options: Namespace) -> str:
 
 
 def write_dataset(options: Namespace) -> str:
-    settings.check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     check_target(options.out, options.overwrite)
     sampler, checkpoint, path = open_sampler(options)
     from duetgan.inference import dataset
@@ -251,4 +246,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

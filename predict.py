@@ -9,7 +9,7 @@ from duetgan.inference.settings import ProjectionConfig
 from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, positive
 from duetgan.utils.errors import EXIT_OK, EXIT_USER
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 from duetgan.utils.text import printable
 
 STEPS = ProjectionConfig().steps
@@ -90,4 +90,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

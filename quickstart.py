@@ -5,13 +5,12 @@ Without a FOLDER the embedded sample; a FOLDER is one of class folders or a flat
 is one of Duet's own commands, printed before it runs. After an interruption the same command resumes, by the same plan.
 """
 
-import sys
 from pathlib import Path
 
 from duetgan.planning.steps import QUICK_STEPS, SAMPLE, Quickstart, default_folder, plan_for
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 
 WEEK = 7 * 24 * 60  # minutes
 
@@ -35,4 +34,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

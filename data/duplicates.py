@@ -17,11 +17,11 @@ from duetgan.data.decode import visible_image
 from duetgan.data.images import thumbnail
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.near_duplicates import confirm, near
-from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.cli import Parser, file
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import write_atomic
 from duetgan.utils.images import save_captioned
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 from duetgan.utils.text import listed
 
 SHOWN = 20  # pairs in a PNG
@@ -234,10 +234,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--similar", action="store_true", help="also search for images that look alike")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--list", type=Path, metavar="FILE", help="write all groups and pairs into a text file")
-    parser.add_argument("--out", type=Path, metavar="PNG", help=f"draw up to {SHOWN} pairs side by side")
+    parser.add_argument("--out", type=file(".png"), metavar="PNG", help=f"draw up to {SHOWN} pairs side by side")
     args = parser.parse_args(argv)
-    if args.out and args.out.suffix.lower() != ".png":
-        raise UserError(f"--out {args.out}: its name must end in .png")
     with LMDBReader(args.path) as reader, LMDBReader(args.other or args.path) as other:
         if args.other and args.other.samefile(args.path):
             raise UserError(f"{args.other} and {args.path} are the same file: give it once to search within it")
@@ -256,4 +254,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

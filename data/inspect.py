@@ -19,12 +19,12 @@ from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.images import thumbnail
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.utils.config.cli import Parser
+from duetgan.utils.config.cli import Parser, file
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_table
 from duetgan.utils.memory import cores
 from duetgan.utils.runlog.progress import Bar
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 from duetgan.utils.text import columns
 
 COLUMNS = 10
@@ -193,10 +193,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("path", type=Path, metavar="X.lmdb")
     parser.add_argument("--verify", action="store_true", help="check every record; exit code 2 if one is damaged")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="the grid of images to write; default: X.grid.png")
+    parser.add_argument("--out", type=file(".png"), metavar="PNG", help="the grid of images; default: X.grid.png")
     args = parser.parse_args(argv)
-    if args.out and args.out.suffix.lower() != ".png":
-        raise UserError(f"--out {args.out}: its name must end in .png")
     with LMDBReader(args.path) as reader:
         damage = verify(reader) if args.verify else None
         document = {"file": str(reader.path), "bytes": reader.path.stat().st_size, **reader.meta.model_dump()}
@@ -214,4 +212,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

@@ -10,9 +10,8 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from duetgan.data.lmdb.writer import LMDBWriter, check_target
 from duetgan.data.records import DEPTHS, Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from duetgan.utils.config.cli import Parser, add_import_option, number
-from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.image_spec import MOST_CHANNELS, SIZE, ImageSpec
+from duetgan.utils.errors import UserError, explained, require_same_classes
+from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.runlog.progress import Bar
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 
 KEPT_BYTES = 128 << 20  # of freed memory
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
@@ -245,23 +244,19 @@ def _find_duplicates(
 
 
 def _size(text: str) -> int | str:
-    if not (re.fullmatch(SIZE, text) or (text.isdecimal() and int(text) >= 4)):
-        told = "is not a whole number of at least 4, nor width x height such as 96x64"
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} {told}")
-    return ImageSpec.of(1, int(text) if text.isdecimal() else text).resolution
+    with explained(UserError, lambda why: argparse.ArgumentTypeError(str(why))):
+        return int(text) if text.isdecimal() and int(text) >= 4 else ImageSpec.of(1, text[:40]).resolution
 
 
-def _channels(text: str) -> int | str:
-    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MOST_CHANNELS):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not auto nor a number from 1 to {MOST_CHANNELS}")
-    return text if text == "auto" else int(text)
+def _or_auto(read: Callable[[str], Any], auto: str | None) -> Callable[[str], Any]:
+    """An option's type: what `read` takes, or the word auto, which stands for `auto`."""
+    return lambda text: auto if text == "auto" else read(text)
 
 
 def _range(text: str) -> tuple[float, float]:
-    try:
+    told = f"{text[:40]!r} is not two numbers such as 0,4095"
+    with explained(ValueError, lambda _: argparse.ArgumentTypeError(told)):
         low, high = map(float, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not two numbers such as 0,4095") from None
     return low, high
 
 
@@ -275,7 +270,7 @@ def make_parser() -> Parser:
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
     add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
     told = "1: grey, 3: RGB, 4: RGB and alpha, others; auto: the images' own; default: the data set's own, 3 for files"
-    add("--channels", type=_channels, metavar="auto|1|3|4|N", help=told)
+    add("--channels", type=_or_auto(number(int, 1, MOST_CHANNELS), "auto"), metavar="auto|1|3|4|N", help=told)
     told = "bits of a value, or floats; auto: the images' own; default: 8 for image files, else their own"
     add("--depth", choices=("auto", *DEPTHS), help=told)
     told = "of 16 bits and floats, seen as -1 and 1; default: found in the images"
@@ -301,13 +296,8 @@ def make_parser() -> Parser:
     add("--similar", action="store_true", help="also report images that look alike")
     add("--drop-duplicates", action="store_true", help="keep only the first of equal images")
     add("--no-duplicates", action="store_false", dest="duplicates", help="do not report equal images")
-    threads = number(int, 0)
-    add(
-        "--workers",
-        type=lambda text: None if text == "auto" else threads(text),
-        metavar="N",
-        help="threads besides this one; default: auto, one a core",
-    )
+    told = "threads besides this one; default: auto, one a core"
+    add("--workers", type=_or_auto(number(int, 0), None), metavar="N", help=told)
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser
 
@@ -336,4 +326,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

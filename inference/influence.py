@@ -10,12 +10,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from duetgan.inference.settings import check_suffix
 from duetgan.utils.checkpoint import newest_first, resolve
-from duetgan.utils.config.cli import Parser, add_import_option, positive
+from duetgan.utils.config.cli import Parser, add_import_option, file, positive
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import check_writable
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 
 TOP = 8  # images of each kind
 MEASURES = ("self-influence", "probability")
@@ -32,7 +31,7 @@ def parser() -> Parser:
     add("--mislabelled", action="store_true", help="show the training images whose labels are likely wrong")
     add("--by", choices=MEASURES, help="measure of --mislabelled (default: probability)")
     add("--top", type=positive, default=TOP, metavar="N", help=f"images of each kind (default: {TOP})")
-    add("--out", required=True, type=Path, metavar="FILE.png", help="the image grid")
+    add("--out", required=True, type=file(".png"), metavar="FILE.png", help="the image grid")
     add("--json", action="store_true", help="print one JSON document instead of a table")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")
@@ -59,7 +58,6 @@ def _check_options(options: Namespace) -> None:
         raise UserError("--label belongs to --image; leave it out")
     if options.by is not None and not options.mislabelled:
         raise UserError("--by belongs to --mislabelled; leave it out")
-    check_suffix(options.out, ".png")
     check_writable(options.out.parent)
 
 
@@ -83,4 +81,4 @@ def _table(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

@@ -14,6 +14,7 @@ from duetgan.inference.samples import Sampler, default_count, with_styles
 from duetgan.inference.settings import FPS, FRAMES, check_film
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.gan import NoiseMode, one_hot
+from duetgan.utils.config.cli import entry
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building
 from duetgan.utils.images import visible
@@ -142,7 +143,7 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
 
     check_film(path, fps=fps)
     kind = path.suffix.lower()
-    codec, pixel_format, options, of_file = FORMATS[kind]
+    codec, pixel_format, options, of_file = entry(FORMATS, kind, f"{path}: format")
     with building(path) as temporary, av.open(str(temporary), "w", format=kind[1:], options=of_file) as container:
         stream: Any = container.add_stream(codec, rate=fps)
         stream.pix_fmt, stream.options = pixel_format, options

@@ -6,15 +6,13 @@
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from duetgan.inference.settings import check_suffix
 from duetgan.utils.checkpoint import file_sha256, resolve_for_people
-from duetgan.utils.config.cli import Parser, add_model_options, number
+from duetgan.utils.config.cli import Parser, add_model_options, file, number
 from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 
 THRESHOLD = 0.95  # that of FixMatch (2001.07685)
 
@@ -27,7 +25,7 @@ def parser() -> Parser:
     add("--labelled", metavar="X.lmdb", help="images with labels, which come first with their own")
     add("--spread", action="store_true", help="by neighbours of --labelled in its features; threshold: a share, 0.5")
     add("--threshold", type=number(float, 0, 1), default=THRESHOLD, metavar="P", help="least probability")
-    add("--out", required=True, type=Path, metavar="FILE.lmdb", help="the file to make")
+    add("--out", required=True, type=file(".lmdb"), metavar="FILE.lmdb", help="the file to make")
     add("--overwrite", action="store_true", help="replace it if it exists")
     add("--json", action="store_true", help="print one JSON document instead of lines")
     return options
@@ -35,7 +33,6 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     if options.spread and not options.labelled:
         raise UserError("--spread needs the images whose labels spread: give --labelled X.lmdb")
     path = resolve_for_people(options.checkpoint, options.which)
@@ -89,4 +86,4 @@ def lines(summary: dict[str, Any], out: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

@@ -48,17 +48,9 @@ class EditConfig:
 
 
 def check_film(path: Path, *, fps: int) -> None:
-    """Raise UserError unless a film of this name and speed can be written here."""
-    if path.suffix.lower() not in (".mp4", ".gif"):
-        raise UserError(f"--out {path}: a film is an MP4 or a GIF; its name must end in .mp4 or .gif")
+    """Raise UserError unless a film of this speed can be written here."""
     if path.suffix.lower() == ".gif" and fps > FASTEST_GIF:
         raise UserError(f"--fps {fps}: a GIF shows at most {FASTEST_GIF} frames a second; write an .mp4 or go slower")
-
-
-def check_suffix(path: Path, suffix: str, what: str = "this is a PNG file", *, option: str = "--out") -> None:
-    """Raise UserError unless the file's name ends so."""
-    if path.suffix.lower() != suffix:
-        raise UserError(f"{option} {path}: {what}; its name must end in {suffix}")
 
 
 def label_of(name: str, classes: Sequence[str], option: str) -> int:

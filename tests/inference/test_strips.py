@@ -325,4 +325,4 @@ def test_a_film_is_written_of_so_many_samples(generator, tmp_path):
             found = torch.from_numpy(np.asarray(image.convert("L"))[::32, ::32].copy())
             assert torch.equal(found, expected[number, 0])
     assert draw_film(journey, tmp_path / "x.mp4", scale=2) == 6
-    assert_raises(UserError, r".mp4 or .gif", draw_film, journey, tmp_path / "x.webm")
+    assert_raises(UserError, r"\.webm.* there are \.mp4, \.gif", draw_film, journey, tmp_path / "x.webm")

@@ -5,6 +5,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from duetgan import __version__
@@ -166,6 +167,18 @@ def number(kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = 
 
 
 positive = number(int, 1)
+
+
+def file(*suffixes: str) -> Callable[[str], Path]:
+    """An option's type: a file whose name ends in one of the suffixes ("": in none)."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() not in suffixes:
+            raise argparse.ArgumentTypeError(f"{text}: its name must end in {' or '.join(filter(None, suffixes))}")
+        return path
+
+    return read
 
 
 def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:

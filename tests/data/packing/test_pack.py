@@ -224,7 +224,7 @@ def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, c
         ("--encoding source --size 8", "drop --size"),
         ("--workers many", "'many' is not a whole number of at least 0"),
         ("--workers=-1", "'-1' is not a whole number of at least 0"),
-        ("--size 2", "--size: '2' is not a whole number of at least 4"),
+        ("--size 2", "--size: size 2: give a side in px, or width x height"),
         ("--max-skipped 3", "--max-skipped is for --on-error skip"),
         ("--max-skipped -1", "--max-skipped: '-1' is not a whole number of at least 0"),
         *((f"--pyramid {n}", rf"--pyramid {n}: 8 px must be {n} px times") for n in (3, 5, 16, 0, -8)),

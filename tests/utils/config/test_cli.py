@@ -1,4 +1,5 @@
 import argparse
+import contextlib
 import importlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -98,8 +99,8 @@ def test_no_number_of_a_script_is_infinite_or_none(name, monkeypatch):
             elif action.type not in (None, Path):
                 assert callable(action.type)
                 for text in ("nan", "inf", "-inf", "1e400", "1e300"):
-                    with pytest.raises((ValueError, argparse.ArgumentTypeError)):
-                        action.type(text)
+                    with contextlib.suppress(ValueError, argparse.ArgumentTypeError):
+                        assert isinstance(action.type(text), Path)
     assert len(seen) == (8 if name == "generate" else 1)
 
 
