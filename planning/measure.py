@@ -3,8 +3,6 @@
 A process of its own, so that the memory of the networks that are measured is free again before anything is trained.
 """
 
-import math
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 from duetgan.utils.text import columns, duration
 
 LOOKED_AT = 200  # images that are decoded, evenly spaced
@@ -49,25 +47,23 @@ def survey(spec: str) -> Survey:
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
-        sides, oblong, grey, transparent, deep, unreadable = [], 0, True, False, False, ""
+        seen: list[tuple[ImageSpec, list[int], bool]] = []  # what an image is, its sides, whether all of it is grey
+        unreadable = ""
         for row in rows:
             try:
                 content = source.content(row)
                 what, pixels = kind(content), decode_image(content, ImageSpec(3, 0, 0))
+                seen.append((what, sorted(pixels.shape[:2]), bool((pixels == pixels[..., :1]).all())))
             except ImageError as error:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"
-                continue
-            sides.append(min(pixels.shape[:2]))
-            oblong += min(pixels.shape[:2]) < SQUARE * max(pixels.shape[:2])
-            grey = grey and bool((pixels == pixels[..., :1]).all())
-            transparent, deep = transparent or what.alpha, deep or what.deep
-        if not sides:
+        if not seen:
             raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
         seconds = (time.perf_counter() - started) / len(rows)
         held_out = 0
         if "test" in source.splits:
             with open_source(spec, split="test") as test:
                 held_out = len(test)
+    kinds, sides, grey = zip(*seen, strict=True)
     return Survey(
         source=spec,
         count=count,
@@ -76,11 +72,11 @@ def survey(spec: str) -> Survey:
         classes=len(source.classes),
         smallest_class=int(sizes.min()),
         largest_class=int(sizes.max()),
-        side=int(median(sides)),
-        oblong=oblong / len(sides),
-        channels=1 if grey else 3,
-        transparent=transparent,
-        deep=deep,
+        side=int(median(shorter for shorter, _ in sides)),
+        oblong=sum(shorter < SQUARE * longer for shorter, longer in sides) / len(sides),
+        channels=1 if all(grey) else 3,
+        transparent=any(each.alpha for each in kinds),
+        deep=any(each.deep for each in kinds),
         unreadable=unreadable,
         seconds=seconds,
     )
@@ -115,7 +111,7 @@ class ThisMachine(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Train a few steps on noise of that shape."""
-        from duetgan.training.engine.speed import measure_recipe
+        from duetgan.training.engine.speed import measure_recipe, times
 
         key = (config, *overrides, side, images.channels, images.classes)
         if key not in self._known:
@@ -126,8 +122,7 @@ class ThisMachine(Machine):
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
             self._known[key] = Speed(measured.precision, measured.images_per_second)
-            ratio = measured.ratio or math.inf
-            compared = f" ({ratio:.2f} times the slower precision)" if math.isfinite(ratio) else ""
+            compared = f" ({times(measured.ratio)} the speed of the other precision)" if measured.ratio else ""
             text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
             print(f"  {Path(config).stem}, {side} px: {text}", flush=True)
         return self._known[key]
@@ -217,4 +212,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from duetgan.utils.text import listed
+
 LEARNT = 0.5  # of what the judge recognises of a class's real images: below it a class is not learnt
 SOLVED = 0.95  # recognised real images, or accuracy: above it there is little to gain
 FEW = 60  # images of a class: with fewer, more of them come first
@@ -28,8 +30,7 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
         shares = gan.get("recognised_by_class") or {}
         bad = [name for name, share in shares.items() if share is not None and share < LEARNT * (real or 1.0)]
         few = f"; {smallest:,} images in the smallest class are few" if smallest < FEW else ""
-        names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        found += [f"Of its classes, {names} {'are' if len(bad) > 1 else 'is'} not learnt{few}."] if bad else []
+        found += [f"Of its classes, {listed(bad, 5)} {'are' if len(bad) > 1 else 'is'} not learnt{few}."] if bad else []
     if memorisation := gan.get("memorisation"):
         copies = "It copies training images" if memorisation.get("copies") else "There is no sign of copied images"
         found.append(f"{copies}.")

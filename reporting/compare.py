@@ -16,7 +16,6 @@ from duetgan.utils.script import exit_cli
 
 SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")  # images in eval/
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]
-KINDS = {"better": "good", "worse": "bad"}
 
 
 def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
@@ -37,7 +36,6 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
         title=" and ".join(dict.fromkeys(Path(name).name for name in names)),
         about=f"{document['task']}, {document['n']} images, seed {document['seed']}, data {document['data_hash'][:12]}",
         header=HEADER,
-        kinds=KINDS,
         pairs=pairs,
         images=_images(runs),
         curves=shared_charts(runs),

@@ -149,7 +149,7 @@ def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
 
 
 HEADINGS = {"main": "The answer", "classes": "The same by class", "all arms": "Every arm"}
-KINDS = {"helps": "good", "hurts": "bad"}
+KINDS = {"helps": "good", "hurts": "bad", "better": "good", "worse": "bad"}  # verdict -> its colour
 WIDTH, MIDDLE = 150, 9  # of the drawing of an interval, in px
 
 
@@ -165,21 +165,13 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
     return write_page(
         folder / "report.html",
         "study.html.j2",
-        title=document["title"],
-        name=document["subject"],
+        study=document,
         state=f"{done}: {runs['done']} of {runs['planned']} runs, {seeds}",
-        void=document["void"],
         headline=[(row["verdict"], f"{what}: {row['second']} against {row['first']}") for what, row in tiles.items()],
-        words=document["words"],
-        choices=list(document["choices"].items()),
-        headings=HEADINGS,
         families={name: [row for row in rows if row["family"] == name] for name in families},
         controls=[_control(row) for row in document["controls"]],
-        kinds=KINDS,
-        tables=document["tables"],
         arms=[[arm["name"], arm["family"], len(arm["figures"]), arm["what"]] for arm in document["arms"]],
         images=[picture(folder / item["file"], item["caption"]) for item in document.get("pictures", [])],
-        notes=document["notes"],
         command=command,
         config=yaml.safe_dump(dict(config), sort_keys=False),
     )

@@ -38,7 +38,7 @@ from duetgan.utils.config.build import build
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import recorded
 from duetgan.utils.runlog.run_log import say
-from duetgan.utils.text import printable
+from duetgan.utils.text import listed, printable
 
 
 def traced(network: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:
@@ -226,8 +226,7 @@ def readme(name: str, config: dict[str, Any], *, seed: int | None) -> str:
     """The model card; `seed`: of the samples in samples.png, None without them."""
     image, classes = config["image"], config["classes"] if config["conditional"] else []
     kind, use = USE[config["task"]]
-    names = ", ".join(map(_code, classes[:NAMED])) + (f" and {len(classes) - NAMED} more" * (len(classes) > NAMED))
-    of = f"of {len(classes)} classes: {names}" if classes else "without classes"
+    of = f"of {len(classes)} classes: {listed(list(map(_code, classes)), NAMED)}" if classes else "without classes"
     colours = COLOURS.get(image["channels"], f"{image['channels']}-channel")
     grid = "" if seed is None else f"![Samples, seed {seed}](samples.png)\n\n"
     return f"""---
