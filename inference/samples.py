@@ -42,8 +42,7 @@ class Sampler:
     def __post_init__(self) -> None:
         if bool(self.chosen) != bool(self.generator.classes):
             raise ValueError("classes are chosen from a conditional generator, and only from one")
-        truncated = self.truncation_psi != 1 or self.truncation_cutoff is not None
-        if truncated:
+        if self.truncation_psi != 1 or self.truncation_cutoff is not None:
             layers = with_styles(self.generator, "--truncation-psi or --truncation-cutoff").num_ws
             if not 0 <= (self.truncation_cutoff or 0) <= layers:
                 raise UserError(
@@ -159,7 +158,7 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
     images = [image for numbers in bar for image in sampler.images(numbers)]
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
     columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
-    save_rows(rows, out, columns=columns, most_rows=len(rows), spec=spec)
+    save_rows(rows, out, columns=columns, spec=spec)
     return count
 
 

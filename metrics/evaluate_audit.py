@@ -20,7 +20,7 @@ from duetgan.metrics.features.extractors import (
     find_weights,
     shared_pass,
 )
-from duetgan.metrics.features.precision import evaluating, full_float32
+from duetgan.metrics.features.precision import device_of, evaluating, full_float32
 from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.images import save_audit
 from duetgan.metrics.lineage import identities, training_images
@@ -57,7 +57,7 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
             members, held_out, dropped = choose_sides(train, reader, **how_many)
             options.extractor = options.extractor or ["pixels" if find_weights(options.weights) is None else "resnet50"]
         files = [(train, members), (reader, held_out)]
-        device = next(generator.parameters()).device
+        device = device_of(generator)
         extractors = collectives.main_first(lambda: build_extractors(options, generator.spec, device, None))
         place = search_place(extractors, generator.spec)  # no classifier: to it its training images are familiar
         if collectives.is_main():
@@ -169,7 +169,7 @@ def _logits(
     side, alpha = checkpoint.get("stage", [full, 1.0])
     if "discriminator" not in checkpoint["state"] or (side, alpha) != (full, 1.0):
         return None
-    discriminator = discriminator_from(checkpoint, next(generator.parameters()).device)
+    discriminator = discriminator_from(checkpoint, device_of(generator))
     group = discriminator.config.group
     partners = Partners(generator, group - 1, seed=seed)
     parts = [torch.empty(0, dtype=torch.float64)]
@@ -199,7 +199,7 @@ class Partners:
 
     def logits(self, discriminator: ImageDiscriminator, images: Tensor, labels: Tensor) -> Tensor:
         """Logits float64 [n] on the CPU of images uint8 [n, C, R, R]; without classes labels count for nothing."""
-        device, n = next(discriminator.parameters()).device, len(images)
+        device, n = device_of(discriminator), len(images)
         # [n, group]: a row is a group; where groups are strided, a column is what lies together
         groups, named = images[:, None], labels[:, None]
         if self.count:

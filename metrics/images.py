@@ -1,6 +1,5 @@
 """Images that go with the figures: confusion matrix, captioned images, and the picking of those worth a look."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.metrics.grad_cam import image_heat, overlay
 from duetgan.models.classifier import Classifier
 from duetgan.utils.errors import UserError
-from duetgan.utils.files import write_atomic
+from duetgan.utils.files import building
 from duetgan.utils.images import drawable, families, save_captioned, save_rows, save_table, visible
 
 SHOWN = 24  # images of a picture of single ones
+MOST_ROWS = 50  # classes of a grid
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 
 
@@ -32,7 +32,7 @@ class SampleBoard:
         """
         self.names, self.columns, self.sets = list(classes) if sets is None else sets.label_names, columns, sets
         self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(self.names)))]
-        self.shown = list(range(len(self.rows)))  # rows, in order
+        self.shown = list(range(len(self.rows)))[:MOST_ROWS]  # rows, in order
         if sets is not None:
             self.shown = np.argsort(np.negative(sets.histogram), kind="stable")[:SHOWN].tolist()
         self.captions = [self.names[row] for row in self.shown if self.names]
@@ -186,9 +186,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    write_atomic(path, buffer.getvalue())
+    with building(Path(path)) as temporary:
+        figure.savefig(temporary, format="png", dpi=100)
 
 
 def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:

@@ -41,7 +41,7 @@ def provenance_of(
         "classes": list(checkpoint["classes"]),
     }
     with explained(ValueError, lambda why: f"the samples' provenance cannot be written: {why}; give another value"):
-        return Generated.read(provenance).document()
+        return Generated.read(provenance).model_dump()
 
 
 def lineage_of(*readers: Dataset, samples: Sequence[Provenance] = ()) -> Lineage:

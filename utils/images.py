@@ -5,7 +5,6 @@ a font that is installed on this machine: one with the letters of China, Japan a
 along. What none of them has is written as its number (`\\u732b`), never as a box.
 """
 
-import io
 import math
 import struct
 import zlib
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from duetgan.utils.files import write_atomic
+from duetgan.utils.files import building, write_atomic
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.text import printable, shorten
 
@@ -74,9 +73,8 @@ def grid(images: "Tensor", *, columns: int | None = None, spec: ImageSpec | None
 
 def save_png(image: np.ndarray, path: str | Path) -> None:
     """Write a uint8 image [H, W, C] (C 1 or 3) as a PNG, atomically; makes missing folders."""
-    buffer = io.BytesIO()
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
-    write_atomic(path, buffer.getvalue())
+    with building(Path(path)) as temporary:
+        Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(temporary, format="PNG")
 
 
 PNG_KINDS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels -> colour type: grey, grey and alpha, RGB, RGBA
@@ -88,9 +86,8 @@ def save_image(image: np.ndarray, spec: ImageSpec, path: Path, about: Mapping[st
     with alpha or not, as PATH.png with text chunks `about`, all others as PATH.npy, an array [H, W, C].
     """
     if spec.colours not in (1, 3) or spec.depth == "float32":
-        buffer = io.BytesIO()
-        np.save(buffer, image)
-        write_atomic(path.with_name(f"{path.name}.npy"), buffer.getvalue())
+        with building(path.with_name(f"{path.name}.npy")) as temporary, temporary.open("wb") as file:
+            np.save(file, image)
         return
     (height, width, channels), bits = image.shape, 8 * image.dtype.itemsize
     head = struct.pack(">IIBBBBB", width, height, bits, PNG_KINDS[channels], 0, 0, 0)
@@ -133,21 +130,18 @@ def save_rows(
     path: str | Path,
     *,
     columns: int,
-    most_rows: int = 50,
     captions: Sequence[str] = (),  # a row's name, written to the left of it; none: no room is left for them
     spec: ImageSpec | None = None,  # see `visible`
 ) -> None:
     """Write images [C, H, W] as a grid with a row for each class; a single row is broken into several.
 
-    A class with fewer than `columns` images leaves white places; of too many classes the first are shown. A single
-    row gets no caption: there is nothing to tell apart.
+    A class with fewer than `columns` images leaves white places. A single row gets no caption: there is nothing to
+    tell apart.
     """
     if len(rows) == 1:
         (images,), captions = rows, ()
         rows = [images[start : start + columns] for start in range(0, len(images), columns)]
-        most_rows = len(rows)
-    shown = [row[:columns] for row in rows[:most_rows]]
-    save_table(shown, path, row_heads=captions[:most_rows], cell=64, gap=0, spec=spec)
+    save_table([row[:columns] for row in rows], path, row_heads=captions, cell=64, gap=0, spec=spec)
 
 
 def save_table(

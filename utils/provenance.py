@@ -22,9 +22,6 @@ class Generated(Stored):
     trained_on: str | None  # content hash of the images it was trained on; None: not known
     classes: list[str]  # names of their classes
 
-    def document(self) -> Provenance:
-        return self.model_dump()
-
 
 class Lineage(Stored):
     """Which images and which networks weights have learnt from, themselves or those that they started from."""

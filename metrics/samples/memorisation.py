@@ -21,7 +21,7 @@ from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import Extractor, pixel_features
-from duetgan.metrics.features.precision import full_float32
+from duetgan.metrics.features.precision import device_of, full_float32
 from duetgan.metrics.features.selection import Selection, select
 from duetgan.metrics.samples.neighbours import QUERY_BLOCK, neighbours
 from duetgan.models.gan import ImageGenerator, generate
@@ -234,10 +234,9 @@ def neighbour_images(
     """
     rows = [*copies["closest"], *copies["first"]]
     labels = torch.from_numpy(asked([row["label"] for row in rows])) if generator.classes else None
-    device = next(generator.parameters()).device
-    with full_float32(device):
+    with full_float32(device_of(generator)):
         samples = generate(generator, labels=labels, indices=[row["sample"] for row in rows], seed=seed)
-    real = torch.cat([torch.from_numpy(train.read(np.array([row["train"]]))[0]) for row in rows])
+    real = torch.from_numpy(train.read([row["train"] for row in rows])[0])
     samples, real = visible(samples, train.spec), visible(real, train.spec)
     gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)
     usual = copies["usual_distance"]

@@ -46,7 +46,7 @@ OWN = {  # what opens files otherwise, and why
     *("data/lmdb/writer.py", "data/reading/several_files.py", "inference/interpolate.py", "metrics/figures.py"),
     *("training/engine/loop.py", "training/engine/run.py", "utils/checkpoint/writer.py", "utils/files.py"),
     *("utils/distributed/heartbeat.py", "utils/runlog/run_log.py", "utils/runlog/run_folder.py"),
-    "training/classifier/frozen.py",
+    *("training/classifier/frozen.py", "utils/images.py"),
     *("inference/export/check.py", "inference/export/formats.py", "inference/predictions.py", "reporting/report.py"),
     # runs elsewhere, in the folder that it came with; code of one's own, which is run
     *("inference/export/page.py", "utils/config/plugins.py"),

@@ -86,7 +86,7 @@ def test_captions_keep_to_their_cell(tmp_path, side):
 def test_few_many_large_and_coloured_images_and_long_heads(tmp_path):
     save_captioned([shade(0)] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
     assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)
-    save_rows([[shade(i)] for i in range(5)], tmp_path / "x.png", columns=1, most_rows=3)
+    save_rows([[shade(i)] * 2 for i in range(3)], tmp_path / "x.png", columns=1)
     np.testing.assert_array_equal(pixels(tmp_path / "x.png")[::64, ::64], [[0], [1], [2]])
     save_table([[shade(9, 3, 128)]], tmp_path / "x.png", row_heads=["x" * 200], column_heads=["y" * 200])
     found = pixels(tmp_path / "x.png")

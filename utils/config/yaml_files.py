@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +87,17 @@ def load(text: str) -> Any:
 
 def from_text(text: str) -> Any:
     """The value of text on a command line; text that is no YAML is itself. ValueError where it is out of bounds."""
-    try:
+    with suppress(ValueError):
         return int(text)  # 010 is ten; YAML takes it for eight
-    except ValueError:
-        pass
     try:
         value = load(text)
     except BoundError as error:
         raise ValueError(error.problem) from None
     except (yaml.YAMLError, ValueError):
         return text
-    try:
+    with suppress(ValueError):
         return float(value) if isinstance(value, str) and value == text else value  # 1e-3 is text to YAML 1.1
-    except ValueError:
-        return value
+    return value
 
 
 def read_yaml(path: str | Path) -> Tree:

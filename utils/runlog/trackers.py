@@ -125,10 +125,9 @@ class Tracker:
         if last <= self._looked:
             return 0
         state = self._run / "tracker.json"
-        try:
+        sent: dict[str, Sent] = {}
+        with suppress(OSError, ValueError):
             sent = STATE.validate_json(bounded.read_file(state, bounded.TABLE))
-        except (OSError, ValueError):
-            sent = {}
         known = sent.get(self.name, Sent(id="", step=0))
         rows = self._rows(known.step, last)
         if rows:
@@ -173,7 +172,7 @@ def main(argv: list[str]) -> None:
     try:
         count = tracker.send()
         tracker.close()
-    except (UserError, KeyboardInterrupt):
+    except UserError:
         raise
     except Exception as error:  # whatever a tracker raises: no network, no login, a full disk
         raise UserError(f"{options.to}: {error}; nothing of {options.run} is lost, give the command again") from error
