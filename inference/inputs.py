@@ -39,10 +39,8 @@ class Transform:
     [0, 1].
     """
 
-    channels: int
-    resolution: int | str  # px of squares, or width x height: 96x64
+    spec: ImageSpec  # of what it gives
     mode: str  # of data.images.fit: crop, pad, or as a ready-made network has it
-    pixel_format: Mapping[str, Any] | None = None  # see utils/image_spec.py
 
     def __call__(self, image: Image) -> Tensor:
         return self.spec.to_float(self.pixels(image)[None], channels_last=False)[0]
@@ -50,14 +48,7 @@ class Transform:
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], resize: str | None = None) -> "Transform":
         """That of a checkpoint's network; `resize`: crop or pad instead of what its training did."""
-        shape = checkpoint["shape"]
-        mode = resize or trained_mode(checkpoint)
-        return cls(shape["channels"], shape["resolution"], mode, shape.get("pixel_format"))
-
-    @property
-    def spec(self) -> ImageSpec:
-        """Of what it gives."""
-        return ImageSpec.of(self.channels, self.resolution, self.pixel_format)
+        return cls(ImageSpec.read(checkpoint["shape"]), resize or trained_mode(checkpoint))
 
     def read(self, image: "Image | Content") -> Tensor:
         """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's name."""

@@ -194,15 +194,11 @@ def draw_mix(
     rows: list[list[Tensor | None]] = [[None, *synthesize(sampler, b)]]
     for row, source in enumerate(synthesize(sampler, a)):
         rows.append([source, *synthesize(sampler, mixed(a, b, row, layers))])
-    heads = [captions(sampler, names, numbers) for numbers in sides]
-    save_table(
-        rows,
-        out,
-        row_heads=["", *(f"A {name}" for name in heads[0])],
-        column_heads=["", *(f"B {name}" for name in heads[1])],
-        margin=3 * PADDING,
-        spec=sampler.generator.spec,
+    down, along = (
+        ["", *(f"{side} {name}" for name in captions(sampler, names, numbers))]
+        for side, numbers in zip("AB", sides, strict=True)
     )
+    save_table(rows, out, row_heads=down, column_heads=along, margin=3 * PADDING, spec=sampler.generator.spec)
     return count
 
 

@@ -59,13 +59,12 @@ class Run:
     def _object(self, name: str) -> dict[str, Any]:
         try:
             value = json.loads(self._text(name) or "{}", parse_int=_integer)
+            if not isinstance(value, dict):
+                raise ValueError("it does not hold an object")
+            return value
         except (ValueError, RecursionError) as error:
             self.notes.append(f"{Path(name).name} cannot be read: {error}")
             return {}
-        if not isinstance(value, dict):
-            self.notes.append(f"{Path(name).name} does not hold an object")
-            return {}
-        return value
 
     def _records(self) -> list[dict[str, Any]]:
         """The records of one step become one; the later value of a key counts; torn lines are counted in `notes`."""

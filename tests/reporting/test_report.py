@@ -181,7 +181,7 @@ def test_empty_folder_gives_a_report_that_says_so(tmp_path):
     ("file", "content", "words"),
     [
         ("status.json", "{", "status.json cannot be read"),
-        ("status.json", "[]", "status.json does not hold an object"),
+        ("status.json", "[]", "status.json cannot be read: it does not hold an object"),
         ("metrics.jsonl", '{"step": 1, "loss/r1": 2.0}\n{"step": 2, "lo', "1 line(s) of metrics.jsonl cannot be read"),
         ("metrics.jsonl", '{"step": 1, "loss/r1": null}\n', "loss/r1: not one finite value"),
         ("metrics.jsonl", f'{{"step": 1, "loss/r1": {10**400}}}\n', "loss/r1: not one finite value"),

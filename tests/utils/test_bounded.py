@@ -27,6 +27,7 @@ from duetgan.models.weights import read_state_dict
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.script import run_cli
 from duetgan.utils.text import printable
 from tests.conftest import assert_raises
@@ -99,7 +100,7 @@ def test_h8_pipe_never_hangs(pipe: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert run_cli(inspect, [str(pipe / "b.png")]) == 2
     assert "is a named pipe, not a regular file" in capsys.readouterr().err
     with pytest.raises(ImageError, match=r"^is a named pipe, not a regular file$"):
-        Transform(3, 8, "crop").read(pipe / "b.png")
+        Transform(ImageSpec(3, 8, 8), "crop").read(pipe / "b.png")
     assert not (tmp_path / "x.lmdb").exists()
 
 
@@ -134,7 +135,7 @@ def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
     told = r"has 64,424,509,440 bytes, more than the 256 MiB for an image file: make it smaller or set DUET_MAX_IMAGE"
     item_refused(source, 0, told)
     with pytest.raises(ImageError, match=told):
-        Transform(3, 8, "crop").read(tmp_path / "sparse.png")
+        Transform(ImageSpec(3, 8, 8), "crop").read(tmp_path / "sparse.png")
 
 
 def test_limit_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
