@@ -69,8 +69,6 @@ class RemoteSource(ListedSource):
     def read(self, name: str) -> bytes:
         try:
             return attempt(functools.partial(self._fetch, name, self._sizes.get(name)))
-        except UserError:
-            raise
         except bounded.Refused as error:
             raise ImageError(str(error)) from None
         except Exception as error:  # whatever the driver raises, see FINAL

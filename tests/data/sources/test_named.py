@@ -91,7 +91,7 @@ def test_failed_download_is_one_line(tmp_path, monkeypatch, downloads):
     for place, error in (("FashionMNIST", network), ("cifar.download_and_extract_archive", route)):
         monkeypatch.setattr(f"torchvision.datasets.{place}", Mock(side_effect=error))
     refused("fashion-mnist", r"Fashion-MNIST .*\(<no network>\); .*dataset-fashion-mnist or pass --root")
-    refused("cifar10", r"CIFAR-10 .*\(<no route>\): pass --root")
+    refused("cifar10", r"CIFAR-10 .*\(<no route>\); pass --root")
 
 
 COLOUR = np.random.default_rng(1).integers(0, 256, (15, 32, 32, 3), dtype=np.uint8)
