@@ -75,6 +75,8 @@ class Augment(Subject):
     def declare(self) -> None:
         config, control = self.config, self.config.control_ratio
         self.tail = not even(expected_counts(config.data))
+        # where arms with samples mix them in another way, as many of each class
+        self.fill = self.tail and config.mixing.get("data.synthetic.balance", "fill") == "fill"
         generator, untrained = self.generators()
         # by a classifier of the training images alone, every class seen equally often
         selector = self.selector(config.classifier, {"data.sampling": "balanced"})
@@ -86,7 +88,8 @@ class Augment(Subject):
         ):
             how = {"generator": source, "drawing": drawing, "pool": pool, "selector": by}
             job = Job(name, f"{name}, {drawing or 'as they are'}")
-            self.add(job, self._draw, ratios=ratios, tail=self.tail, **how)
+            fill = self.tail if name in (HELD, NOISE) else self.fill
+            self.add(job, self._draw, ratios=ratios, tail=fill, **how)
             self.captions[name] = f"{name}, a row for each class"
 
         answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
@@ -114,8 +117,8 @@ class Augment(Subject):
         real, what = Comparison(REAL, expected="helps", why=why), f"{control:g} further real images per real image"
         self._arm(Job(HELD, what, CONTROL, [real, EVERY]), {}, HELD, control)
 
-    def _wanted(self, ratio: float) -> list[int]:
-        return sample_counts(self.counts(TRAIN), ratio, fill=self.tail)
+    def _wanted(self, ratio: float, fill: bool) -> list[int]:
+        return sample_counts(self.counts(TRAIN), ratio, fill=fill)
 
     def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
         """An arm with overrides of its own, and with the images of a job mixed in."""
@@ -132,7 +135,7 @@ class Augment(Subject):
         `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and as `figures`
         their shares of what was asked for.
         """
-        files = {file_of(place, ratio): self._wanted(ratio) for ratio in ratios}
+        files = {file_of(place, ratio): self._wanted(ratio, tail) for ratio in ratios}
         kept, counts = self.draw(files, seed=seed, **how), {}
         for file in files:
             with Dataset(file) as reader:
@@ -157,7 +160,8 @@ class Augment(Subject):
             shares = [share for share in made["kept"] if share is not None]
             notes.append(f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class")
             for ratio in self.config.ratios:
-                rows = zip(made["counts"][f"ratio-{ratio:g}"], self._wanted(ratio), self.classes(), strict=True)
+                counts, wanted = made["counts"][f"ratio-{ratio:g}"], self._wanted(ratio, self.fill)
+                rows = zip(counts, wanted, self.classes(), strict=True)
                 if few := [f"{name} {held} of {asked}" for held, asked, name in rows if held < asked]:
                     notes.append(
                         f"{synthetic_name(ratio, True)}: the pool had too few of some classes, so that each of these is"

@@ -83,6 +83,14 @@ def test_even_classes_need_no_weights_and_mixing_is_of_samples_alone(tmp_path):
     assert all(arm in mixed and arm.what.endswith("real image, sampling balanced") for arm in samples)
 
 
+@pytest.mark.parametrize(("balance", "filled"), [({}, True), ({"data.synthetic.balance": "off"}, False)])
+def test_samples_that_fill_no_gap_are_as_many_of_each_class(tmp_path, balance, filled):
+    subject = Augment(config_of(mixing=balance), tmp_path)
+    told = {place.name: json.loads(job.key).get("tail") for place, job in subject.jobs.items()}
+    assert (told["samples"], told["selected-samples"]) == (filled, filled)
+    assert (told["untrained-samples"], told["held-back-real-images"]) == (True, True)
+
+
 def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     right = np.arange(10) < 8
     some = Result(hits={HELD_OUT: right, TEST: ~right})
@@ -169,8 +177,8 @@ def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp
     more += ["--selection.pool", "2", "--selection.confidence", "[0, 1]"]
     found, shown, printed = tiny("augment", tmp_path / "whole", *more)
     assert "page: " in printed
-    assert (found["complete"], found["runs"]) == (True, {"done": 10, "planned": 10})
-    assert [arm["name"] for arm in found["arms"]][7:] == ["samples 0.5, selected", UNTRAINED, HELD]
+    assert (found["complete"], found["runs"]) == (True, {"done": 11, "planned": 11})
+    assert [arm["name"] for arm in found["arms"]][8:] == ["samples 0.5, selected", UNTRAINED, HELD]
     assert set(found["choices"]) == {"best classic arm", "best arm with samples"}
     assert found["void"] == any(not row["ok"] for row in found["controls"])
     assert ("This study is void." in shown.text) == found["void"]
