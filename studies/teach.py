@@ -77,6 +77,8 @@ class Chosen(ImageGenerator):
         self.z_dim, self.classes, self.channels = pool * generator.z_dim, generator.classes, generator.channels
         self.resolution, self.pixel_format = generator.resolution, generator.pixel_format
         if psi < 1:
+            if not generator.has_styles:
+                raise UserError(f"psi {psi}: this generator has no w to truncate; name other arms with only")
             z = torch.randn(MEANT, generator.z_dim, generator=keyed(SEED, "study", "w")).to(generator.w_avg.device)
             labels = torch.arange(self.classes, device=z.device)
             self.means = torch.stack([generator.mapping(z, label.expand(MEANT)).mean(0) for label in labels])

@@ -61,6 +61,15 @@ def withstood(
     return {name: torch.cat(rows).numpy() for name, rows in parts.items()}
 
 
+def kept(study: Path, arm: str) -> dict[str, Path]:
+    """The runs of an arm that have their checkpoints, by seed. Raises UserError where there is none."""
+    runs = {path.parent.name.rpartition("-s")[2]: path for path in study.glob(f"runs/{slug(arm)}-s[0-9]*/run")}
+    found = {seed: run for seed, run in sorted(runs.items()) if (run / "checkpoints").is_dir()}
+    if not found:
+        raise UserError(f"{study}: no run of {arm!r} is kept; run the study with --keep-runs true")
+    return found
+
+
 def judge(run: Path, test: Path, options: Any) -> dict[str, np.ndarray]:
     """Of one run: hits by budget, bool [n], and the mean accuracy on spoiled images, [1]."""
     torch.manual_seed(0)  # of the random starts
@@ -80,7 +89,7 @@ def effects(found: dict[str, list[dict[str, np.ndarray]]], base: str) -> list[di
     rows: list[dict[str, Any]] = []
     for column in found[base][0]:
         tests = []
-        for arm in found.keys() - {base}:
+        for arm in [name for name in found if name != base]:
             one, other = (np.stack([seed[column] for seed in found[name]]) for name in (base, arm))
             weights = np.full(one.shape[1], 1 / one.shape[1])
             alone = column == SPOILED
@@ -108,14 +117,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args(argv)
+    runs = {arm: kept(options.study, arm) for arm in [options.base, *options.arms]}
+    if len({tuple(of) for of in runs.values()}) > 1:
+        raise UserError(f"{options.study}: not all arms have kept the same seeds; run the study to its end")
     found: dict[str, list[dict[str, np.ndarray]]] = {}
-    for arm in [options.base, *options.arms]:
-        runs = sorted(options.study.glob(f"runs/{slug(arm)}-s[0-9]*/run/checkpoints"))
-        if not runs or len(runs) != len(next(iter(found.values()), runs)):
-            raise UserError(
-                f"{options.study}: {len(runs)} runs of {arm!r} are kept; run the study with --keep-runs true"
-            )
-        found[arm] = [judge(run.parent, options.study / "jobs/parts/test.lmdb", options) for run in runs]
+    for arm, of in runs.items():
+        found[arm] = [judge(run, options.study / "jobs/parts/test.lmdb", options) for run in of.values()]
         means = {name: statistics.fmean(float(seed[name].mean()) for seed in found[arm]) for name in found[arm][0]}
         print(f"{arm:40}", "  ".join(f"{name} {mean:.4f}" for name, mean in means.items()), flush=True)
     rows = effects(found, options.base)

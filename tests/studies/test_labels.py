@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,13 @@ def test_samples_are_truncated_towards_the_mean_of_their_class(tmp_path):
     every = generator.mapping(drawn, torch.zeros(1000, dtype=torch.long))
     spread = every.std(0) / 1000**0.5
     assert ((every.mean(0) - chosen.means[0]).abs() < 7 * spread).all()
+
+
+def test_a_generator_without_styles_is_not_truncated():
+    plain: Any = SimpleNamespace(z_dim=4, classes=3, channels=1, resolution=8, pixel_format=None, has_styles=False)
+    Chosen(plain, None, 2, 1.0)
+    with pytest.raises(UserError, match="no w to truncate"):
+        Chosen(plain, None, 2, 0.7)
 
 
 class Named(torch.nn.Module):
