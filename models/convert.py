@@ -4,14 +4,13 @@
 and --init-from of train.py. FILE is read without running anything in it.
 """
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
+from duetgan.utils.script import exit_cli
 
 if TYPE_CHECKING:
     from duetgan.models.official.names import Converted
@@ -86,4 +85,4 @@ def checkpoint_of(converted: "Converted", names: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

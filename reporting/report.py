@@ -185,7 +185,7 @@ def _control(row: Mapping[str, Any]) -> list[str]:
 
 def signed(value: float | None, *, share: bool) -> str:
     """A difference with its sign; of shares in percentage points."""
-    return "-" if value is None else f"{100 * value:+.1f}" if share else change(value)
+    return "-" if value is None else f"{100 * value:+z.1f}" if share else change(value)
 
 
 def span(interval: Sequence[float] | None, *, share: bool) -> str:

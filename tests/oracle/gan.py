@@ -21,7 +21,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"objective": "nonsaturating", "r1_gamma": 1.0, "r2_gamma": 0.0, "gamma_final": None, "r1_interval": 16},
         **{"gradient_penalty_weight": 0.0, "style_mixing": 0.9, "mismatch_weight": 0.0, "path_length_weight": 0.0},
         **{"path_length_interval": 4, "path_length_decay": 0.01, "classifier_weight": 1.0, "auxiliary_weight": 0.0},
-        **{"auxiliary_fakes": False, "feature_matching_weight": 0.0, "feature_matching_group": 8},
+        **{"same_pairs": False, "auxiliary_fakes": False, "feature_matching_weight": 0.0, "feature_matching_group": 8},
     },
     "ema": {"ema_kimg": None, "ema_kimg_start": None, "ema_rampup": 0.05},
     "ada": {"mode": "off", "p": 0.0, "p_final": 0.0, "target": 0.6, "kimg": 500, "interval": 4},
@@ -168,7 +168,7 @@ class GanReference:
                 self.g.w_avg.lerp_(w.mean(0), 1 - 0.995)
             self.follow(step)
         fakes = fakes.detach()
-        if paired:  # pairs of D's own, with the labels of their images
+        if paired and not loss["same_pairs"]:  # pairs of D's own, with the labels of their images
             reals = self.reals(next(batches), step)
             labels = reals[1]
             fakes = self.sample(step, "discriminator", stage.batch, labels)[0].detach()

@@ -54,6 +54,7 @@ ADAPTIVE = {"mode": "adaptive", "p": 0.4, "target": -0.2, "kimg": 0.1, "interval
 OPERATIONS = {"operations": {"blit": 0.9, "colour": 0.5, "noise": 0.3}}
 # one pass of D serves both players where nothing else needs it
 SHARED = {"r1_gamma": 0.7, "r1_interval": 2, "style_mixing": 0.6, "mismatch_weight": 0.5, "auxiliary_weight": 0.3}
+ONE_PAIR = {"objective": "relativistic", "mismatch_weight": 0.0, "r2_gamma": 0.3, "same_pairs": True}
 NO_STYLES = {"style_mixing": 0.0, "path_length_weight": 0.0}
 R3 = {"width": 8, "cardinality": 2, "blocks": 1}
 GROWTH = {"start": 8, "fade_kimg": 0.024, "stable_kimg": 0.016, "batch_sizes": {8: 16}}
@@ -65,6 +66,8 @@ TREES: dict[str, dict[str, Any]] = {
     "wasserstein": STYLEGAN2 | {"loss": EVERYTHING | {"objective": "wasserstein"}, "discriminator_optimizer": CYCLE},
     "shared": STYLEGAN2 | {"loss": SHARED, "ema": {}, "schedule_kimg": 0.05},
     "shared-fakes": STYLEGAN2 | {"loss": SHARED | {"auxiliary_fakes": True}, "ema": {"ema_rampup": None}},
+    "shared-pairs": STYLEGAN2 | {"loss": SHARED | ONE_PAIR},
+    "same-pairs": STYLEGAN2 | {"loss": PAIRS | {"same_pairs": True}},
     "apart": STYLEGAN2 | {"loss": EVERYTHING | {"gradients_every": 2}},
     "ada": STYLEGAN2 | {"loss": EVERYTHING, "ada": ADAPTIVE | OPERATIONS},
     "transfer": STYLEGAN2 | {"loss": SHARED, "init_from": "another"},  # its average has no ramp
@@ -85,7 +88,7 @@ TREES |= {f"several-{name}": TREES[name] | {"several": True} for name in ("every
 SETS = [[], [0], [0, 1, 2], [1, 2]]  # of classes: what images have together
 # in micro-batches and over ranks: what is done once a pass, once a step, in pairs, with p, by stages, without styles
 SPLIT = ["everything", "pairs", "wasserstein", "shared-fakes", "apart", "ada", "growing", "r3gan", "dcgan"]
-SPLIT += ["several-everything"]
+SPLIT += ["several-everything", "shared-pairs"]
 
 
 def steps_of(tree: dict[str, Any]) -> int:

@@ -35,6 +35,7 @@ class GanLossConfig(Config):
     """The objective, its penalties, and further losses of the generator."""
 
     objective: str = "nonsaturating"  # see losses.py; relativistic: R3GAN's pairs
+    same_pairs: bool = False  # relativistic: D learns from the generator's pairs, judged once; R3GAN draws D others
     r1_gamma: NonNegativeFloat = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
     r2_gamma: NonNegativeFloat = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
     gamma_final: NonNegativeFloat | None = None  # both end here, by a cosine over schedule_kimg; None: constant
@@ -58,6 +59,8 @@ class GanLossConfig(Config):
     def check(self) -> None:
         if self.functions.paired and self.mismatch_weight:
             raise UserError(f"mismatch_weight: the {self.objective} objective has pairs only; set it to 0")
+        if self.same_pairs and not self.functions.paired:
+            raise UserError(f"same_pairs: the {self.objective} objective has no pairs; leave it out")
         if self.auxiliary_fakes and not self.auxiliary_weight:
             raise UserError("auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight")
         if not self.functions.bounded and not (self.gradient_penalty_weight and self.r1_interval):
@@ -70,6 +73,11 @@ class GanLossConfig(Config):
     def functions(self) -> Objective:
         """The objective's entry in the table; UserError, with the near one, for a name that is not there."""
         return entry(OBJECTIVES, self.objective, "objective")
+
+    @property
+    def same_images(self) -> bool:
+        """Whether both networks learn from the same samples, and from one batch of images."""
+        return self.same_pairs or not self.functions.paired
 
     def path_length_due(self, step: int) -> bool:
         return self.path_length_weight > 0 and step % self.path_length_interval == 0
@@ -155,7 +163,7 @@ class GanConfig(RunConfig):
 
     @property
     def batches_per_step(self) -> int:
-        return 2 if self.loss.functions.paired else 1
+        return 1 if self.loss.same_images else 2
 
     @property
     def smallest_batch(self) -> int:

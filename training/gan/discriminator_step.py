@@ -29,29 +29,20 @@ class DiscriminatorStep:
     def __init__(self, context: Context, updater: Updater) -> None:
         self.context, self.updater = context, updater
         self.loss, self.objective = context.config.loss, context.config.loss.functions
-        self.weights: dict[str, float] = {}  # of the penalties of this step
 
     def run(self, share: StepShare, reals: Sequence[Images], fakes: Sequence[Images], *, one_pass: bool) -> None:
         """Update D from micro-batches of real and generated images (without graphs); G stays as it is.
 
-        `one_pass`: D has its gradients on the samples from the generator's half already; they are added to.
+        `one_pass`: D has learnt from them in the generator's half already.
         """
         context, metrics = self.context, share.metrics
-        self.weights = self.penalty_weights(share)
         for rows, real, fake in zip(share.micro_batches(), reals, fakes, strict=True):
-            if self.objective.paired:
-                of_fake = self._discriminate(share, rows, fake, "fake")
-                of_real = self._discriminate(share, rows, real, "real")
-                self._backward(share, rows, self.objective.real(of_real.logits - of_fake.logits), [of_real, of_fake])
-            else:
-                if not one_pass:
-                    of_fake = self._discriminate(share, rows, fake, "fake")
-                    self._backward(share, rows, self.objective.fake(of_fake.logits), [of_fake])
-                self._reals(share, rows, real)
-            if "gradient_penalty" in self.weights:  # of images on the way from a sample to an image, with its label
+            if not one_pass:
+                self.learn(share, rows, self.discriminate(share, rows, fake, "fake"), real)
+            if "gradient_penalty" in self.penalty_weights(share):  # of images between a sample and an image, its label
                 ratio = context.draws.shares(share.step, share.batch_size)[rows]
                 images = losses.between(real.images, fake.images, ratio)
-                output = self._discriminate(share, rows, Images(images, real.labels), "between")
+                output = self.discriminate(share, rows, Images(images, real.labels), "between")
                 self._backward(share, rows, torch.zeros_like(output.logits), [output])
         with phase("discriminator/optimizer"):
             update = self.updater.step(share.step)
@@ -62,6 +53,23 @@ class DiscriminatorStep:
             metrics["ada/p"] = context.ada.p.clone() / collectives.world_size()
         metrics["logits/margin"] = metrics["logits/real"] - metrics["logits/fake"]
         metrics.update(update.metrics("discriminator"))
+
+    def learn(
+        self,
+        share: StepShare,
+        rows: slice,
+        of_fake: DiscriminatorOutput,
+        real: Images,
+        of_real: DiscriminatorOutput | None = None,
+    ) -> None:
+        """Gradients on a micro-batch: what D makes of samples, and real images, or what D makes of these."""
+        share.add("logits/fake", of_fake.logits.sum() / share.batch_size)
+        if self.objective.paired:
+            of_real = self.discriminate(share, rows, real, "real") if of_real is None else of_real
+            self._backward(share, rows, self.objective.real(of_real.logits - of_fake.logits), [of_real, of_fake])
+        else:
+            self._backward(share, rows, self.objective.fake(of_fake.logits), [of_fake])
+            self._reals(share, rows, real)
 
     def penalty_weights(self, share: StepShare) -> dict[str, float]:
         """The penalties of this step, each with its weight before the gain of the interval, which `_backward` gives."""
@@ -76,7 +84,7 @@ class DiscriminatorStep:
         return {name: weight for name, weight in weights.items() if weight > 0}
 
     def _reals(self, share: StepShare, rows: slice, real: Images) -> None:
-        output = self._discriminate(share, rows, real, "real")
+        output = self.discriminate(share, rows, real, "real")
         mismatch: Tensor | float = 0.0
         context, kinds = self.context, len(self.context.draws.class_weights)
         if self.loss.mismatch_weight and context.discriminator.classes and kinds > 1:
@@ -85,14 +93,14 @@ class DiscriminatorStep:
             mismatch = self.objective.fake(logits).sum() * (self.loss.mismatch_weight / share.batch_size)
         self._backward(share, rows, self.objective.real(output.logits), [output], mismatch)
 
-    def _discriminate(self, share: StepShare, rows: slice, batch: Images, name: str) -> DiscriminatorOutput:
-        due = PENALTIES[name][0] in self.weights
+    def discriminate(self, share: StepShare, rows: slice, batch: Images, name: str) -> DiscriminatorOutput:
+        """What D makes of a micro-batch of `name`, with a graph, to the images too if a penalty of them is due."""
+        due = PENALTIES[name][0] in self.penalty_weights(share)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
         with phase("discriminator/forward"), penalised(due):
             output = self.context.discriminate(batch, share, rows, name, compiled=not due)
-        if name != "between":
-            share.add(f"logits/{name}", output.logits.sum() / share.batch_size)
         if name == "real":
+            share.add("logits/real", output.logits.sum() / share.batch_size)
             share.add("logits/real_sign", output.logits.sign().sum() / share.batch_size)
         return output
 
@@ -108,14 +116,15 @@ class DiscriminatorStep:
         loss = values.sum() / share.batch_size
         share.add("loss/discriminator", loss)
         taught = ("real", "fake") if self.loss.auxiliary_fakes else ("real",)  # what the auxiliary head learns from
+        weights = self.penalty_weights(share)
         loss = loss + more + sum(self.context.auxiliary_loss(o, share) for o in outputs if o.name in taught)
-        due = [output for output in outputs if PENALTIES[output.name][0] in self.weights]
+        due = [output for output in outputs if PENALTIES[output.name][0] in weights]
         with phase("discriminator/penalty" if due else "discriminator/backward"), penalised(bool(due)):
             for output in due:
                 name, penalty = PENALTIES[output.name]
                 mean = penalty(output.logits, output.images, self.context.precision.scale()).sum() / share.batch_size
-                share.add(f"loss/{name}", mean * self.weights[name])
-                loss = loss + mean * (self.weights[name] * self.loss.r1_interval)
-            final = "between" if "gradient_penalty" in self.weights else "real"
+                share.add(f"loss/{name}", mean * weights[name])
+                loss = loss + mean * (weights[name] * self.loss.r1_interval)
+            final = "between" if "gradient_penalty" in weights else "real"
             self.updater.overlap(last=share.is_last(rows) and outputs[0].name == final)
             self.context.precision.backward(loss, self.updater.parameters)

@@ -12,6 +12,7 @@ from duetgan.training.base.phases import phase
 from duetgan.training.base.teacher import Teacher
 from duetgan.training.gan import losses
 from duetgan.training.gan.context import Context, Images, StepShare
+from duetgan.training.gan.discriminator_step import DiscriminatorStep
 from duetgan.training.optim.config import cosine
 from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.training.optim.updater import Precision, Updater
@@ -93,8 +94,11 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
 class GeneratorStep:
     """One update of the generator and of its moving average."""
 
-    def __init__(self, context: Context, updater: Updater, ema: EMA, teacher: Teacher | None) -> None:
-        self.context, self.updater, self.ema, self.teacher = context, updater, ema, teacher
+    def __init__(
+        self, context: Context, updater: Updater, ema: EMA, teacher: Teacher | None, other: DiscriminatorStep
+    ) -> None:
+        """Args: `other`: the discriminator's half, which learns in this one where one pass is enough for both."""
+        self.context, self.updater, self.ema, self.teacher, self.other = context, updater, ema, teacher, other
         self.loss, self.objective = context.config.loss, context.config.loss.functions
         self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
 
@@ -107,14 +111,14 @@ class GeneratorStep:
         loss = self.loss
         more = loss.feature_matching_weight or (self.teacher is not None and loss.classifier_weight)
         penalised = loss.r2_gamma > 0 and loss.penalty_due(share.step)
-        alone = not self.objective.paired and not more and not loss.gradients_due(share.step)
-        return alone and not penalised and not self.context.ada.active  # paired: D sees samples of its own
+        alone = loss.same_images and not more and not loss.gradients_due(share.step)
+        return alone and not penalised and not self.context.ada.active
 
     def run(self, share: StepShare, reals: Sequence[Images]) -> list[Images]:
         """Update G and its average; returns the samples (detached), which D may be shown next.
 
         `reals`: real images in micro-batches. D's parameters stay as they are, and so do its gradients, except in
-        `one_pass`: there they become those of its own loss on the samples.
+        `one_pass`: there they become those of its own losses.
         """
         context, ema, apart = self.context, self.context.config.ema, self.loss.gradients_due(share.step)
         gradients = PerLossGradients(self.updater.parameters, context.precision, apart=apart)
@@ -158,7 +162,7 @@ class GeneratorStep:
             fake = Images(images, latents.labels[rows])
             self.updater.overlap(last=share.is_last(rows) and not more)
             if self.one_pass(share):
-                self._backward_of_both(share, rows, fake)
+                self._backward_of_both(share, rows, fake, real)
             else:
                 with phase("generator/forward"):
                     terms = self._terms(share, rows, fake, real)
@@ -169,26 +173,22 @@ class GeneratorStep:
             fakes.append(Images(images.detach(), fake.labels))
         return fakes, w_sums
 
-    def _backward_of_both(self, share: StepShare, rows: slice, fake: Images) -> None:
-        """Gradients of both networks' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
+    def _backward_of_both(self, share: StepShare, rows: slice, fake: Images, real: Images) -> None:
+        """Gradients of both networks' losses from one pass of D: G's in G's parameters, D's in D's."""
         context, batch = self.context, share.batch_size
         seen = Images(fake.images.detach().requires_grad_(), fake.labels)
         with phase("discriminator/forward"):
             output = context.discriminate(seen, share, rows, "generator")
             auxiliary = context.auxiliary_loss(output, share)
+        of_real = self.other.discriminate(share, rows, real, "real") if self.objective.paired else None
         with phase("generator/backward"):
-            adversarial = self.objective.generator(output.logits).sum() / batch
+            logits = output.logits - of_real.logits.detach() if of_real else output.logits
+            adversarial = self.objective.generator(logits).sum() / batch
             total = (adversarial + auxiliary) * context.precision.scale()
             (gradient,) = torch.autograd.grad(total, seen.images, retain_graph=True)
-        with phase("discriminator/backward"):
-            loss = self.objective.fake(output.logits).sum() / batch
-            total = loss + auxiliary if self.loss.auxiliary_fakes else loss
-            context.precision.backward(total, list(context.discriminator.parameters()))
-        with phase("generator/backward"):
             fake.images.backward(gradient, inputs=self.updater.parameters)
         share.add("loss/generator", adversarial)
-        share.add("loss/discriminator", loss)
-        share.add("logits/fake", output.logits.sum() / batch)
+        self.other.learn(share, rows, output._replace(name="fake"), real, of_real)
 
     def _terms(self, share: StepShare, rows: slice, fake: Images, real: Images) -> dict[str, Tensor]:
         """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""

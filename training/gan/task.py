@@ -80,8 +80,8 @@ class GanTask(Task):
         run = config.loss.classifier
         teacher = None if run is None else Teacher("loss.classifier", run, reader, device)
         self.learnt_from = Lineage.of() if teacher is None else teacher.lineage
-        self.generator_step = GeneratorStep(self.context, for_generator, self.ema, teacher)
         self.discriminator_step = DiscriminatorStep(self.context, for_discriminator)
+        self.generator_step = GeneratorStep(self.context, for_generator, self.ema, teacher, self.discriminator_step)
         self.watch = Watch(config.watch, config.loss.functions)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
@@ -158,7 +158,7 @@ class GanTask(Task):
             part.updater.zero_grad()
         reals = self.context.reals(next(batches), share)
         fakes = self.generator_step.run(share, reals)
-        if self.config.loss.functions.paired:
+        if not self.config.loss.same_images:  # D has pairs of its own
             reals = self.context.reals(next(batches), share, "discriminator")
             with phase("discriminator/samples"), torch.no_grad(), self.precision.autocast():
                 latents, noise = self.context.latents(share, "discriminator", reals)

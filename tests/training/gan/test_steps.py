@@ -202,6 +202,7 @@ def test_another_loss_is_one_entry_in_the_table(folder, monkeypatch):
         ({"precision": "bf16"}, {}),
         ({"precision": "fp16"}, {"auxiliary_weight": 0.7, "auxiliary_fakes": True}),
         ({"micro_batch": 4}, {"objective": "hinge"}),
+        ({"micro_batch": 4}, {"objective": "relativistic", "mismatch_weight": 0.0, "same_pairs": True}),
     ],
 )
 def test_one_pass_of_the_discriminator_gives_the_gradients_of_two(folder, more, loss, monkeypatch):
@@ -233,4 +234,5 @@ def test_samples_are_judged_once_only_where_that_is_the_same(folder):
     assert shares(GAN, step=1, loss={"gradients_every": 2})
     assert not shares(GAN, loss={"feature_matching_weight": 1.0, "feature_matching_group": 2})
     assert not shares(GAN, loss=LOSSES)
-    assert not shares(R3GAN, loss=PAIRS)
+    assert not shares(R3GAN, loss=PAIRS)  # pairs of D's own
+    assert shares(GAN, loss={"objective": "relativistic", "mismatch_weight": 0.0, "same_pairs": True})
