@@ -90,8 +90,10 @@ class StudyConfig(Config):
             raise UserError("data: give either source (a named set) or path and test_path (packed files)")
         if (data.path is None) != (data.test_path is None):
             raise UserError("data.path and data.test_path: give both, the packed training and test images")
-        for name in ("classifier", "gan"):
-            recipe: Recipe = getattr(self, name)
+        for name, recipe in vars(self).items():
+            if isinstance(recipe, Recipe) and recipe.run is not None and name != "gan":
+                raise UserError(f"{name}.run: only gan.run may name a trained run; leave it out")
+        for name, recipe in (("classifier", self.classifier), ("gan", self.gan)):
             if not recipe.config and recipe.run is None:
                 raise UserError(f"{name}.config is not set; name a recipe, such as configs/quickstart_{name}.yaml")
 

@@ -153,6 +153,7 @@ def test_the_control_with_more_real_images_has_held_back_ones_each_once(tmp_path
         (["teach", "--teacher", "[]", "--head", "[]"], "teacher or head must have a weight"),
         (["teach", "--gan.run", "runs/a"], "gan.run must be null"),
         (["teach", "--short", "0"], "short 0: must be"),
+        (["cas", "--selector.run", "runs/a"], "selector.run: only gan.run may name a trained run"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(argv, words, capsys, tmp_path):
