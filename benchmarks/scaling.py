@@ -96,6 +96,7 @@ PRESETS = {  # recipe -> its images
     "progressive_small": SAMPLE,
     "quickstart_classifier": SAMPLE,
     "quickstart_gan": SAMPLE,
+    "quickstart_pairs": SAMPLE,
     "r3gan_256": Images(256),
     "r3gan_cifar10": Images(32, 10),
     "r3gan_small": SAMPLE,

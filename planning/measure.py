@@ -6,6 +6,7 @@ A process of its own, so that the memory of the networks that are measured is fr
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -124,7 +125,9 @@ class ThisMachine(Machine):
             self._known[key] = Speed(measured.precision, measured.images_per_second)
             compared = f" ({times(measured.ratio)} the speed of the other precision)" if measured.ratio else ""
             text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
-            print(f"  {Path(config).stem}, {side} px: {text}", flush=True)
+            base = dict(pairwise(overrides)).get("--generator.channel-base")
+            wide = f", {int(base) // side} channels" if base else ""
+            print(f"  {Path(config).stem}, {side} px{wide}: {text}", flush=True)
         return self._known[key]
 
     def _noise(self, side: int, channels: int, classes: int) -> Path:

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.planning.given import Machine, Speed, Survey
-from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, Size, cadence, side_for, work
+from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, WIDTHS, Size, cadence, distance, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
+PAIRS = "configs/quickstart_pairs.yaml"  # better in the same time where classes and images are many: quickstart.md
 STARTED = "configs/gan_64_cpu.yaml"  # a GAN that begins with START's networks
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
 FEW_LABELS = "configs/few_labels.yaml"
-BATCH = {GAN: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32, FEW_LABELS: 32}
+BATCH = {GAN: 32, PAIRS: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32, FEW_LABELS: 32}
 FILLED = 0.93  # share of the time that is planned: measured speeds are not exact
 VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
 SOME = 0.05  # share of images that are far from square, from which that is told
@@ -204,7 +205,7 @@ class _Choice:
     def _training(
         self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
     ) -> Training:
-        gan, batch, rate = config in (GAN, STARTED), BATCH[config], speed.images_per_second
+        gan, batch, rate = config in (GAN, PAIRS, STARTED), BATCH[config], speed.images_per_second
         least = STEPS["gan" if gan else "classifier"] if config != LAST else LAST_STEPS
         steps = least if self.quick else max(least, int(images / batch))
         if not gan:
@@ -314,8 +315,18 @@ class _Choice:
                 continue
             speed = self._gan_speed(size)
             if speed.images_per_second * budget >= 1000 * kimg:
-                return size, speed
+                return self._of_width(size, budget)
         return sizes[-1], self._gan_speed(sizes[-1])
+
+    def _of_width(self, size: Size, budget: float) -> tuple[Size, Speed]:
+        """The size in the width that is expected to come nearest to the images in that time, and its speed."""
+        widths = [size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS * self._by_law(size)]
+        found = [(each, self._gan_speed(each)) for each in widths or [size]]
+        seen = [min(speed.images_per_second * budget, 1000 * size.most) for _, speed in found]
+        return min(zip(found, seen, strict=True), key=lambda each: distance(each[0][0], each[1]))[0]
+
+    def _by_law(self, size: Size) -> bool:
+        return size.side == 32 and self._recipe(size)[0] == PAIRS and not self.quick
 
     def _gan_speed(self, size: Size) -> Speed:
         return self.machine.speed(*self._recipe(size), size.side, self.of_gan)
@@ -328,6 +339,8 @@ class _Choice:
         """As long as there is time, and as it shows."""
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
         why = f"{size.side} px, " + ("one network draws every class" if self.of_gan.classes > 1 else "without labels")
+        if self._by_law(size):
+            why += f"; for its {duration(budget)} {size.channel_base // size.side} channels"
         if size.side < self.gan_side and not self.quick:
             why += f"; {size.side * 2} px want more time than there is (--minutes)"
         if self.ada:
@@ -343,6 +356,8 @@ class _Choice:
         for network in ("generator", "discriminator"):
             options += [f"--{network}.channel-base", str(size.channel_base)]
             options += [f"--{network}.channel-max", str(size.channel_max)]
+        if self.of_gan.classes > 1 and not self.ada and size.side <= 32:
+            return PAIRS, options
         options += [] if self.of_gan.classes > 1 else ["--loss.mismatch-weight", "0"]
         if self._starts(size):
             options += ["--init-from", START, "--ema.ema-kimg", "5", "--augment.flip", "false"]

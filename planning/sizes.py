@@ -27,6 +27,10 @@ SIZES = (
     Size(16, 256, 64, 0, 400),
 )
 
+# channel_base at 32 px, and the law that chooses between them: docs/measurements/small-gan-recipe.md#width-and-time
+WIDTHS = (512, 1024)
+LAW = (1.82, 2290.0, 0.55, 1.0)
+
 # behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
 LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
 # of a ResNet's head alone: better than means, until the last stage trains (docs/measurements/folders.md)
@@ -38,6 +42,12 @@ def work(size: Size) -> float:
     sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
     channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
     return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
+
+
+def distance(size: Size, images: float) -> float:
+    """Expected Frechet distance over its floor after so many images at 32 px (benchmarks/gan/capacity.py)."""
+    least, gain, width, length = LAW
+    return least + gain * (size.channel_base // size.side) ** -width * (images / 1000) ** -length
 
 
 def side_for(side: int, most: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from duetgan.planning.given import Machine, Speed, Survey
-from duetgan.planning.plan import GAN, LAST, SCRATCH, STARTED
+from duetgan.planning.plan import GAN, LAST, PAIRS, SCRATCH, STARTED
 from duetgan.planning.sizes import SIZES, Size, work
 
 WEIGHTS = ("resnet50.safetensors", "resnet50", True)
@@ -22,7 +22,7 @@ class Fast(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         given = dict(pairwise(overrides))
-        if config in (GAN, STARTED):
+        if config in (GAN, PAIRS, STARTED):
             size = Size(side, int(given["--generator.channel-base"]), int(given["--generator.channel-max"]), 0, 0)
             quick = next(each for each in SIZES if each.side == 32)
             return Speed("bf16", self.gan * work(quick) / work(size))

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from duetgan.planning.given import Speed
 from duetgan.planning.plan import (
     ADA_BELOW,
     BATCH,
     FILLED,
     GAN,
     LAST,
+    PAIRS,
     SCRATCH,
     STARTED,
     STEPS,
@@ -99,18 +101,19 @@ def test_resolution_follows_from_images_machine_and_time(images, machine, minute
 
 
 @pytest.mark.parametrize(
-    ("images", "starts"),
+    ("images", "config"),
     [
-        (seen(930, 5, side=64), True),
-        (seen(930, 0, side=64), True),  # without labels and their head
-        (seen(930, 5, side=64, channels=1), False),
-        (seen(11_200, 5, side=64), False),  # enough images of their own
+        (seen(930, 5, side=64), STARTED),
+        (seen(930, 0, side=64), STARTED),  # without labels and their head
+        (seen(930, 5, side=64, channels=1), GAN),
+        (seen(11_200, 5, side=64), PAIRS),  # enough images of their own
+        (seen(11_200, 0, side=64), GAN),
     ],
 )
-def test_few_images_in_colour_start_from_trained_networks_and_are_told(images, starts):
+def test_few_images_in_colour_start_from_trained_networks_and_are_told(images, config):
     made = choose(images, Fast(), minutes=15)
-    options = made.gan.overrides
-    assert made.gan.config == (STARTED if starts else GAN)
+    options, starts = made.gan.overrides, config == STARTED
+    assert made.gan.config == config
     assert ("--init-from" in options) == starts == (START in str(made.notes))
     assert ("--loss.auxiliary-weight" in options) == (starts and images.classes > 0)
     build_run_config(read_yaml(Path(made.gan.config)), options, made.gan.config)
@@ -204,10 +207,29 @@ def test_few_images_have_a_larger_share_held_out_and_are_augmented_for_the_discr
     assert "--ada.mode" not in choose(seen(3 * ADA_BELOW, 5), Fast(), minutes=15).gan.overrides
 
 
+@pytest.mark.parametrize(("ratio", "channels"), [(0.3, 16), (0.6, 16), (0.8, 32), (1.0, 32)])
+def test_width_follows_from_what_it_costs_here_and_is_told(ratio, channels):
+    """The law is even where 32 channels run at 2^-0.55 = 0.68 of the speed of 16."""
+
+    class Wide(Fast):
+        def speed(self, config, overrides, side, images):
+            wide = (
+                config == PAIRS and side == 32 and overrides[overrides.index("--generator.channel-base") + 1] == "1024"
+            )
+            return Speed("bf16", self.gan * ratio) if wide else super().speed(config, overrides, side, images)
+
+    made = choose(SAMPLE, Wide(), minutes=15)
+    assert f"--generator.channel-base {32 * channels} --generator.channel-max {8 * channels}" in " ".join(
+        made.gan.overrides
+    )
+    assert any(f"min {channels} channels" in note for note in made.notes)
+    assert made.total <= 63 * 15
+
+
 def test_quick_plans_need_no_speeds_and_are_the_smallest():
     made = choose(SAMPLE, Fast(), minutes=15, quick=True)
     assert made.quick
-    assert (made.gan.config, made.gan.resolution) == (GAN, 16)
+    assert (made.gan.config, made.gan.resolution) == (PAIRS, 16)
 
 
 def before_gan(made: Plan, pace: float) -> dict[str, float]:
