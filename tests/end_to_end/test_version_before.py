@@ -31,7 +31,9 @@ def old(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("run", RECIPES)
 def test_an_old_run_goes_on_as_the_old_version_did(old, run):
-    """To the bit where the torch and the CPU are those that made the fixture; elsewhere within rounding."""
+    """To 1e-5 where the torch and the CPU are those that made the fixture (hosts of one name differ in the last bits);
+    elsewhere within rounding.
+    """
     stored = torch.load(old / "after.pt", weights_only=True)
     after, same = stored[run], stored["machine"] == machine()
     assert train_in_process(old / run / "config.yaml", old / run, "--device", "cpu") == 0
@@ -39,12 +41,12 @@ def test_an_old_run_goes_on_as_the_old_version_did(old, run):
     for network, tensors in after["state"].items():
         assert state[network].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            rtol, atol = (0.0, 0.0) if same else (1e-3, 1e-4)
+            rtol, atol = (1e-5, 1e-6) if same else (1e-3, 1e-4)
             torch.testing.assert_close(state[network][name], tensor, rtol=rtol, atol=atol, msg=f"{network}.{name}")
     later = [row for row in rows(old / run) if row["step"] > STOPPED]
     assert len(later) == len(after["rows"])
     for found, expected in zip(later, after["rows"], strict=True):
-        assert found | expected == (found if same else pytest.approx(found, rel=1e-2, abs=1e-3))
+        assert found | expected == pytest.approx(found, rel=1e-4 if same else 1e-2, abs=1e-5 if same else 1e-3)
 
 
 def test_what_old_checkpoints_hold_can_be_used(old, capsys):

@@ -55,21 +55,16 @@ class DiscriminatorStep:
         metrics.update(update.metrics("discriminator"))
 
     def learn(
-        self,
-        share: StepShare,
-        rows: slice,
-        of_fake: DiscriminatorOutput,
-        real: Images,
-        of_real: DiscriminatorOutput | None = None,
+        self, share: StepShare, rows: slice, of_fake: DiscriminatorOutput, real: Images | DiscriminatorOutput
     ) -> None:
         """Gradients on a micro-batch: what D makes of samples, and real images, or what D makes of these."""
         share.add("logits/fake", of_fake.logits.sum() / share.batch_size)
         if self.objective.paired:
-            of_real = self.discriminate(share, rows, real, "real") if of_real is None else of_real
+            of_real = self.discriminate(share, rows, real, "real") if isinstance(real, Images) else real
             self._backward(share, rows, self.objective.real(of_real.logits - of_fake.logits), [of_real, of_fake])
         else:
             self._backward(share, rows, self.objective.fake(of_fake.logits), [of_fake])
-            self._reals(share, rows, real)
+            self._reals(share, rows, Images(real.images, real.labels))
 
     def penalty_weights(self, share: StepShare) -> dict[str, float]:
         """The penalties of this step, each with its weight before the gain of the interval, which `_backward` gives."""

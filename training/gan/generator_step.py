@@ -188,7 +188,7 @@ class GeneratorStep:
             (gradient,) = torch.autograd.grad(total, seen.images, retain_graph=True)
             fake.images.backward(gradient, inputs=self.updater.parameters)
         share.add("loss/generator", adversarial)
-        self.other.learn(share, rows, output._replace(name="fake"), real, of_real)
+        self.other.learn(share, rows, output._replace(name="fake"), of_real or real)
 
     def _terms(self, share: StepShare, rows: slice, fake: Images, real: Images) -> dict[str, Tensor]:
         """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""
