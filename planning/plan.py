@@ -12,7 +12,7 @@ from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
-PAIRS = "configs/quickstart_pairs.yaml"  # better in the same time where classes and images are many: quickstart.md
+PAIRS = "configs/gan_32_pairs.yaml"  # better in the same time where classes and images are many: quickstart.md
 STARTED = "configs/gan_64_cpu.yaml"  # a GAN that begins with START's networks
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
 FEW_LABELS = "configs/few_labels.yaml"
@@ -315,13 +315,13 @@ class _Choice:
                 continue
             speed = self._gan_speed(size)
             if speed.images_per_second * budget >= 1000 * kimg:
-                return self._of_width(size, budget)
+                return self._of_width(size, budget) if self._by_law(size) else (size, speed)
         return sizes[-1], self._gan_speed(sizes[-1])
 
     def _of_width(self, size: Size, budget: float) -> tuple[Size, Speed]:
         """The size in the width that is expected to come nearest to the images in that time, and its speed."""
-        widths = [size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS * self._by_law(size)]
-        found = [(each, self._gan_speed(each)) for each in widths or [size]]
+        widths = [size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS]
+        found = [(each, self._gan_speed(each)) for each in widths]
         seen = [min(speed.images_per_second * budget, 1000 * size.most) for _, speed in found]
         return min(zip(found, seen, strict=True), key=lambda each: distance(each[0][0], each[1]))[0]
 

@@ -129,7 +129,7 @@ CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not pat
 def test_config_is_a_mapping_that_names_its_task(path):
     config = yaml.safe_load(path.read_text())
     assert config["task"] in TASKS
-    assert not path.stem.startswith("quickstart") or path.stem in (f"quickstart_{config['task']}", "quickstart_pairs")
+    assert not path.stem.startswith("quickstart") or path.stem == f"quickstart_{config['task']}"
 
 
 def test_no_registry_and_no_path_of_this_machine_in_any_file():

@@ -316,7 +316,7 @@ def test_a_second_start_keeps_packs_and_finished_runs_and_says_how_to_start_anew
     commands.calls.clear()
     assert main(["--dir", str(tmp_path)]) == 0
     assert commands.names == ["train.py", "evaluate.py", "evaluate.py"]
-    assert "configs/quickstart_pairs.yaml" in commands.calls[0]
+    assert "configs/gan_32_pairs.yaml" in commands.calls[0]
     assert "start anew" not in capsys.readouterr().out
     write(tmp_path / "gan" / "status.json", {"state": "finished"})
     main(["--dir", str(tmp_path)])

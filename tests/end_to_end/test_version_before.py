@@ -12,6 +12,7 @@ import torch
 import evaluate
 import generate
 import predict
+from duetgan.models.layers import convolution
 from duetgan.utils.script import run_cli
 from tests import slim
 from tests.end_to_end.helpers import rows, state_of, train_in_process
@@ -30,23 +31,27 @@ def old(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("run", RECIPES)
-def test_an_old_run_goes_on_as_the_old_version_did(old, run):
-    """To 1e-5 where the torch and the CPU are those that made the fixture (hosts of one name differ in the last bits);
-    elsewhere within rounding.
+def test_an_old_run_goes_on_as_the_old_version_did(old, run, monkeypatch):
+    """To the bit where the torch and the CPU are those that made the fixture; elsewhere within rounding.
+
+    That is with autograd's own second derivatives, as at 158b9c7: commit 7a22871 made faster ones, which differ in the
+    last bits. It replaced R3GAN's own convolutions and resampling, too, so that run agrees to 1e-5.
     """
+    monkeypatch.setattr(convolution, "_twice", convolution._plain)
     stored = torch.load(old / "after.pt", weights_only=True)
     after, same = stored[run], stored["machine"] == machine()
+    tight = (1e-5, 1e-6) if run == "r3gan" else (0.0, 0.0)
     assert train_in_process(old / run / "config.yaml", old / run, "--device", "cpu") == 0
     state = state_of(old / run, STEPS)
     for network, tensors in after["state"].items():
         assert state[network].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            rtol, atol = (1e-5, 1e-6) if same else (1e-3, 1e-4)
+            rtol, atol = tight if same else (1e-3, 1e-4)
             torch.testing.assert_close(state[network][name], tensor, rtol=rtol, atol=atol, msg=f"{network}.{name}")
     later = [row for row in rows(old / run) if row["step"] > STOPPED]
     assert len(later) == len(after["rows"])
     for found, expected in zip(later, after["rows"], strict=True):
-        assert found | expected == pytest.approx(found, rel=1e-4 if same else 1e-2, abs=1e-5 if same else 1e-3)
+        assert found | expected == pytest.approx(found, rel=rtol * 10, abs=atol * 10)
 
 
 def test_what_old_checkpoints_hold_can_be_used(old, capsys):

@@ -34,11 +34,8 @@ OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
 GAN: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {  # key -> its other value, tree, what else
     **{f"generator_optimizer.{key}": (value, "everything", base) for key, (value, base) in OPTIMIZER.items()},
     **{"loss.objective": ("hinge", "everything"), "loss.r1_gamma": (2.0, "everything")},
-    **{
-        "loss.same_pairs": (True, "pairs"),
-        "loss.r2_gamma": (2.0, "everything"),
-        "loss.gamma_final": (0.6, "everything"),
-    },
+    **{"loss.r2_gamma": (2.0, "everything"), "loss.gamma_final": (0.6, "everything")},
+    "loss.same_pairs": (True, "pairs"),
     **{"loss.gradient_penalty_weight": (2.0, "everything"), "loss.r1_interval": (3, "everything")},
     **{"loss.style_mixing": (0.1, "everything"), "loss.mismatch_weight": (2.0, "everything")},
     **{"loss.path_length_weight": (4.0, "everything"), "loss.path_length_interval": (3, "everything")},
