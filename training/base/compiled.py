@@ -38,7 +38,8 @@ class Compiled:
         try:
             return self._run(*arguments, **options)
         except torch._dynamo.exc.TorchDynamoException as error:  # InductorError too; a later shape may raise it
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            say_main(f"compile: {self.name} runs uncompiled ({reason[:160]})")
+            lines = (str(error).strip() or type(error).__name__).splitlines()
+            reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # "backend='inductor' raised:"
+            say_main(f"compile: {self.name} runs uncompiled ({reason[:300]})")
             self.on = False
         return self.function(*arguments, **options)

@@ -212,17 +212,27 @@ def test_a_shape_that_fails_later_runs_uncompiled(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "compile: the generator runs uncompiled (too large)"
 
 
-def test_without_a_compiler_it_says_so_and_goes_on(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("no C++ compiler here\nand more", "no C++ compiler here"),
+        (
+            "backend='inductor' raised:\nCppCompileError: no g++\n\nmore",
+            "backend='inductor' raised: CppCompileError: no g++",
+        ),
+    ],
+)
+def test_without_a_compiler_it_says_so_and_goes_on(monkeypatch, capsys, message, told):
     def broken(function, **options):
         def fail(*arguments):
-            raise torch._dynamo.exc.TorchDynamoException("no C++ compiler here\nand more")
+            raise torch._dynamo.exc.TorchDynamoException(message)
 
         return functools.wraps(function)(fail)
 
     monkeypatch.setattr(compiled.torch, "compile", broken)
     run = Compiled(lambda x: x + 1, "the generator", setting="on", device=CPU)
     assert [run(1), run(2)] == [2, 3]
-    assert capsys.readouterr().err.strip() == "compile: the generator runs uncompiled (no C++ compiler here)"
+    assert capsys.readouterr().err.strip() == f"compile: the generator runs uncompiled ({told})"
 
 
 def test_auto_leaves_the_cpu_alone(monkeypatch):
