@@ -320,10 +320,14 @@ class _Choice:
 
     def _of_width(self, size: Size, budget: float) -> tuple[Size, Speed]:
         """The size in the width that is expected to come nearest to the images in that time, and its speed."""
-        widths = [size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS]
-        found = [(each, self._gan_speed(each)) for each in widths]
-        seen = [min(speed.images_per_second * budget, 1000 * size.most) for _, speed in found]
-        return min(zip(found, seen, strict=True), key=lambda each: distance(each[0][0], each[1]))[0]
+        found: list[tuple[float, Size, Speed]] = []
+        for wide in (size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS):
+            speed = self._gan_speed(wide)
+            far = distance(wide, min(speed.images_per_second * budget, 1000 * size.most))
+            if found and far >= found[-1][0]:
+                break
+            found.append((far, wide, speed))
+        return found[-1][1:]
 
     def _by_law(self, size: Size) -> bool:
         return size.side == 32 and self._recipe(size)[0] == PAIRS and not self.quick

@@ -28,7 +28,7 @@ SIZES = (
 )
 
 # channel_base at 32 px, and the law that chooses between them: docs/measurements/small-gan-recipe.md#width-and-time
-WIDTHS = (512, 1024)
+WIDTHS = (512, 1024, 2048)
 LAW = (1.82, 2290.0, 0.55, 1.0)
 
 # behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
