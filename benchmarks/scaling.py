@@ -77,6 +77,7 @@ PRESETS = {  # recipe -> its images
     "cifar10_classifier": Images(32, 10),
     "cifar10_classifier_gpu": Images(32, 10),
     "cifar10_gan": Images(32, 10),
+    "cifar10_gan_gpu": Images(32, 10),
     "classifier": Images(224, 1000),
     "classifier_64_cpu": Images(64, 10),
     "dcgan_small": SAMPLE,
