@@ -150,22 +150,30 @@ TAPS = (1.0, 3.0, 3.0, 1.0)
 ODD_TAPS = (1.0, 2.0, 1.0)  # [1, 2, 1] * [1, 1] = [1, 3, 3, 1]
 TRANSPOSED = {"blur": "blur", "down": "up", "up": "down"}  # whose matrix is the transposed one
 
-_kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would be copied from the host, and waited for
+_kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would cost six launches
 
 
 def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
     """Depthwise kernel [channels, 1, k, k]: the outer product of k taps, sum `gain`, in `like`'s dtype and device."""
-    return constant_kernel(gain, taps, like.dtype, like.device).expand(channels, 1, -1, -1)
+    make = _make_kernel if torch.compiler.is_dynamo_compiling() else constant_kernel
+    return make(gain, taps, like.dtype, like.device).expand(channels, 1, -1, -1)
+
+
+def _make_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, 1, k, k], by fills: nothing is copied from the host. Graphs of torch.compile make theirs so: what they look
+    for outside has guards, and of constants torch 2.11 takes only one in a graph.
+    """
+    line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in taps])
+    return (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]
 
 
 def constant_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, k, k]. No graph of torch.compile may make it or look for it (training/base/compiled.py)."""
+    """The same, made once."""
     key = (gain, taps, dtype, device)
     kernel = _kept.get(key)
     if kernel is None:
         with torch.inference_mode(False):
-            line = torch.tensor(taps, dtype=dtype, device=device)
-            kernel = (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]
+            kernel = _make_kernel(gain, taps, dtype, device)
         if type(kernel) is Tensor:  # and not what torch.export puts in its place
             _kept[key] = kernel
     return kernel

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from duetgan.models import layers
 from duetgan.utils.runlog.run_log import say_main
 
 CompileSetting = Literal["auto", "on", "off"]
@@ -28,7 +27,6 @@ class Compiled:
         self.function, self.name = function, name
         self.on = setting == "on" or (setting == "auto" and device.type != "cpu")
         if self.on:  # what is beyond the limit would run uncompiled in silence
-            torch.compiler.assume_constant_result(layers.constant_kernel)
             torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
             self._run = torch.compile(function, dynamic=False)
 

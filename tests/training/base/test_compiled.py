@@ -190,6 +190,34 @@ def test_a_compiled_network_has_no_second_derivative(traced):
         slope.sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["blur", "down"])
+def test_a_graph_has_no_constants(monkeypatch, kind):
+    """Two kernels, as StyleGAN2's generator has them under autocast, are no constants of one name: torch 2.11 refuses
+    these, and the generator ran uncompiled.
+    """
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def filtered(x):
+        wide, narrow = (layers._resample(y, kind, 1.0, 1) for y in (x, x.bfloat16()))
+        return wide + narrow
+
+    original = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **how: original(function, backend=backend, **how))
+    run = Compiled(filtered, "filters", setting="on", device=CPU)
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    slopes = [torch.autograd.grad(function(x).square().sum(), x)[0] for function in (filtered, run)]
+    torch.testing.assert_close(*slopes)
+    assert run.on
+    (graph,) = graphs
+    attributes = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
+    assert not [attribute for attribute in attributes if isinstance(attribute, torch.Tensor)]
+
+
 def test_more_graphs_than_torchs_own_limit_are_made(traced):
     run = Compiled(lambda x: x + 1, "x", setting="on", device=CPU)
     for size in range(2, 14):
