@@ -59,7 +59,7 @@ def waits(setting: Setting) -> Iterator[Counter[str]]:
         module = importlib.import_module(setting.maker)
         module.waits.clear()
         yield found
-        found.update({line: count for line, count in module.waits.items() if module.ARTEFACT not in line})
+        found.update(module.waits)
         return
     module = torch.get_device_module(setting.torch_device)
     if not hasattr(module, "set_sync_debug_mode"):

@@ -3,9 +3,8 @@
 from tests.accelerator import device
 from tests.accelerator.cases import snapshots_take_the_cpus_tensors
 from tests.accelerator.device import Mode, waits
-from tests.accelerator.trainings import ARTEFACT
 
-__all__ = ["ARTEFACT", "Mode", "install", "waits"]
+__all__ = ["Mode", "install", "waits"]
 
 
 def install() -> None:

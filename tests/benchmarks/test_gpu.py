@@ -286,7 +286,7 @@ def test_a_wait_in_a_step_fails(
 ) -> None:
     """`take` may wait once: it is a log tick."""
     counter: Counter[str] = Counter()
-    maker = SimpleNamespace(waits=counter, ARTEFACT="=", install=lambda: None, Mode=contextlib.nullcontext)
+    maker = SimpleNamespace(waits=counter, install=lambda: None, Mode=contextlib.nullcontext)
     monkeypatch.setitem(sys.modules, "pretended", maker)
     monkeypatch.setattr(steps, "WATCHED", ("quickstart_classifier",))
 

@@ -19,6 +19,7 @@ FREE = {"name": "schedulefree-adamw", "schedule": "constant", "warmup_steps": 0}
 MUON = {"name": "muon", "lr": 0.02, "schedule": "constant", "warmup_steps": 0}
 PLAIN = {"name": "adam", "lr": 0.01, "betas": [0.5, 0.9], "schedule": "constant", "warmup_steps": 0}
 COSINE = PLAIN | {"schedule": "cosine"}
+MIXED = PLAIN | {"name": "muon-adam"}
 STEPPED = PLAIN | {"schedule": "step", "milestones": [1]}
 CYCLE = PLAIN | {"schedule": "one-cycle", "pct_start": 0.3, "cycle_start": 0.2, "cycle_momentum": [0.9, 0.5]}
 # key -> what it is changed to, and the optimizer that the other keys of its section make
@@ -30,6 +31,7 @@ OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
     **{"final_lr": (0.7, COSINE), "milestones": ([2], STEPPED), "gamma": (0.7, STEPPED)},
     **{"step_every": (1, PLAIN | {"schedule": "step", "step_every": 2}), "pct_start": (0.8, CYCLE)},
     **{"cycle_start": (0.6, CYCLE), "cycle_momentum": ([0.9, 0.1], CYCLE)},
+    "muon_rms": (1.0, MIXED),
 }
 GAN: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {  # key -> its other value, tree, what else
     **{f"generator_optimizer.{key}": (value, "everything", base) for key, (value, base) in OPTIMIZER.items()},

@@ -139,7 +139,7 @@ class GanConfig(RunConfig):
             if getattr(self.loss, key) and not self.conditional:
                 raise UserError(f"conditional false: loss.{key} needs the classes; leave it out")
         if "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name):
-            raise UserError("optimizer muon is for classifiers: take adam for a GAN")
+            raise UserError("optimizer muon is for classifiers: take adam or muon-adam for a GAN")
         if self.data.synthetic.weight != 1:
             raise UserError("data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone")
         if self.data.synthetic.on and self.progressive.start is not None:

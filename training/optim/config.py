@@ -33,12 +33,16 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
+MOMENTA = ("sgd", "muon", "muon-adam")  # optimizers with a `momentum`
+
+
 class OptimizerConfig(Config):
     """Optimizer and learning-rate schedule."""
 
     # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it
     # muon: of matrices and filters; of norms, biases and the head SGD. Classifiers only
-    name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon"] = "adam"
+    # muon-adam: Muon of filters larger than 1x1, Adam of the rest
+    name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon", "muon-adam"] = "adam"
     lr: PositiveFloat = 0.001  # peak rate
     lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
     betas: list[Decay] = [0.9, 0.999]  # Adam's
@@ -47,6 +51,7 @@ class OptimizerConfig(Config):
     momentum: Decay = 0.9  # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
     sgd_momentum: InnerShare = 0.9  # muon: of the parameters that SGD takes
     ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5  # muon: Newton-Schulz iterations of a step
+    muon_rms: PositiveFloat = 3.0  # muon-adam: root mean square of a filter's update, in units of lr; Adam's is about 1
     unit_filters: bool = False  # muon: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
     weight_decay: NonNegativeFloat = 0.0  # decoupled but for adam, sgd and muon's head; not of norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
@@ -81,12 +86,12 @@ class OptimizerConfig(Config):
             )
         if self.milestones != sorted(set(self.milestones)):
             raise UserError(f"milestones {self.milestones}: must be rising numbers of updates")
-        if self.cycle_momentum is not None and self.name in ("sgd", "muon") and not self.momentum:
+        if self.cycle_momentum is not None and self.name in MOMENTA and not self.momentum:
             raise UserError("cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
         if self.schedule_free and self.schedule != "constant":
             raise UserError(f"name {self.name} replaces schedules; set schedule constant")
-        if self.beta2_final is not None and self.name not in ("adam", "adamw"):
-            raise UserError(f"beta2_final is adam's and adamw's; leave it out with {self.name}")
+        if self.beta2_final is not None and self.name not in ("adam", "adamw", "muon-adam"):
+            raise UserError(f"beta2_final is Adam's; leave it out with {self.name}")
         if self.schedule_free and not self.average_beta:
             key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
             raise UserError(f"name {self.name} needs {key} above 0: the average's share; 0.9 is usual")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from duetgan.training.optim.config import OptimizerConfig
@@ -34,8 +35,8 @@ def build_optimizer(
     groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
     if config.schedule_free:
         return ScheduleFree(groups, config)
-    if config.name == "muon":
-        return Muon(groups, config, head)
+    if config.name.startswith("muon"):
+        return Muon(groups, config, head) if config.name == "muon" else MuonAdam(groups, config)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         momentum = config.momentum
@@ -86,29 +87,41 @@ class Muon(Masked):
         for parameter in (p for group in self.param_groups for p in group["params"]):
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether a parameter goes by Muon."""
+        return 1 < len(parameter) < parameter.numel() and id(parameter) not in self.head
+
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        matrices = [p for p in parameters if 1 < len(p) < p.numel() and id(p) not in self.head]
-        by_muon = {id(p) for p in matrices}
-        if matrices:
+        if matrices := [p for p in parameters if self.takes(p)]:
             self._muon(group, matrices)
-        if rest := [p for p in parameters if id(p) not in by_muon]:
-            sgd(
-                rest,
-                [p.grad for p in rest if p.grad is not None],
-                [self.state[p]["momentum_buffer"] for p in rest],
-                fused=True,
-                found_inf=self.found_inf,
-                lr=group["lr"],
-                momentum=self.config.sgd_momentum,
-                weight_decay=group["weight_decay"],
-                dampening=0.0,
-                nesterov=True,
-                maximize=False,
-            )
+        if rest := [p for p in parameters if not self.takes(p)]:
+            self._others(group, rest)
+
+    def _others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        sgd(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            self._kept(parameters, "momentum_buffer"),
+            fused=True,
+            found_inf=self.found_inf,
+            lr=group["lr"],
+            momentum=self.config.sgd_momentum,
+            weight_decay=group["weight_decay"],
+            dampening=0.0,
+            nesterov=True,
+            maximize=False,
+        )
+
+    def _kept(self, parameters: list[Tensor], name: str) -> list[Any]:
+        return [self.state[p][name] for p in parameters]
+
+    def _rate(self, lr: float) -> dict[str, Any]:
+        """Muon's rate, and what its updates are scaled by."""
+        return {"lr": lr}
 
     def _muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         matrices = [p.detach().clone().flatten(1) for p in parameters]
-        how = {key: group[key] for key in ("lr", "momentum", "weight_decay")}
+        how = {key: group[key] for key in ("momentum", "weight_decay")} | self._rate(group["lr"])
         # its state is ours: it lives for this step
         muon = torch.optim.Muon(matrices, **how, nesterov=True, ns_steps=self.config.ns_steps)
         for parameter, matrix in zip(parameters, matrices, strict=True):
@@ -125,6 +138,50 @@ class Muon(Masked):
                 if self.found_inf is not None:
                     new = torch.where(self.found_inf.to(old.device) > 0, old, new)
                 old.copy_(new)
+
+
+class MuonAdam(Muon):
+    """Muon for filters larger than 1x1, Adam for the rest, in one optimizer whose step can be masked.
+
+    A filter's update, of `muon_rms` times the rate as root mean square, is as large as Adam's about where that is 1
+    (2502.16982, section 2.2, has 0.2). Weight decay is decoupled for Muon alone.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
+        self.config = config
+        betas = (float(config.betas[0]), float(config.betas[1]))
+        defaults = {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0, "betas": betas}
+        Masked.__init__(self, groups, defaults)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            names = ["momentum_buffer"] if self.takes(parameter) else ["exp_avg", "exp_avg_sq"]
+            self.state[parameter] |= {name: torch.zeros_like(parameter) for name in names}
+            if not self.takes(parameter):
+                self.state[parameter]["step"] = torch.zeros((), device=parameter.device, dtype=torch.float32)
+
+    def takes(self, parameter: Tensor) -> bool:
+        return parameter.ndim == 4 and parameter.shape[-1] > 1 and len(parameter) > 1
+
+    def _others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        adam(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            self._kept(parameters, "exp_avg"),
+            self._kept(parameters, "exp_avg_sq"),
+            [],
+            self._kept(parameters, "step"),
+            fused=True,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=self.config.eps,
+            maximize=False,
+        )
+
+    def _rate(self, lr: float) -> dict[str, Any]:
+        return {"lr": lr * self.config.muon_rms / 0.2, "adjust_lr_fn": "match_rms_adamw"}
 
 
 class ScheduleFree(Masked):

@@ -135,7 +135,7 @@ class Updater:
                 group["betas"] = self.config.betas_at(step, self.steps)
             momentum = self.config.momentum_at(step, self.steps)
             if momentum is not None:
-                group |= {"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum}
+                group |= {"momentum": momentum} if "momentum" in group else {"betas": (momentum, group["betas"][1])}
         skipped = (~torch.isfinite(norm)).float()
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]

@@ -71,6 +71,39 @@ def test_a_step_is_torchs_own_on_the_reshaped_weights(layout, unit):
             torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_filters_go_by_muon_and_the_rest_by_adam(layout):
+    """muon-adam is torch's Muon of the filters larger than 1x1, its updates of a given size, and torch's Adam."""
+
+    def build():
+        with forked(0, "init", "test muon"):
+            return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 1), nn.Flatten(), nn.Linear(16, 5)).double()
+
+    model, other = build().to(memory_format=layout), build()
+    options: dict[str, Any] = {"lr": 0.01, "momentum": 0.5, "muon_rms": 2.0, "betas": [0.0, 0.9], "beta2_final": 0.99}
+    config = OptimizerConfig(name="muon-adam", **options)
+    updater = Updater(model, config, Precision("fp32", CPU), 100)
+    matrix = other[0].weight.detach().flatten(1).clone()
+    muon = torch.optim.Muon([matrix], lr=0.1, momentum=0.5, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.Adam([p for p in other.parameters() if p is not other[0].weight], lr=0.01)
+    for step in range(4):
+        for m in (model, other):
+            set_gradients(m, step)
+        before = matrix.clone()
+        matrix.grad = other[0].weight.grad.flatten(1)
+        adam.param_groups[0]["betas"] = config.betas_at(step, 100)
+        updater.step(step)
+        muon.step()
+        adam.step()
+        assert (matrix - before).square().mean().sqrt() == pytest.approx(
+            2 * 0.01, rel=0.3
+        )  # of a matrix near orthogonal
+        torch.testing.assert_close(model[0].weight.detach().flatten(1), matrix, rtol=1e-12, atol=0)
+        for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+            if name != "0.weight":
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
 def test_scales_are_no_matrices():
     """ConvNeXt's layer_scale [C, 1, 1]: orthogonalised, it would be 1 instead of 1e-6."""
     with forked(0, "init", "test muon"):

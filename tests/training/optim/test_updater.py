@@ -24,6 +24,7 @@ OPTIMIZERS = [
 CLIPPED = [{"name": name, "clip_norm": 1.0} for name in ("adam", "sgd")]
 OURS = [
     {"name": "muon", "weight_decay": 0.02, "momentum": 0.6, "sgd_momentum": 0.8, "unit_filters": True},
+    {"name": "muon-adam", "momentum": 0.5, "betas": [0.0, 0.9], "beta2_final": 0.99},
     {"name": "schedulefree-sgd", "momentum": 0.5, "weight_decay": 0.1, "warmup_steps": 3},
     {"name": "schedulefree-adamw", "betas": [0.8, 0.95], "weight_decay": 0.1, "warmup_steps": 3},
 ]
@@ -96,7 +97,9 @@ def test_a_restored_updater_goes_on_as_if_nothing_had_happened(options, tmp_path
     torch.testing.assert_close(snapshot(other, restored), snapshot(model, updater), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "muon", "schedulefree-sgd", "schedulefree-adamw"])
+@pytest.mark.parametrize(
+    "name", ["adam", "adamw", "sgd", "muon", "muon-adam", "schedulefree-sgd", "schedulefree-adamw"]
+)
 @pytest.mark.parametrize("other", ["gradients", "moments"])
 def test_any_memory_order_of_gradients_and_moments_will_do(name, other):
     """torch's fused optimizers take weights, gradients and moments element by element as they lie in memory."""
@@ -129,6 +132,7 @@ def test_any_memory_order_of_gradients_and_moments_will_do(name, other):
         ("adamw", {"weight_decay": 0.5}),
         ("sgd", {"weight_decay": 0.5, "momentum": 0.1}),
         ("muon", {"weight_decay": 0.5, "momentum": 0.1}),
+        ("muon-adam", {"betas": [0.5, 0.9], "eps": 1e-3}),
         ("schedulefree-adamw", {"weight_decay": 0.5, "betas": [0.9, 0.9], "eps": 1e-3}),
     ],
 )
@@ -182,7 +186,7 @@ def test_with_the_scaler_norms_and_updates_are_those_without(clip_norm):
     torch.testing.assert_close(model.weight.double(), plain.weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "muon", "schedulefree-adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "muon", "muon-adam", "schedulefree-adamw"])
 @pytest.mark.parametrize("bad_step", [0, 1])
 def test_an_overflow_is_skipped_and_halves_the_scale(bad_step, name):
     model, mixed, _, flags = run_scaled(bad_step, name=name)
