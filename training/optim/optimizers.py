@@ -143,8 +143,8 @@ class Muon(Masked):
 class MuonAdam(Muon):
     """Muon for filters larger than 1x1, Adam for the rest, in one optimizer whose step can be masked.
 
-    A filter's update, of `muon_rms` times the rate as root mean square, is as large as Adam's about where that is 1
-    (2502.16982, section 2.2, has 0.2). Weight decay is decoupled for Muon alone.
+    The root mean square of a filter's update is `muon_rms` times the rate; of Adam's updates it is about the rate
+    (2502.16982, section 2.2, takes 0.2). Weight decay is decoupled for Muon alone.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
