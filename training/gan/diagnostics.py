@@ -13,7 +13,8 @@ NORMS = {  # whose sudden growth or loss is told
     "gradient_norm/discriminator": "the discriminator's gradient norm",
     "path_length/mean": "the mean path length",
 }
-MEANS = ("logits/real", "logits/fake", "logits/margin", "logits/real_sign", "loss/discriminator", "ada/p")
+LOW = "logits/low_margin"  # counts no margin as larger than twice the one that ends "blind": what was is soon forgotten
+MEANS = ("logits/real", "logits/fake", "logits/margin", LOW, "logits/real_sign", "loss/discriminator", "ada/p")
 ADA = "set ada.mode to adaptive (fixed with loss.objective relativistic or wasserstein)"
 GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
 CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
@@ -26,6 +27,7 @@ MORE_DATA = (
     "augmentations leak into the samples, so look at them"
 )
 SHARPEN = "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower a fixed ada.p that is high"
+REVIVE = "go back to an earlier checkpoint, with a lower discriminator_optimizer.lr or another loss.objective"
 FORGET = f"{GENERALISE}; neighbours.png of evaluate.py shows the pairs, an earlier checkpoint may be free of it"
 EXPLODES = "lower the learning rates or set clip_norm, raise loss.r1_gamma; the last good checkpoint is kept"
 VANISHES = "the other network has won: look at D(real) - D(fake), change loss.r1_gamma, lower its learning rate"
@@ -75,7 +77,7 @@ class Watch(Fields):
         self.said: list[str] = []
         self.means: dict[str, float] = {}  # of the last tenth or so of the training
         self.norms: dict[str, float] = {}  # of logarithms: `fast/...` of the last rows, `slow/...` of the last quarter
-        self.figures: dict[str, float] = {}  # of the last evaluation, and the best ones
+        self.figures: dict[str, float] = {}  # of the last evaluation, best ones, `saw`: a margin not blind
         self.streaks: dict[str, int] = {}  # evaluations in a row
 
     def observe(self, step: int, row: Mapping[str, float]) -> list[str]:
@@ -115,6 +117,7 @@ class Watch(Fields):
 
         if "logits/real" in row and "logits/fake" in row:
             row.setdefault("logits/margin", row["logits/real"] - row["logits/fake"])
+            row[LOW] = min(row["logits/margin"], 2 * self.config.margin_low[1])
         for key in MEANS:
             if key in row:
                 blend(self.means, key, row[key], self.config.memory)
@@ -203,11 +206,15 @@ class Watch(Fields):
         and samples that keep to training images more than chance allows.
         """
         config, means, figures = self.config, self.means, self.figures
-        margin, (said, forgotten) = means.get("logits/margin", math.nan), config.margin_low
+        margin, (said, forgotten) = means.get(LOW, math.nan), config.margin_low
         shows = _above(-margin, (-said, -forgotten)) if self.objective.bounded else None
         loss, chance = means.get("loss/discriminator", math.nan), self.objective.chance_level
         seen = f"D(real) - D(fake) is {margin:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
-        words = f"the discriminator tells nothing apart: {seen}; gamma is too large. Try: {SHARPEN}"
+        if margin > forgotten:
+            figures["saw"] = margin
+        died, large = f"it did before, so it has died. Try: {REVIVE}", f"gamma is too large. Try: {SHARPEN}"
+        why = died if "saw" in figures else large
+        words = f"the discriminator tells nothing apart: {seen}; {why}"
         yield "blind", shows, words
         ratio, best = figures.get("diversity", math.nan), figures.get("best diversity", 0.0)
         low = ratio < config.diversity[0] and not figures.get("fell", 0.0)

@@ -112,6 +112,9 @@ TOLD: dict[str, Any] = {
     "gamma too large": (2000, always(**TOO_LARGE), improving, ("tells nothing apart", "1.39 is chance level")),
     "gamma too large, of pairs": (2000, always(**TOO_LARGE), None,
         ("tells nothing apart", "0.693 is chance level"), None, RELATIVISTIC),
+    # both losses at ln 2 from step 3,000 on, as a real run
+    "a discriminator that dies": (4500, lambda step: BLIND if step > 3000 else {"logits__real": 1.5}, None,
+        ("tells nothing apart", "has died. Try: go back"), range(3300, 4100), RELATIVISTIC),
     # margin 8 at step 800, seen in the mean a little later
     "gamma too small by the margin": (2000, always(lambda step: step / 200, loss__discriminator=0.02), None,
         ("runs away", "D(real) - D(fake) is", "gamma is too small", "raise loss.r1_gamma"), range(801, 1100)),
