@@ -7,6 +7,7 @@ from duetgan.utils.text import listed
 
 LEARNT = 0.5  # of what the judge recognises of a class's real images: below it a class is not learnt
 SOLVED = 0.95  # recognised real images, or accuracy: above it there is little to gain
+UNEVEN = 0.05  # accuracy over balanced accuracy: above it frequent classes hide rare ones
 FEW = 60  # images of a class: with fewer, more of them come first
 
 Document = Mapping[str, Any]  # an evaluation's
@@ -21,6 +22,10 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
             f"The classifier names {100 * classifier['accuracy']:.0f} of 100 new images rightly ({low} to {high}, "
             f"from {classifier.get('n', 0):,} held-out ones)."
         ]
+        balanced = classifier.get("balanced_accuracy")
+        if balanced is not None and classifier["accuracy"] - balanced > UNEVEN:
+            seen = f"With as many images of every class it would be {100 * balanced:.0f}"
+            found.append(f"{seen}: rare ones are named worse.")
         pairs = [f"{row['true']} for {row['predicted']}" for row in classifier.get("confused", ())[:2]]
         found += [f"It takes {' and '.join(pairs)} most often."] if pairs else []
     if gan.get("recognised") is not None:
