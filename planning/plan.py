@@ -330,7 +330,7 @@ class _Choice:
         return found[-1][1:]
 
     def _by_law(self, size: Size) -> bool:
-        return size.side == 32 and self._recipe(size)[0] == PAIRS and not self.quick
+        return size.channel_base in WIDTHS and self._recipe(size)[0] == PAIRS and not self.quick
 
     def _gan_speed(self, size: Size) -> Speed:
         return self.machine.speed(*self._recipe(size), size.side, self.of_gan)

@@ -40,11 +40,11 @@ def fit(channels: np.ndarray, kimg: np.ndarray, over: np.ndarray) -> np.ndarray:
 def read(run: Path) -> tuple[float, float, float, float]:
     """Channels at 32 px, thousand images, distance over the floor, and images/s of a run."""
     config = read_yaml(run / "config.yaml")
-    document = json.loads((run / "eval" / "metrics.json").read_text())
+    first = json.loads((run / "eval" / "metrics.json").read_text())["distances"][0]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     speed = float(np.median([row["images_per_second"] for row in rows if "images_per_second" in row]))
     channels = min(config["generator"]["channel_base"] // SIDE, config["generator"]["channel_max"])
-    return channels, config["steps"] * config["batch_size"] / 1000, document["frechet"] / document["floor"], speed
+    return channels, config["steps"] * config["batch_size"] / 1000, first["frechet"] / first["floor"], speed
 
 
 def main(argv: list[str]) -> None:

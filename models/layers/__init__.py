@@ -150,7 +150,7 @@ TAPS = (1.0, 3.0, 3.0, 1.0)
 ODD_TAPS = (1.0, 2.0, 1.0)  # [1, 2, 1] * [1, 1] = [1, 3, 3, 1]
 TRANSPOSED = {"blur": "blur", "down": "up", "up": "down"}  # whose matrix is the transposed one
 
-_kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would cost six launches
+_kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would cost seven launches
 
 
 def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:

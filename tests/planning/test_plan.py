@@ -228,6 +228,15 @@ def test_width_follows_from_what_it_costs_here_and_is_told(ratios, channels):
     assert made.total <= 63 * 15
 
 
+def test_where_sixteen_channels_would_see_too_few_images_eight_stay():
+    class Hardly(Fast):
+        gan = 100.0
+
+    for minutes, channels in ((10, 8), (30, 16)):
+        given = " ".join(choose(SAMPLE, Hardly(), minutes=minutes).gan.overrides)
+        assert f"--generator.channel-base {32 * channels} --generator.channel-max {8 * channels}" in given
+
+
 def test_quick_plans_need_no_speeds_and_are_the_smallest():
     made = choose(SAMPLE, Fast(), minutes=15, quick=True)
     assert made.quick

@@ -13,7 +13,8 @@ NORMS = {  # whose sudden growth or loss is told
     "gradient_norm/discriminator": "the discriminator's gradient norm",
     "path_length/mean": "the mean path length",
 }
-LOW = "logits/low_margin"  # counts no margin as larger than twice the one that ends "blind": what was is soon forgotten
+LOW = "logits/low_margin"  # counts no margin for much more than the one that ends "blind": what was is soon forgotten
+CAP = 0.15  # for so much more
 MEANS = ("logits/real", "logits/fake", "logits/margin", LOW, "logits/real_sign", "loss/discriminator", "ada/p")
 ADA = "set ada.mode to adaptive (fixed with loss.objective relativistic or wasserstein)"
 GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
@@ -27,7 +28,10 @@ MORE_DATA = (
     "augmentations leak into the samples, so look at them"
 )
 SHARPEN = "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower a fixed ada.p that is high"
-REVIVE = "go back to an earlier checkpoint, with a lower discriminator_optimizer.lr or another loss.objective"
+REVIVE = (
+    "go back to an earlier checkpoint, with a lower discriminator_optimizer.lr or another loss.objective; if it came "
+    "slowly, lower loss.r1_gamma"
+)
 FORGET = f"{GENERALISE}; neighbours.png of evaluate.py shows the pairs, an earlier checkpoint may be free of it"
 EXPLODES = "lower the learning rates or set clip_norm, raise loss.r1_gamma; the last good checkpoint is kept"
 VANISHES = "the other network has won: look at D(real) - D(fake), change loss.r1_gamma, lower its learning rate"
@@ -117,7 +121,7 @@ class Watch(Fields):
 
         if "logits/real" in row and "logits/fake" in row:
             row.setdefault("logits/margin", row["logits/real"] - row["logits/fake"])
-            row[LOW] = min(row["logits/margin"], 2 * self.config.margin_low[1])
+            row[LOW] = min(row["logits/margin"], self.config.margin_low[1] + CAP)
         for key in MEANS:
             if key in row:
                 blend(self.means, key, row[key], self.config.memory)
@@ -209,7 +213,7 @@ class Watch(Fields):
         margin, (said, forgotten) = means.get(LOW, math.nan), config.margin_low
         shows = _above(-margin, (-said, -forgotten)) if self.objective.bounded else None
         loss, chance = means.get("loss/discriminator", math.nan), self.objective.chance_level
-        seen = f"D(real) - D(fake) is {margin:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
+        seen = f"D(real) - D(fake) is lately {margin:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
         if margin > forgotten:
             figures["saw"] = margin
         died, large = f"it did before, so it has died. Try: {REVIVE}", f"gamma is too large. Try: {SHARPEN}"

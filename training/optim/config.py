@@ -39,9 +39,9 @@ MOMENTA = ("sgd", "muon", "muon-adam")  # optimizers with a `momentum`
 class OptimizerConfig(Config):
     """Optimizer and learning-rate schedule."""
 
-    # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it
-    # muon: of matrices and filters; of norms, biases and the head SGD. Classifiers only
-    # muon-adam: Muon of filters larger than 1x1, Adam of the rest
+    # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it.
+    # muon, classifiers only: matrices and filters by Muon; norms, biases and the head by SGD.
+    # muon-adam: filters larger than 1x1 by Muon, the rest by Adam
     name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon", "muon-adam"] = "adam"
     lr: PositiveFloat = 0.001  # peak rate
     lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
@@ -50,10 +50,10 @@ class OptimizerConfig(Config):
     eps: NonNegativeFloat = 1e-8  # Adam's
     momentum: Decay = 0.9  # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
     sgd_momentum: InnerShare = 0.9  # muon: of the parameters that SGD takes
-    ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5  # muon: Newton-Schulz iterations of a step
-    muon_rms: PositiveFloat = 3.0  # muon-adam: root mean square of a filter's update, in units of lr; Adam's is about 1
-    unit_filters: bool = False  # muon: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
-    weight_decay: NonNegativeFloat = 0.0  # decoupled but for adam, sgd and muon's head; not of norms and biases
+    ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5  # Muon's: Newton-Schulz iterations of a step
+    muon_rms: PositiveFloat = 3.0  # muon-adam: a filter's update, root mean square, about so many lr; Adam's is about 1
+    unit_filters: bool = False  # Muon's: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
+    weight_decay: NonNegativeFloat = 0.0  # decoupled but for what adam or sgd updates; not of norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171

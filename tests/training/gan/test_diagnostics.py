@@ -142,6 +142,8 @@ TOLD: dict[str, Any] = {
         ("copies training images", "8% of the samples", "neighbours.png"), [1000]),
 }  # fmt: skip
 SILENT: dict[str, Any] = {
+    "a healthy margin where no margin counts as blind": (2000, None, None, (), None,
+        {"config": WatchConfig(margin_low=(-1.0, -1.0))}),
     "noise near the floor": (20_000, None, noisy),
     "a distance of 1.2 times the best": (4000, always(**LARGE), judged(lambda step: 0.6 if step <= 1500 else 0.72)),
     "worse, but the discriminator gains nothing: noise, or a new stage": (4000, None, WORSE),

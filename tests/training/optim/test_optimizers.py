@@ -71,8 +71,9 @@ def test_a_step_is_torchs_own_on_the_reshaped_weights(layout, unit):
             torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_filters_go_by_muon_and_the_rest_by_adam(layout):
+def test_filters_go_by_muon_and_the_rest_by_adam(layout, decay):
     """muon-adam is torch's Muon of the filters larger than 1x1, its updates of a given size, and torch's Adam."""
 
     def build():
@@ -81,27 +82,40 @@ def test_filters_go_by_muon_and_the_rest_by_adam(layout):
 
     model, other = build().to(memory_format=layout), build()
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.5, "muon_rms": 2.0, "betas": [0.0, 0.9], "beta2_final": 0.99}
-    config = OptimizerConfig(name="muon-adam", **options)
+    config = OptimizerConfig(name="muon-adam", weight_decay=decay, **options)
     updater = Updater(model, config, Precision("fp32", CPU), 100)
     matrix = other[0].weight.detach().flatten(1).clone()
-    muon = torch.optim.Muon([matrix], lr=0.1, momentum=0.5, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.Adam([p for p in other.parameters() if p is not other[0].weight], lr=0.01)
+    muon = torch.optim.Muon([matrix], lr=0.1, momentum=0.5, weight_decay=decay / 10, adjust_lr_fn="match_rms_adamw")
+    biases = [other[0].bias, other[1].bias, other[3].bias]
+    groups = [{"params": [other[1].weight, other[3].weight], "weight_decay": decay}, {"params": biases}]
+    adam = torch.optim.Adam(groups, lr=0.01)
     for step in range(4):
         for m in (model, other):
             set_gradients(m, step)
         before = matrix.clone()
         matrix.grad = other[0].weight.grad.flatten(1)
-        adam.param_groups[0]["betas"] = config.betas_at(step, 100)
+        for group in adam.param_groups:
+            group["betas"] = config.betas_at(step, 100)
         updater.step(step)
         muon.step()
         adam.step()
-        assert (matrix - before).square().mean().sqrt() == pytest.approx(
-            2 * 0.01, rel=0.3
-        )  # of a matrix near orthogonal
+        moved = matrix - before + 0.01 * decay * before  # by a matrix near orthogonal
+        assert moved.square().mean().sqrt() == pytest.approx(2 * 0.01, rel=0.3)
         torch.testing.assert_close(model[0].weight.detach().flatten(1), matrix, rtol=1e-12, atol=0)
         for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
             if name != "0.weight":
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_a_restored_muon_adam_counts_steps_where_its_parameters_are():
+    """Checkpoints are read on the CPU, and CUDA's kernel takes no counts from there."""
+    here, there = (nn.Conv2d(3, 4, 3, device=device) for device in ("cpu", "meta"))
+    config = OptimizerConfig(name="muon-adam")
+    saved, restored = (Updater(model, config, Precision("fp32", CPU), 100) for model in (here, there))
+    restored.load_state_dict(saved.state_dict())
+    kept = [value for moments in restored.optimizer.state.values() for value in moments.values()]
+    assert len(kept) == 4
+    assert {value.device.type for value in kept} == {"meta"}
 
 
 def test_scales_are_no_matrices():

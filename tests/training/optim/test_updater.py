@@ -24,7 +24,7 @@ OPTIMIZERS = [
 CLIPPED = [{"name": name, "clip_norm": 1.0} for name in ("adam", "sgd")]
 OURS = [
     {"name": "muon", "weight_decay": 0.02, "momentum": 0.6, "sgd_momentum": 0.8, "unit_filters": True},
-    {"name": "muon-adam", "momentum": 0.5, "betas": [0.0, 0.9], "beta2_final": 0.99},
+    {"name": "muon-adam", "momentum": 0.5, "betas": [0.0, 0.9], "beta2_final": 0.99, "weight_decay": 0.1},
     {"name": "schedulefree-sgd", "momentum": 0.5, "weight_decay": 0.1, "warmup_steps": 3},
     {"name": "schedulefree-adamw", "betas": [0.8, 0.95], "weight_decay": 0.1, "warmup_steps": 3},
 ]
@@ -40,7 +40,8 @@ def test_frozen_parameters_are_left_out_and_empty_groups_too():
 def build(precision="fp32", **config):
     """A small model with its updater, in float64 but for fp16."""
     with forked(0, "init", "test optim"):
-        model = nn.Linear(3, 2).to(torch.float32 if precision == "fp16" else torch.float64)
+        model = nn.Conv2d(3, 2, 2) if config.get("name") == "muon-adam" else nn.Linear(3, 2)
+        model = model.to(torch.float32 if precision == "fp16" else torch.float64)
     return model, Updater(model, OptimizerConfig(**({"lr": 0.1} | config)), Precision(precision, CPU), 100)
 
 
@@ -133,6 +134,7 @@ def test_any_memory_order_of_gradients_and_moments_will_do(name, other):
         ("sgd", {"weight_decay": 0.5, "momentum": 0.1}),
         ("muon", {"weight_decay": 0.5, "momentum": 0.1}),
         ("muon-adam", {"betas": [0.5, 0.9], "eps": 1e-3}),
+        ("muon-adam", {"weight_decay": 0.5, "momentum": 0.1, "muon_rms": 1.0}),
         ("schedulefree-adamw", {"weight_decay": 0.5, "betas": [0.9, 0.9], "eps": 1e-3}),
     ],
 )
@@ -162,7 +164,7 @@ def run_scaled(bad_step=None, precision="fp16", name="sgd", **config):
     """Three updates; at `bad_step` the loss is infinite. Returns the model, its Precision, the norms and the flags."""
     model, updater = build(precision, name=name, **config)
     mixed, norms, flags = updater.precision, [], []
-    x = torch.ones(2, 3, dtype=model.weight.dtype)
+    x = torch.ones(2, *model.weight.shape[1:], dtype=model.weight.dtype)
     for step in range(3):
         updater.zero_grad()
         before = model.weight.detach().clone()
