@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.planning.given import Machine, Speed, Survey
-from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, WIDTHS, Size, cadence, distance, side_for, work
+from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, WIDTHS, Size, cadence, nearness, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -323,10 +323,10 @@ class _Choice:
         found: list[tuple[float, Size, Speed]] = []
         for wide in (size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS):
             speed = self._gan_speed(wide)
-            far = distance(wide, min(speed.images_per_second * budget, 1000 * size.most))
-            if found and far >= found[-1][0]:
+            near = nearness(wide, min(speed.images_per_second * budget, 1000 * size.most))
+            if found and near <= found[-1][0]:
                 break
-            found.append((far, wide, speed))
+            found.append((near, wide, speed))
         return found[-1][1:]
 
     def _by_law(self, size: Size) -> bool:

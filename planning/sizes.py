@@ -27,9 +27,7 @@ SIZES = (
     Size(16, 256, 64, 0, 400),
 )
 
-# channel_base at 32 px, and the law that chooses between them: docs/measurements/small-gan-recipe.md#width-and-time
-WIDTHS = (512, 1024, 2048)
-LAW = (1.82, 2290.0, 0.55, 1.0)
+WIDTHS = (512, 1024, 2048)  # channel_base at 32 px
 
 # behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
 LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
@@ -44,10 +42,11 @@ def work(size: Size) -> float:
     return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
 
 
-def distance(size: Size, images: float) -> float:
-    """Expected Frechet distance over its floor after so many images at 32 px (benchmarks/gan/capacity.py)."""
-    least, gain, width, length = LAW
-    return least + gain * (size.channel_base // size.side) ** -width * (images / 1000) ** -length
+def nearness(size: Size, images: float) -> float:
+    """The larger, the smaller is the distance expected after so many images at 32 px: 1.82 + 2,280 channels^-0.55
+    kimg^-1.00 times its floor (docs/measurements/small-gan-recipe.md#width-and-time).
+    """
+    return (size.channel_base // size.side) ** 0.55 * images
 
 
 def side_for(side: int, most: int) -> int:

@@ -141,8 +141,8 @@ class Muon(Masked):
 
 
 class MuonAdam(Muon):
-    """Muon for filters larger than 1x1, Adam for the rest, in one optimizer whose step can be masked. Filters are matrices
-    as their memory has them: a transposed convolution's is [inputs, outputs x height x width].
+    """Muon for filters larger than 1x1, Adam for the rest, in one optimizer whose step can be masked. A transposed
+    convolution's filters are the matrix [inputs, outputs x height x width].
 
     The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the rate (few iterations leave a matrix
     that is not quite orthogonal); of Adam's updates it is about the rate (2502.16982, section 2.2, takes 0.2). Weight
