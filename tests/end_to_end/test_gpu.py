@@ -1,5 +1,7 @@
 """Both tasks on an accelerator; skipped where there is none."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -15,15 +17,21 @@ pytestmark = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_trains_stops_and_goes_on(tmp_path, packed, task, precision):
-    compiling = "on" if (task, precision) in (("gan", "fp16"), ("classifier", "bf16")) else "off"  # half a minute each
+def test_trains_stops_and_goes_on(tmp_path, packed, task, precision, request):
+    """Uncompiled and deterministic, to the bit as without the stop."""
+    compiled = (task, precision) in (("gan", "fp16"), ("classifier", "bf16"))  # half a minute each
+    request.addfinalizer(partial(torch.use_deterministic_algorithms, mode=False))
     config = write_config(tmp_path / "recipe.yaml", task, packed)
-    arguments = ["--config", str(config), "--run-dir", str(tmp_path / "run"), "--precision", precision]
-    arguments += ["--compile", compiling]
-    assert run_cli(train.main, [*arguments, "--max-steps", "4"]) == 0
-    before = state_of(tmp_path / "run", 4)
-    assert run_cli(train.main, arguments) == 0
-    assert differing(before, state_of(tmp_path / "run", 8)) != []
+    arguments = ["--config", str(config), "--precision", precision]
+    arguments += ["--compile", "on"] if compiled else ["--compile", "off", "--deterministic", "true"]
+    run, straight = (tmp_path / name for name in ("run", "straight"))
+    assert run_cli(train.main, [*arguments, "--run-dir", str(run), "--max-steps", "4"]) == 0
+    before = state_of(run, 4)
+    assert run_cli(train.main, [*arguments, "--run-dir", str(run)]) == 0
+    assert differing(before, state_of(run, 8)) != []
+    if not compiled:
+        assert run_cli(train.main, [*arguments, "--run-dir", str(straight)]) == 0
+        assert differing(state_of(straight, 8), state_of(run, 8)) == []
     # a checkpoint of an accelerator is read on a machine without one
     network = "generator" if task == "gan" else "model"
     assert all(value.device.type == "cpu" for value in before[network].values())
