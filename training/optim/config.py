@@ -53,7 +53,7 @@ class OptimizerConfig(Config):
     ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5  # Muon's: Newton-Schulz iterations of a step
     muon_rms: PositiveFloat = 3.0  # muon-adam: a filter's update, root mean square, about so many lr; Adam's is about 1
     unit_filters: bool = False  # Muon's: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
-    weight_decay: NonNegativeFloat = 0.0  # decoupled but for what adam or sgd updates; not of norms and biases
+    weight_decay: NonNegativeFloat = 0.0  # decoupled but for adam, sgd and muon's head; not of norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171

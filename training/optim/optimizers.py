@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from duetgan.training.optim.config import OptimizerConfig
@@ -146,7 +146,7 @@ class MuonAdam(Muon):
 
     The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the rate (few iterations leave a matrix
     that is not quite orthogonal); of Adam's updates it is about the rate (2502.16982, section 2.2, takes 0.2). Weight
-    decay is decoupled for Muon alone.
+    decay is decoupled. Without it filters grow, and what an update changes shrinks.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
@@ -165,7 +165,7 @@ class MuonAdam(Muon):
         return parameter.ndim == 4 and parameter.shape[-1] > 1 and len(parameter) > 1
 
     def _others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        adam(
+        adamw(
             parameters,
             [p.grad for p in parameters if p.grad is not None],
             self._kept(parameters, "exp_avg"),

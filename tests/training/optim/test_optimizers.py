@@ -74,7 +74,7 @@ def test_a_step_is_torchs_own_on_the_reshaped_weights(layout, unit):
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_filters_go_by_muon_and_the_rest_by_adam(layout, decay):
-    """muon-adam is torch's Muon of the filters larger than 1x1, its updates of a given size, and torch's Adam."""
+    """muon-adam is torch's Muon of the filters larger than 1x1, its updates of a given size, and torch's AdamW."""
 
     def build():
         with forked(0, "init", "test muon"):
@@ -86,9 +86,9 @@ def test_filters_go_by_muon_and_the_rest_by_adam(layout, decay):
     updater = Updater(model, config, Precision("fp32", CPU), 100)
     matrix = other[0].weight.detach().flatten(1).clone()
     muon = torch.optim.Muon([matrix], lr=0.1, momentum=0.5, weight_decay=decay / 10, adjust_lr_fn="match_rms_adamw")
-    biases = [other[0].bias, other[1].bias, other[3].bias]
-    groups = [{"params": [other[1].weight, other[3].weight], "weight_decay": decay}, {"params": biases}]
-    adam = torch.optim.Adam(groups, lr=0.01)
+    groups = [{"params": [other[1].weight, other[3].weight], "weight_decay": decay}]
+    groups += [{"params": [other[0].bias, other[1].bias, other[3].bias], "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=0.01)
     for step in range(4):
         for m in (model, other):
             set_gradients(m, step)
