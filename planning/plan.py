@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.planning.given import Machine, Speed, Survey
-from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, WIDTHS, Size, cadence, nearness, side_for, work
+from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, WIDTHS, Size, cadence, muon, nearness, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -353,7 +353,9 @@ class _Choice:
             why += f"; it starts from a GAN of drawings, {START}"
         if images == 1000 * size.most and not self.quick:
             why += "; training longer would hardly show"
-        return self._training(*self._recipe(size), size.side, speed, images, why, 1000 * size.most)
+        recipe, options = self._recipe(size)
+        options += muon(images) if recipe == PAIRS else []
+        return self._training(recipe, options, size.side, speed, images, why, 1000 * size.most)
 
     def _recipe(self, size: Size) -> tuple[str, list[str]]:
         options = ["--data.resolution", str(size.side)]
@@ -368,8 +370,6 @@ class _Choice:
             options += ["--loss.auxiliary-weight", "0.5"] if self.of_gan.classes > 1 else []
         options += ["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else []
         return STARTED if self._starts(size) else GAN, options
-
-    # --- evaluation
 
     def _evaluation(self, drawn: float, judging: float, most: float) -> tuple[list[str], float]:
         """Options of the GAN's evaluation and its seconds, `most` at most: fewer images, then fewer extractors.

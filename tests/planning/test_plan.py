@@ -23,7 +23,7 @@ from duetgan.planning.plan import (
     choose,
     replanned,
 )
-from duetgan.planning.sizes import START
+from duetgan.planning.sizes import MUON_MOST, START
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
@@ -226,6 +226,14 @@ def test_width_follows_from_what_it_costs_here_and_is_told(ratios, channels):
     )
     assert any(f"min {channels} channels" in note for note in made.notes)
     assert made.total <= 63 * 15
+
+
+@pytest.mark.parametrize(("minutes", "adam"), [(15, False), (600, True)])
+def test_muon_is_for_short_trainings(minutes, adam):
+    made = choose(SAMPLE, Fast(), minutes=minutes).gan
+    assert made.config == PAIRS
+    assert (made.steps * made.batch_size > MUON_MOST) is adam
+    assert ("--generator-optimizer.name adam" in " ".join(made.overrides)) is adam
 
 
 def test_where_sixteen_channels_would_see_too_few_images_eight_stay():
