@@ -11,20 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from duetgan.data.records import pack_arrays
-from duetgan.data.sources import open_source
-from duetgan.data.sources.base import ArraySource
-from duetgan.utils.distributed import collectives
-from duetgan.utils.script import run_cli
-from tests.slim import make as slim_make
-from tests.slim import no_curves
+# PyTorch and what needs it are imported in the functions: xdist's first process starts the others sooner without
 
 # as many threads as a rank of a two-process run gets; tiny models are slower with more
-torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # what `precision: auto` means: two runs that are compared must train in the same, and nothing is measured
 os.environ.setdefault("DUET_PRECISION", "fp32")
@@ -42,6 +33,9 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where indices of shards are kept, of child processes too."""
+    import torch
+
+    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("cache")
     os.environ["DUET_CACHE"] = str(folder)
     return folder
@@ -50,6 +44,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
+    from tests.slim import no_curves
+
     if "reporting" not in request.path.parts:
         monkeypatch.setattr("duetgan.reporting.pictures._svg", no_curves)
 
@@ -69,19 +65,29 @@ def no_bar_talks_on() -> Iterator[None]:
 @pytest.fixture
 def slim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Classifiers of this process are slim: for what does not depend on their size."""
+    from tests.slim import make as slim_make
+
     monkeypatch.setattr("duetgan.models.backbones.base.make", slim_make)
 
 
 @pytest.fixture(scope="module")
 def slim_module() -> Iterator[None]:
     """The same from here to the end of a module, for its fixtures too."""
+    from tests.slim import make as slim_make
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("duetgan.models.backbones.base.make", slim_make)
         yield
 
 
-def sample_images(split: str, per_class: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def sample_images(split: str, per_class: int) -> tuple[Any, Any, list[str]]:
     """The first `per_class` images of each class of the sample at 16 px: uint8 [n, 1, 16, 16], labels, names."""
+    import numpy as np
+    import torch
+
+    from duetgan.data.sources import open_source
+    from duetgan.data.sources.base import ArraySource
+
     source = open_source("sample", split=split, root=None)
     assert isinstance(source, ArraySource)
     labels = source.labels()
@@ -94,6 +100,8 @@ def sample_images(split: str, per_class: int) -> tuple[np.ndarray, np.ndarray, l
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.lmdb (200 images, 16 px) and test.lmdb (100), cut from the embedded sample."""
+    from duetgan.data.records import pack_arrays
+
     folder = tmp_path_factory.mktemp("packed")
     for split, per_class in (("train", 20), ("test", 10)):
         images, labels, classes = sample_images(split, per_class)
@@ -104,9 +112,11 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the gradients that are sent, in order, as by one of two ranks; the other one's are the same."""
+    from duetgan.utils.distributed import collectives
+
     sizes: list[int] = []
 
-    def all_reduce(flat: torch.Tensor, *, async_op: bool) -> Any:
+    def all_reduce(flat: Any, *, async_op: bool) -> Any:
         assert async_op
         sizes.append(flat.numel())
         flat.mul_(2)
@@ -139,6 +149,7 @@ def assert_raises(error: type[Exception], told: str, call: Callable[..., Any], *
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Any:
     """The one error line of a refused command; `alone`: nothing else is on stderr."""
+    from duetgan.utils.script import run_cli
 
     def run(main: Any, *arguments: str | Path, alone: bool = False) -> str:
         capsys.readouterr()

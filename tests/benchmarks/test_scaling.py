@@ -1,5 +1,6 @@
 """The benchmarks of several processes and of saving: every figure is there, and they fit together."""
 
+import functools
 import json
 import re
 import statistics
@@ -26,6 +27,7 @@ from tests.conftest import REPOSITORY, assert_raises
 from tests.end_to_end.helpers import write_config
 
 DOCS = (REPOSITORY / "docs" / "measurements" / "scaling.md").read_text()
+WORK = functools.cache(scaling.work)
 SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY
 STEP = Work(batch=64, smallest=4, parameters=10**7, gradient_bytes=4 * 10**7, messages=10, waits=0, flop=1e12)
 
@@ -45,7 +47,7 @@ def rows_of(text: str) -> list[str]:
 
 
 def check_docs(names: list[str]) -> None:
-    table = {name: scaling.figures(scaling.work(name), SPEED) for name in names}
+    table = {name: scaling.figures(WORK(name), SPEED) for name in names}
     printed = rows_of(scaling.markdown(table))
     assert len(printed) == 2 * (len(names) + 1)
     assert [row for row in printed if row not in rows_of(DOCS)] == []
@@ -68,15 +70,15 @@ def test_arithmetic_is_that_of_real_steps(name: str) -> None:
             with Recorder(channels_last=True) as recorder:
                 task.step(loader, step)
             counted += share * flops(recorder.calls)
-    assert scaling.work(name).flop / scaling.work(name).batch == pytest.approx(counted / batch, rel=0.1)
+    assert WORK(name).flop / WORK(name).batch == pytest.approx(counted / batch, rel=0.1)
 
 
 def test_lazy_penalties_and_batchnorm_count_by_their_share_of_the_steps() -> None:
     kinds = scaling.kinds_of_steps(scaling.recipe("stylegan2_256"))  # R1 every 16 steps, path lengths every 4
     assert sorted(kinds.values()) == [1 / 16, 3 / 16, 12 / 16]
     assert list(scaling.kinds_of_steps(scaling.recipe("classifier")).values()) == [1.0]
-    assert scaling.work("finetune_resnet50_head").waits == 0  # BatchNorm does not train
-    assert scaling.work("quickstart_classifier").waits == 2 * 20  # ResNet-18 has 20
+    assert WORK("finetune_resnet50_head").waits == 0  # BatchNorm does not train
+    assert WORK("quickstart_classifier").waits == 2 * 20  # ResNet-18 has 20
 
 
 def test_buckets_are_those_that_are_sent(sent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 A process of `run` is what `train.py` makes of itself: the same `main`, the ranks' environment, killed or ended alone.
 """
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -22,9 +23,12 @@ SCRIPTS = {
     **{f"{name}.py": name for name in ("train", "evaluate", "predict", "generate", "export")},
     **{name: f"duetgan.{name}" for name in ("data.pack", "data.inspect")},
 }
-CONTEXT.set_forkserver_preload(
-    [*SCRIPTS.values(), "duetgan.training.engine.run", "torch._dynamo", "tests.slim", "tests.faults.forks"]
-)
+LATE = [  # what the scripts import when they need it
+    *("scipy.stats", "lmdb", "jinja2", "matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin"),
+    *(f"duetgan.{name}" for name in ("training.engine.run", "reporting.report", "inference.predictions")),
+    *(f"duetgan.{name}" for name in ("inference.samples", "metrics.evaluate_gan", "metrics.evaluate_audit")),
+]
+CONTEXT.set_forkserver_preload([*SCRIPTS.values(), *LATE, "torch._dynamo", "tests.slim", "tests.faults.forks"])
 SECONDS = 900.0  # that anything may take before the test fails
 
 Notes = list[tuple[int, list[str]]]  # of one rank: where a global batch begins, and its samples' digests
@@ -56,6 +60,7 @@ class Rank:
 
 
 def _be(rank: Rank, function: Callable[..., int | None], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # or the collector would copy the memory of all that was imported
     rank.enter()
     sys.exit(function(*arguments) or 0)
 

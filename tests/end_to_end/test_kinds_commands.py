@@ -63,16 +63,8 @@ def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
         assert run_cli(train.main, [*options, "--max-steps", "2"]) == 0
         assert run_cli(train.main, options) == 0
     gan, judge = ["--checkpoint", str(tmp_path / "gan")], str(tmp_path / "classifier")
-    judged = [
-        "--data",
-        str(tmp_path / "val.lmdb"),
-        "--classifier",
-        judge,
-        "--n",
-        "8",
-        "--extractor",
-        "pixels,classifier",
-    ]
+    judged = ["--data", str(tmp_path / "val.lmdb"), "--classifier", judge, "--n", "8"]
+    judged += ["--extractor", "pixels,classifier"]
     capsys.readouterr()
     assert run_cli(evaluate.main, [*gan, *judged, "--json"]) == 0
     assert all(np.isfinite(row["frechet"]) for row in json.loads(capsys.readouterr().out)["distances"])
@@ -80,10 +72,8 @@ def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
     assert run_cli(generate.main, ["grid", *gan, "--out", str(tmp_path / "grid.png")]) == 0
     assert run_cli(generate.main, ["grid", *gan, "--out", str(tmp_path / "one"), "--n", "4"]) == 0
     assert len(list((tmp_path / "one").iterdir())) == 4
-    assert (
-        run_cli(generate.main, ["interpolate", *gan, "--out", str(tmp_path / "x.gif"), "--frames", "2", "--n", "2"])
-        == 0
-    )
+    film = ["interpolate", *gan, "--out", str(tmp_path / "x.gif"), "--frames", "2", "--n", "2"]
+    assert run_cli(generate.main, film) == 0
     assert run_cli(generate.main, ["dataset", *gan, "--out", str(tmp_path / "drawn.lmdb"), "--n", "6"]) == 0
     with Dataset(tmp_path / "drawn.lmdb") as drawn:
         assert drawn.spec == spec
@@ -91,14 +81,9 @@ def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
         difference = torch.from_numpy(drawn.read(range(6))[0]).double() - samples.double()
         assert difference.abs().max() <= (1e-4 if spec.depth == "float32" else 1)
     for task in ("gan", "classifier"):
-        assert (
-            run_cli(
-                export.main,
-                ["--checkpoint", str(tmp_path / task), "--format", "folder", "--out", str(tmp_path / f"{task}-hub")],
-            )
-            == 0
-        )
+        hub = ["--checkpoint", str(tmp_path / task), "--format", "folder", "--out", str(tmp_path / f"{task}-hub")]
+        hub += ["--n", "8", "--batch-size", "4", "--repeats", "1"]
+        assert run_cli(export.main, hub) == 0
     sample = next((tmp_path / "one").iterdir())
-    assert (
-        run_cli(predict.main, ["--checkpoint", judge, str(sample), "--json", "--gradcam", str(tmp_path / "maps")]) == 0
-    )
+    named = ["--checkpoint", judge, str(sample), "--json", "--gradcam", str(tmp_path / "maps")]
+    assert run_cli(predict.main, named) == 0

@@ -17,9 +17,9 @@ from duetgan.metrics.samples.membership_inference import audit_table, verdict
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.distributed.launch import launch
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.faults.conftest import run_command
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 from tests.metrics.test_scripts import call, pixels, refused
 
@@ -90,8 +90,8 @@ def test_the_same_seed_gives_the_same_document(run, tmp_path, capsys):
     """And the same images, with any batch size and on two processes."""
     for size in (16, 500):
         audited(run, tmp_path / str(size), "--batch-size", size)
-    options = ["--extractor", "pixels", "--n", "120", "--out", str(tmp_path / "two"), "--procs", "2", "--device", "cpu"]
-    assert launch(["evaluate.py", "--checkpoint", str(run), "--audit", *options], 1) == 0
+    options = ["--extractor", "pixels", "--n", 120, "--out", tmp_path / "two", "--procs", 2, "--device", "cpu"]
+    run_command("evaluate.py", "--checkpoint", run, "--audit", *options).success()
     written = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in tmp_path.iterdir()]
     assert len(written) == len(written[0]) == 3
     assert written[0] == written[1] == written[2]

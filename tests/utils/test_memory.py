@@ -1,4 +1,5 @@
 import ctypes
+import functools
 import json
 import subprocess
 import sys
@@ -36,6 +37,7 @@ print(json.dumps({"kept": kept, "faults": faults, "advised": advised}))
 """
 
 
+@functools.cache
 def run(mode):
     done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)

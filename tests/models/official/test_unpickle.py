@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import struct
-import subprocess
 import sys
 from typing import Any
 
@@ -89,10 +88,6 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
         main([str(tmp_path / "network.pkl"), str(tmp_path / "run")])
 
 
-def test_the_command_ends_with_2_and_one_line(tmp_path):
+def test_the_command_ends_with_2_and_one_line(tmp_path, refused):
     (tmp_path / "network.pkl").write_bytes(HOSTILE["system call"](tmp_path / "mark"))
-    command = [sys.executable, "-m", "models.convert", str(tmp_path / "network.pkl"), str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert "posix.system" in ended.stderr
+    assert "posix.system" in refused(main, tmp_path / "network.pkl", tmp_path / "run", alone=True)

@@ -29,6 +29,12 @@ def small(name: str, **more: Any) -> Any:
     return recipe(name).changed(precision="fp32", **more)
 
 
+@pytest.fixture(scope="module")
+def counted() -> Count:
+    """The quickstart's GAN with batches of eight."""
+    return count(small("quickstart_gan"), reader(), 8)
+
+
 def gflop(counted: Count) -> float:
     return counted.mean(lambda operation: operation.flop) / 1e9
 
@@ -117,9 +123,7 @@ def test_the_peak_is_that_of_a_real_step(name: str, samples: int, monkeypatch: p
     assert counted.peak == pytest.approx(allocated(config, samples, images), rel=0.1)
 
 
-def test_what_stays_is_weights_average_moments_and_gradients() -> None:
-    config = small("quickstart_gan")
-    counted = count(config, reader(), 8)
+def test_what_stays_is_weights_average_moments_and_gradients(counted: Count) -> None:
     generator, discriminator = (sum(p.nbytes for p in n.parameters()) for n, _ in counted.task.networks().values())
     assert counted.held == pytest.approx(5 * generator + 4 * discriminator, rel=0.01)
     assert counted.held < counted.peak
@@ -137,9 +141,7 @@ def test_what_saves_memory_does() -> None:
     assert count(config.changed(precision="auto"), images, 64).peak < 0.75 * whole.peak  # bf16
 
 
-def test_lazy_penalties_count_by_their_share_and_in_their_phase() -> None:
-    config = small("quickstart_gan")
-    counted = count(config, reader(), 8)
+def test_lazy_penalties_count_by_their_share_and_in_their_phase(counted: Count) -> None:
     assert sorted(share for share, _ in counted.kinds) == [1 / 16, 15 / 16]
     phases = [{operation.phase for operation in operations} for _, operations in counted.kinds]
     assert ["discriminator/penalty" in each for each in phases] == [False, True]
