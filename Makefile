@@ -52,7 +52,9 @@ quickstart: $(STAMP) ## Train and evaluate both models in a quarter of an hour: 
 # wait for runs that start, sleep or are to be killed: one more than there are cores. In the order of their names the
 # long files come early, and the short ones of training and utils fill up the end.
 TESTS ?= $(shell python3 -c "import os; print((os.cpu_count() or 1) + 1)")
-PYTEST = $(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Bytecode is kept, whatever the environment says: a hundred processes of the tests would compile the same files.
+BYTECODE = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/build/pycache"
+PYTEST = $(BYTECODE) $(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) $(LINKS) ## The fast tests
 	$(PYTEST) -m "not slow"

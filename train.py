@@ -27,7 +27,7 @@ def parser() -> Parser:
     launch.add_options(add)
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     steps = "stop after saving at step N; schedules keep the config's length"
-    add("--max-steps", type=int, metavar="N", help=steps)
+    add("--max-steps", type=positive, metavar="N", help=steps)
     weights = "start from another run's weights, as far as they fit; not a resume"
     add("--init-from", metavar="FILE|RUN", help=weights)
     profile = "measure N steps: a table, and RUN/profile/; stops after them"
@@ -87,8 +87,6 @@ def main(argv: list[str]) -> int:
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
     overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run
-    if options.max_steps is not None and options.max_steps < 1:
-        raise UserError("--max-steps must be 1 or more")
     code = launch.start_processes(__file__, argv, options.gpus, options.procs)
     if code is not None:
         return code

@@ -47,18 +47,16 @@ class _Skipped:
         self._source, self._stop, self._remedy = source, on_error == "stop", remedy
         self.cap = max(SKIPPED_IMAGES, int(SKIPPED_SHARE * len(source))) if cap is None else cap
         self.problems: list[Problem] = []
-        for problem in source.problems:
-            self.add(problem, len(source.problems))
+        self.add(*source.problems)
 
-    def add(self, problem: Problem, known: int = 1) -> None:
-        """Count a problem. Raises UserError if it must not be skipped; so many are `known` of already."""
-        self.problems.append(problem)
-        if self._stop:
-            more = f" (and {known - 1} more)" if known > 1 else ""
-            raise UserError(f"{problem}{more}: fix it, or {self._remedy}")
-        count = max(known, len(self.problems))
-        if count > self.cap:
-            over = f"{count:,} images or folders cannot be used, --max-skipped is {self.cap:,}"
+    def add(self, *problems: Problem) -> None:
+        """Count problems. Raises UserError if they must not be skipped."""
+        self.problems += problems
+        if self._stop and problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise UserError(f"{problems[0]}{more}: fix it, or {self._remedy}")
+        if len(self.problems) > self.cap:
+            over = f"{len(self.problems):,} images or folders cannot be used, --max-skipped is {self.cap:,}"
             remedy = "fix them or raise --max-skipped"
             raise UserError(f"{self._source.name}: {over}; the first: {self.problems[0]}: {remedy}")
 

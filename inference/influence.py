@@ -6,7 +6,6 @@ Every checkpoint that the run has kept counts, by its learning rate; train with 
 
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +38,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Score all training images, write the grid, print the list."""
     options = parser().parse_args(argv)
-    _check_options(options)
-    files = checkpoint_files(options.checkpoint)
-    from duetgan.inference.influence_scores import answer  # with torch, now that the options are known to be right
-
-    document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **answer(options, files)}
-    print(json.dumps(document, indent=1, allow_nan=False) if options.json else _table(document))
-    print(f"wrote {options.out}", file=sys.stderr)
-    return 0
-
-
-def _check_options(options: Namespace) -> None:
     if (options.image is None) == (not options.mislabelled):
         raise UserError("give either --image FILE or --mislabelled")
     if options.label is not None and options.image is None:
@@ -59,6 +46,13 @@ def _check_options(options: Namespace) -> None:
     if options.by is not None and not options.mislabelled:
         raise UserError("--by belongs to --mislabelled; leave it out")
     check_writable(options.out.parent)
+    files = checkpoint_files(options.checkpoint)
+    from duetgan.inference.influence_scores import answer  # with torch, now that the options are known to be right
+
+    document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **answer(options, files)}
+    print(json.dumps(document, indent=1, allow_nan=False) if options.json else _table(document))
+    print(f"wrote {options.out}", file=sys.stderr)
+    return 0
 
 
 def checkpoint_files(run_or_file: str) -> list[Path]:

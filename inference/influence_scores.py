@@ -97,12 +97,9 @@ def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gr
     if not linear:
         raise UserError("the network has no linear layer, whose gradients tell the influence of an image")
     (name, layer), seen = linear[-1], []
-    handle = layer.register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
-    try:
-        with torch.no_grad():
-            logits = model(images)
-    finally:
-        handle.remove()
+    note = layer.register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
+    with note, torch.no_grad():
+        logits = model(images)
     if not torch.equal(seen[-1][1], logits):  # the logits are scaled, say
         names = [f"{name}.{parameter}".lstrip(".") for parameter, _ in layer.named_parameters()]
         return sample_gradients(model, images, labels, names), logits

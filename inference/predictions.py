@@ -184,13 +184,6 @@ def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Si
 
 
 @contextmanager
-def error_file(path: Path) -> Iterator[Sink]:
-    """`file` and `error` of the images that cannot be read, as CSV. Raises UserError as `building`."""
-    with _rows(path, ["file", "error"]) as add:
-        yield lambda given, answer: add([given.name, answer["error"]]) if "error" in answer else None
-
-
-@contextmanager
 def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object]], object]]:
     with building(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -237,7 +230,8 @@ def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iter
     if options.csv:
         yield stack.enter_context(csv_file(options.csv, classes, options.top))
     if options.errors:
-        yield stack.enter_context(error_file(options.errors))
+        add = stack.enter_context(_rows(options.errors, ["file", "error"]))
+        yield lambda given, answer: add([given.name, answer["error"]]) if "error" in answer else None
     if options.sort_into:
         yield sorter(options.sort_into)
 

@@ -178,8 +178,6 @@ def open_others(path: str, checkpoint: Checkpoint, reader: Dataset) -> Dataset:
     others = dataset_for_model(path, {"config": {}, "shape": checkpoint["shape"]})
     if others.meta.content_hash == reader.meta.content_hash:
         raise UserError(f"--ood {path}: these are the test images themselves; give images of another kind")
-    if not len(others):
-        raise UserError(f"--ood {path}: there is no image in it; give another file")
     return others
 
 

@@ -167,8 +167,7 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
     figure = new_figure(side, side)
     axes = figure.add_subplot()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set_xlabel("named by the classifier")
-    axes.set_ylabel("true class")
+    axes.set(xlabel="named by the classifier", ylabel="true class")
     if count <= MANY_CLASSES:
         names, fonts = list(map(drawable, classes)), families()
         axes.set_xticks(range(count), names, rotation=45, ha="right", parse_math=False, fontfamily=fonts)
@@ -200,13 +199,11 @@ def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> 
         edges = np.histogram_bin_edges(np.concatenate(sides), bins=60)
         for side, label in zip(sides, ("training images", "held-out images"), strict=True):
             left.hist(side, edges, density=True, histtype="step", label=label)
-        left.set_xlabel(titles.get(name, name))
-        left.set_yticks([])
+        left.set(xlabel=titles.get(name, name), yticks=[])
         left.legend(fontsize=8)
         thresholds = np.unique(np.concatenate(sides))[::-1]
         above = [1 - np.searchsorted(np.sort(side), thresholds, side="left") / len(side) for side in sides]
         right.plot([0, *above[1]], [0, *above[0]])
         right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-        right.set_xlabel("held-out images above a threshold")
-        right.set_ylabel("training images above it")
+        right.set(xlabel="held-out images above a threshold", ylabel="training images above it")
     save_figure(figure, path)

@@ -88,9 +88,6 @@ class Spectral(nn.Module):
     constants. Forward passes leave them alone: all of a step's passes, penalties and players see one network.
     """
 
-    u: Tensor
-    v: Tensor
-
     def __init__(
         self, inputs: int, outputs: int, size: int | None = None, *, stride: int = 1, gain: float = 1.0
     ) -> None:
@@ -100,8 +97,8 @@ class Spectral(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, *kernel))
         self.bias = nn.Parameter(torch.zeros(outputs))
         nn.init.orthogonal_(self.weight)
-        self.register_buffer("u", torch.randn(outputs))
-        self.register_buffer("v", torch.empty(self.weight[0].numel()))
+        self.u = nn.Buffer(torch.randn(outputs))
+        self.v = nn.Buffer(torch.empty(self.weight[0].numel()))
         for _ in range(FIRST_STEPS):
             self.follow()
 

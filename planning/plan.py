@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.planning.given import Machine, Speed, Survey
-from duetgan.planning.sizes import LADDER, READOUT, SIZES, START, WIDTHS, Size, cadence, muon, nearness, side_for, work
+from duetgan.planning.sizes import LADDER, MUON, READOUT, SIZES, START, WIDTHS, Size, cadence, nearness, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
@@ -354,7 +354,7 @@ class _Choice:
         if images == 1000 * size.most and not self.quick:
             why += "; training longer would hardly show"
         recipe, options = self._recipe(size)
-        options += muon(images) if recipe == PAIRS else []
+        options += ["--generator-optimizer.name", "adam"] if recipe == PAIRS and images > MUON else []
         return self._training(recipe, options, size.side, speed, images, why, 1000 * size.most)
 
     def _recipe(self, size: Size) -> tuple[str, list[str]]:

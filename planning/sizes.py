@@ -28,7 +28,9 @@ SIZES = (
 )
 
 WIDTHS = (512, 1024, 2048)  # channel_base at 32 px
-MUON_MOST = 200_000  # images
+# images up to which gan_32_pairs keeps Muon, which is better than Adam after 155,000, worse after 640,000, not tried
+# in between (docs/measurements/small-gan-recipe.md#muon-for-filters)
+MUON = 200_000
 
 # behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
 LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
@@ -41,13 +43,6 @@ def work(size: Size) -> float:
     sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
     channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
     return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
-
-
-def muon(images: float) -> list[str]:
-    """Options of gan_32_pairs: its generator has Muon, which is better after 155,000 images, worse than Adam after
-    640,000 and was not tried in between (docs/measurements/small-gan-recipe.md#muon-for-filters).
-    """
-    return ["--generator-optimizer.name", "adam"] if images > MUON_MOST else []
 
 
 def nearness(size: Size, images: float) -> float:

@@ -19,6 +19,7 @@ from duetgan.planning.plan import SCRATCH_FROM, Plan, Training, replanned
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
+from duetgan.utils.runlog.run_folder import ended
 from duetgan.utils.script import die_with_parent
 from duetgan.utils.text import duration
 
@@ -83,7 +84,7 @@ class Quickstart:
         for task in self.plan.trainings:
             if task == "gan":
                 self.plan_again()
-            yield Step(f"train {task}", self.training(task), finished(self.folder / task))
+            yield Step(f"train {task}", self.training(task), ended(self.folder / task))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
@@ -270,11 +271,6 @@ def unfit(run: Path, test: Path) -> str:
         return lineage.unfit(load(resolve(str(run))), reader)
 
 
-def finished(run: Path) -> bool:
-    status = run / "status.json"
-    return status.is_file() and json.loads(status.read_text()).get("state") == "finished"
-
-
 def call(command: list[str]) -> int:
     """Run a command in the checkout and return its exit code, 128 + n if signal n ended it.
 
@@ -318,7 +314,7 @@ def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
         raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{quick}; {another}")
     minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
     print(f"going on with the plan of the first start{minutes}: {shown(file)}", flush=True)
-    if all(finished(file.parent / task) for task in plan.trainings):
+    if all(ended(file.parent / task) for task in plan.trainings):
         print(f"it is trained already and will only be evaluated; to start anew {another}", flush=True)
     return plan
 

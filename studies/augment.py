@@ -30,8 +30,6 @@ class SelectionConfig(Drawing):
 
 
 class AugmentConfig(StudyConfig):
-    """All settings of the study."""
-
     ratios: list[PositiveFloat] = [0.25, 0.5, 1.0, 2.0]  # samples per real image
     selected: list[bool] = [False, True]  # which kinds of samples
     selection: SelectionConfig = SelectionConfig()
@@ -117,9 +115,6 @@ class Augment(Subject):
         real, what = Comparison(REAL, expected="helps", why=why), f"{control:g} further real images per real image"
         self._arm(Job(HELD, what, CONTROL, [real, EVERY]), {}, HELD, control)
 
-    def _wanted(self, ratio: float, fill: bool) -> list[int]:
-        return sample_counts(self.counts(TRAIN), ratio, fill=fill)
-
     def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
         """An arm with overrides of its own, and with the images of a job mixed in."""
         used = None
@@ -135,7 +130,7 @@ class Augment(Subject):
         `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and as `figures`
         their shares of what was asked for.
         """
-        files = {file_of(place, ratio): self._wanted(ratio, tail) for ratio in ratios}
+        files = {file_of(place, ratio): sample_counts(self.counts(TRAIN), ratio, fill=tail) for ratio in ratios}
         kept, counts = self.draw(files, seed=seed, **how), {}
         for file in files:
             with Dataset(file) as reader:
@@ -160,8 +155,8 @@ class Augment(Subject):
             shares = [share for share in made["kept"] if share is not None]
             notes.append(f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class")
             for ratio in self.config.ratios:
-                counts, wanted = made["counts"][f"ratio-{ratio:g}"], self._wanted(ratio, self.fill)
-                rows = zip(counts, wanted, self.classes(), strict=True)
+                wanted = sample_counts(self.counts(TRAIN), ratio, fill=self.fill)
+                rows = zip(made["counts"][f"ratio-{ratio:g}"], wanted, self.classes(), strict=True)
                 if few := [f"{name} {held} of {asked}" for held, asked, name in rows if held < asked]:
                     notes.append(
                         f"{synthetic_name(ratio, True)}: the pool had too few of some classes, so that each of these is"

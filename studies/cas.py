@@ -19,8 +19,6 @@ GAP, EFFECT = "gap to real images", "effect of an ingredient"  # families of ans
 
 
 class CasConfig(StudyConfig):
-    """The keys of subject `cas`."""
-
     n: PositiveInt | None = None  # images that a classifier is trained on; null: as many as the held-back ones allow
     # the classifier that selects, trained on the training images; without a config: the recipe `classifier`
     selector: Recipe = Recipe()

@@ -19,8 +19,6 @@ FEW, BASE = "few real images", "best without samples"
 
 
 class DistilConfig(StudyConfig):
-    """All settings of the study."""
-
     per_class: PositiveInt = 10  # images of each class that a student has, with labels
     share: Probability = 0.9  # of a student's batches that is no image of these, where it has more
     student: Recipe = Recipe(config="configs/quickstart_classifier.yaml")

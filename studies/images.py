@@ -97,10 +97,6 @@ class StudyConfig(Config):
             if not recipe.config and recipe.run is None:
                 raise UserError(f"{name}.config is not set; name a recipe, such as configs/quickstart_{name}.yaml")
 
-    @property
-    def all_seeds(self) -> range:
-        return range(self.first_seed, self.first_seed + self.seeds)
-
 
 def quickened(tree: dict[str, Any]) -> dict[str, Any]:
     """The tree of a recipe with what its `quick` sets. Raises UserError where it sets nothing."""

@@ -31,8 +31,6 @@ BATCH = 250  # images that are labelled at a time
 
 
 class LabelsConfig(StudyConfig):
-    """All settings of the study."""
-
     per_class: list[PositiveInt] = [10, 50]  # labels of each class
     threshold: Probability = 0.95  # least probability of a pseudo-label
     # of the arms that start from the discriminator: keys of the classifier's recipe

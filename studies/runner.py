@@ -122,7 +122,8 @@ class Study:
 
     def __init__(self, name: str, subject: Subject) -> None:
         self.name, self.subject, self.folder = name, subject, subject.folder
-        self.seeds, self.end = list(subject.config.all_seeds), math.inf
+        config, self.end = subject.config, math.inf
+        self.seeds = list(range(config.first_seed, config.first_seed + config.seeds))
 
     def run(self, minutes: float | None = None) -> dict[str, Any]:
         """Make what is missing; returns study.json's document, which is written after every run. With `minutes` it ends

@@ -25,16 +25,11 @@ from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import Config
 from duetgan.utils.errors import UserError, require_same_classes
-from duetgan.utils.images import save_rows
 from duetgan.utils.runlog.progress import Bar
 
 BLOCK = 64  # samples a pass, always the same ones together: rounding depends on a batch's size
 LEAST_KEPT = 0.02  # of the samples drawn, that a rule must keep
-COLUMNS = 12  # of the pictures
 Band = tuple[float, float]
-
-# (images uint8 [n, C, H, W], label=their class) -> which are kept, bool [n], and how well each fits, [n]
-Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Drawing(Config):
@@ -78,7 +73,7 @@ def draw_samples(
     *,
     seed: int,
     drawing: Drawing,
-    rule: Rule | None = None,  # the drawing's
+    rule: Callable[..., tuple[Tensor, Tensor]] | None = None,  # (images, label=) -> which are kept, how well each fits
     pool: int | None = None,  # samples drawn for each that is wanted, at most; None: as many as it takes
     stream: tuple[str, ...] | None = None,  # of the draws' keys; None: samples are those of generate.py
     device: torch.device | str = "cpu",
@@ -150,8 +145,3 @@ def _of_class(generator: ImageGenerator, label: int, seed: int, stream: tuple[st
         first, step, how["stream"] = 0, 1, (*stream, label)
     for start in itertools.count(first, BLOCK * step):
         yield generate(generator, indices=range(start, start + BLOCK * step, step), **how)
-
-
-def save_table(rows: Mapping[str, Any], out: Path) -> None:
-    """A picture of rows of images uint8 [n, C, H, W], each with its name."""
-    save_rows([list(torch.as_tensor(row)) for row in rows.values()], out, columns=COLUMNS, captions=list(rows))

@@ -31,6 +31,7 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.model import Config
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import ended
 
 GENERATOR, UNTRAINED, SELECTOR = "generator", "untrained generator", "selector"  # jobs
 SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
@@ -325,13 +326,6 @@ def record(place: Path) -> Path:
 
 def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
-
-
-def ended(folder: Path, max_steps: int | None = None) -> bool:
-    """Whether a run's training came to its end, or to the step where it was to stop."""
-    file = folder / "status.json"
-    status = json.loads(file.read_text()) if file.is_file() else {"state": None}
-    return status["state"] == "finished" or (max_steps is not None and status.get("step") == max_steps)
 
 
 def require_trained_on(run: str, images: Path) -> None:

@@ -19,12 +19,12 @@ from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.studies.images import HELD_BACK, TEST, TRAIN, StudyConfig
 from duetgan.studies.results import Comparison, Result
-from duetgan.studies.samples import COLUMNS, save_table
 from duetgan.studies.subject import SEED, Job, Settings, Subject, of_seed
 from duetgan.utils.checkpoint import Checkpoint, load, resolve
 from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_rows
 from duetgan.utils.seeding import generator as keyed
 from duetgan.utils.seeding import numpy_generator
 
@@ -33,13 +33,11 @@ CHOSEN, CHEAP = "chosen by the teacher", ("chosen by chance", "truncated by clas
 CAPTION = "{}: the first seed's samples, a row for each class"
 PLAIN, SHORT = "no classifier", "no classifier, stopped early"
 FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # whether larger is better
-SHOWN = 10  # classes in the pictures
+SHOWN, COLUMNS = 10, 12  # classes in the pictures, and samples of each
 MEANT = 1000  # latents of a class's mean
 
 
 class TeachConfig(StudyConfig):
-    """All settings of the study."""
-
     teacher: list[PositiveFloat] = [1.0]  # loss.classifier_weight, an arm each
     head: list[PositiveFloat] = [1.0]  # loss.auxiliary_weight, an arm each
     head_learns_samples: bool = True  # whether each head has a second arm, with loss.auxiliary_fakes
@@ -172,7 +170,7 @@ class Teach(Subject):
             classes = checkpoint["classes"][:SHOWN]
             labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
             images = generate(generator, labels=labels, indices=range(len(labels)), seed=SEED)
-            save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), picture)
+            save_rows([list(part) for part in images.split(COLUMNS)], picture, columns=COLUMNS, captions=classes)
 
         with Dataset(self.part(TEST)) as reader:
             classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, reader)

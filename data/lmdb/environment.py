@@ -139,10 +139,9 @@ def is_lmdb(path: Path) -> bool:
 
 
 def _open(path: Path, size: int) -> lmdb.Environment:
-    ours = is_lmdb(path)
     if size == 0:
         raise UserError(f"{path} is empty: packing was not finished or the copy failed; run data.pack again")
-    if not ours:
+    if not is_lmdb(path):
         raise UserError(f"{path} is not an LMDB file: give a file made by data.pack")
     ahead = size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with bounded.reading(path, "it is damaged or truncated: pack it again", lmdb.Error):

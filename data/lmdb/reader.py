@@ -179,7 +179,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                     raise ImageError("its checksum does not match")
                 yield entry, payload, (int(entry["height"]), int(entry["width"]))
             except ImageError as error:
-                raise self.damage(index, str(error)) from None
+                raise self.damage([index], str(error)) from None
 
     def _of_tar(self, shards: list[Shard], size: int, link: memoryview) -> memoryview:
         """An image's bytes from its place in a tar. Raises ImageError, and UserError for a tar that was changed."""
@@ -203,9 +203,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             if entry_checksum(entry, image.tobytes()) != entry["checksum"]:
                 yield record
 
-    def damage(self, record: int | Sequence[int], reason: str) -> DamageError:
-        """The error for a damaged record or block."""
-        records = [record] if isinstance(record, int) else record
+    def damage(self, records: Sequence[int], reason: str) -> DamageError:
+        """The error for damaged records."""
         if self.meta.shards is None:
             return DamageError(self.path, records, reason, self.first)
         name = self.names()[records[0]] if len(records) == 1 else ""

@@ -25,7 +25,12 @@ class Layout:
     @classmethod
     def of(cls, image: ImageSpec, encoding: str = "raw", smallest: int | None = None, ranged: bool = True) -> "Layout":
         """For such images, and with `smallest` at half their size and so on down to that shorter side."""
-        return cls(spec=image, resolutions=halvings(image.side, smallest), encoding=encoding, ranged=ranged)
+        sides = [image.side]
+        while smallest is not None and sides[0] > smallest and sides[0] % 2 == 0:
+            sides.insert(0, sides[0] // 2)
+        if smallest is not None and sides[0] != smallest:
+            raise ValueError(f"{image.side} px cannot be halved down to {smallest} px")
+        return cls(spec=image, resolutions=tuple(sides), encoding=encoding, ranged=ranged)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -54,19 +59,6 @@ class Record:
     enlarged: bool = False  # the image in the source was smaller than asked for
     cut: bool = False  # it had 16 bits a value, and 8 are kept
     ends: tuple[float, float] = (0.0, 0.0)  # of the values, see `value_ends`; of 8 bits not looked for
-
-
-def halvings(side: int, smallest: int | None) -> tuple[int, ...]:
-    """`side`, its half and so on down to `smallest` px (None: `side` alone), ascending.
-
-    Raises ValueError if `side` is not `smallest` times a power of two.
-    """
-    sides = [side]
-    while smallest is not None and sides[0] > smallest and sides[0] % 2 == 0:
-        sides.insert(0, sides[0] // 2)
-    if smallest is not None and sides[0] != smallest:
-        raise ValueError(f"{side} px cannot be halved down to {smallest} px")
-    return tuple(sides)
 
 
 def value_ends(image: np.ndarray) -> tuple[float, float]:

@@ -58,8 +58,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         self.shards = open_files(path, None if crop else wanted, tolerant=tolerant)  # a random crop is of the largest
         self.meta = combined_meta(self.shards)
         stored = self.shards[0].spec
-        asked = None if resolution is None else ImageSpec.of(self.meta.channels, resolution, stored.pixel_format)
-        self.spec = stored if asked is None else asked
+        self.spec = stored if resolution is None else ImageSpec.of(self.meta.channels, resolution, stored.pixel_format)
         if wanted is not None and not crop and self.meta.spec.side and not self.meta.spec.holds(wanted):
             raise UserError(
                 f"{self.path}: its images have {self.meta.spec}, less than the {self.spec} asked for;"
@@ -355,7 +354,6 @@ def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, fl
     rates: dict[int, float] = {}
     best = 0
     try:
-        dataset.read(records)  # opens the file, warms the page cache
         for workers in candidates(cores()):
             dataset.workers = workers
             rates[workers] = count / _seconds(dataset, records)

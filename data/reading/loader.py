@@ -37,8 +37,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; asynchronous from pinned memory."""
-        images, labels, *synthetic = (part.to(device, non_blocking=True) for part in self.parts())
-        return Batch(images, labels, *synthetic)
+        return Batch(*(part.to(device, non_blocking=True) for part in self.parts()))
 
     def parts(self) -> list[torch.Tensor]:
         return [self.images, self.labels, *([] if self.synthetic is None else [self.synthetic])]

@@ -33,12 +33,12 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
     refuse_split(path, options.split)
     handle = acquire(path)
     with bounded.reading(path, "copy or make it again", lmdb.Error), handle.environment.begin() as transaction:
-        ours = transaction.get(FORMAT_KEY) is not None
-        theirs = transaction.get(LENGTH_KEY) is not None or bool(resolutions(transaction))
+        ours, length = transaction.get(FORMAT_KEY) is not None, transaction.get(LENGTH_KEY)
+        sides = resolutions(transaction)
     if ours:
         return PackedSource(path, options.size)
-    if theirs:
-        return RosinalitySource(path, options.size)
+    if length is not None or sides:
+        return RosinalitySource(path, handle, length, sides, options.size)
     raise UserError(
         f"{path} is an LMDB file of another program: supported are those of data.pack and of rosinality's StyleGAN2"
         " (records 256-00000, ..., and length); give the images themselves"
@@ -91,14 +91,11 @@ class RosinalitySource(Source):
     when it is read.
     """
 
-    def __init__(self, path: Path, size: int | str | None) -> None:
+    def __init__(self, path: Path, handle: Handle, length: bytes | None, sides: list[int], size: object) -> None:
         super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
         self.path = path
-        self._handle: Handle | None = acquire(path)
-        environment = self._handle.environment
-        with bounded.reading(path, "copy or make it again", lmdb.Error), environment.begin() as transaction:
-            sides, length = resolutions(transaction), transaction.get(LENGTH_KEY)
-        entries = environment.stat()["entries"]
+        self._handle: Handle | None = handle
+        entries = handle.environment.stat()["entries"]
         if length is None:
             raise UserError(f"{path} has no record `length`: it was not finished, make it again")
         if not length.isdigit() or len(length) > 12 or not int(length):

@@ -184,7 +184,7 @@ class TableSource(base.Source):
             with _reading(shard):
                 values += _column(shard, column, table.rows)
         has = np.array([value not in (None, "") and (text or value >= 0) for value in values])
-        self.problems = [base.Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(~has)]
+        self.problems = [base.Problem(self.item_name(int(row)), "has no label") for row in np.flatnonzero(~has)]
         self._rows = np.flatnonzero(has)
         given = list(itertools.compress(values, has))
         if not given:
@@ -212,7 +212,7 @@ class TableSource(base.Source):
     # --- images
 
     def content(self, index: int) -> bytes:
-        shard, row = self._place(int(self._rows[index]))
+        shard, row = self._place(index)
         number, first, images = self._piece
         if number != shard or not first <= row < first + len(images):
             with explained(OSError, unread):
@@ -227,20 +227,18 @@ class TableSource(base.Source):
         return content
 
     def item_name(self, index: int) -> str:
-        return self._row_name(int(self._rows[index]))
+        shard, row = self._place(index)
+        return f"{self.shards[shard]}: row {row}"
 
     def stored_name(self, index: int) -> str:
-        shard, row = self._place(int(self._rows[index]))
+        shard, row = self._place(index)
         return f"{self.shards[shard].name}: row {row}"
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """The shard in which a row lies, and its number there."""
+    def _place(self, index: int) -> tuple[int, int]:
+        """The shard in which an image lies, and its row there."""
+        row = int(self._rows[index])
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
         return shard, row - int(self._starts[shard])
-
-    def _row_name(self, row: int) -> str:
-        shard, row = self._place(row)
-        return f"{self.shards[shard]}: row {row}"
 
 
 def _column(path: Path, name: str, rows: int) -> list[Any]:

@@ -75,7 +75,12 @@ class TarSource(ListedSource):
             parts = [(match, member) for member, match in zip(members, matches, strict=True) if match]
             self._take_samples(list(self._samples(parts, label_column)), label_column)
         else:
-            self._arrange(members, options)
+            self._by_name = {member.name: member for member in members}
+            if len(self._by_name) < len(members):
+                name = Counter(member.name for member in members).most_common(1)[0][0]
+                raise UserError(f"{self.where} holds {name} more than once: make the tar again, or give one tar alone")
+            arrange(self, self._by_name, [], options._replace(split=None) if self.splits else options)
+            self._images = [self._by_name[name] for name in self.names]
 
     def _members(self, number: int) -> Iterator[Member]:
         """The regular files of a shard; other members become problems."""
@@ -161,16 +166,6 @@ class TarSource(ListedSource):
                 return "txt"
             self.remarks += looks_like_labels(self.where, counts)
         return label
-
-    # --- as in a folder
-
-    def _arrange(self, members: Sequence[Member], options: SourceOptions) -> None:
-        self._by_name = {member.name: member for member in members}
-        if len(self._by_name) < len(members):
-            name = Counter(member.name for member in members).most_common(1)[0][0]
-            raise UserError(f"{self.where} holds {name} more than once: make the tar again, or give one tar alone")
-        arrange(self, self._by_name, [], options._replace(split=None) if self.splits else options)
-        self._images = [self._by_name[name] for name in self.names]
 
     def read(self, name: str) -> bytes:
         return self._files.read(self._by_name[name], kind_of(name))

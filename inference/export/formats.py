@@ -133,8 +133,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)
@@ -214,7 +213,6 @@ def write_int8(subject: Subject, path: Path) -> None:
     """An ONNX graph in 8-bit integers: weights by output channel, activations by the ranges of the calibration
     images, static. Weights use 7 of the 8 bits: sums of two products fill 16 bits on a CPU without VNNI.
     """
-    assert subject.is_classifier  # a generator was refused before
     quantization = import_extra("onnxruntime.quantization")
     prepare = import_extra("onnxruntime.quantization.shape_inference").quant_pre_process
     images = iter([_arrays(subject, batch) for batch in subject.calibration])

@@ -91,8 +91,7 @@ class Predictions:
                 raise UserError(f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}")
             columns = load(content)
             head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            about = json.loads(head["__metadata__"]["about"])
-            About.read(about, "about")
+            about = About.read(json.loads(head["__metadata__"]["about"]), "about").model_dump(by_alias=True)
             n, classes = about["n"], len(about["classes"])
             for name, column in columns.items():
                 if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):

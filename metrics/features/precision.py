@@ -27,17 +27,15 @@ def full_float32(device: torch.device | str) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """The modules in evaluation mode, without a graph; each returns to the mode it was in."""
-    modes = [module.training for module in modules]
-    for module in modules:
-        module.eval()
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode, without a graph; it returns to the mode it was in."""
+    mode = module.training
+    module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.train(mode)
+        module.train(mode)
 
 
 def device_of(module: nn.Module) -> torch.device:

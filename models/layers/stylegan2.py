@@ -164,8 +164,6 @@ class ModulatedConv2d(nn.Module):
 class StyledLayer(nn.Module):
     """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky ReLU, clamp."""
 
-    noise_const: Tensor
-
     def __init__(
         self, in_channels: int, out_channels: int, w_dim: int, *size: int, upsample: bool = False
     ) -> None:  # size: height and width in px, or the side
@@ -173,7 +171,7 @@ class StyledLayer(nn.Module):
         self.conv = ModulatedConv2d(in_channels, out_channels, 3, w_dim, upsample=upsample)
         self.bias = nn.Parameter(torch.zeros(out_channels))
         self.noise_strength = nn.Parameter(torch.zeros([]))
-        self.register_buffer("noise_const", torch.randn(1, 1, size[0], size[-1]))
+        self.noise_const = nn.Buffer(torch.randn(1, 1, size[0], size[-1]))
 
     def forward(self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: float | None = None) -> Tensor:
         x, scale = self.conv(x, w, ACTIVATION_GAIN)

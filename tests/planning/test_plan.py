@@ -23,7 +23,7 @@ from duetgan.planning.plan import (
     choose,
     replanned,
 )
-from duetgan.planning.sizes import MUON_MOST, START
+from duetgan.planning.sizes import MUON, START
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
@@ -232,7 +232,7 @@ def test_width_follows_from_what_it_costs_here_and_is_told(ratios, channels):
 def test_muon_is_for_short_trainings(minutes, adam):
     made = choose(SAMPLE, Fast(), minutes=minutes).gan
     assert made.config == PAIRS
-    assert (made.steps * made.batch_size > MUON_MOST) is adam
+    assert (made.steps * made.batch_size > MUON) is adam
     assert ("--generator-optimizer.name adam" in " ".join(made.overrides)) is adam
 
 

@@ -206,10 +206,8 @@ def layer_table(network: nn.Module, inputs: tuple[Any, ...], finetuning: FineTun
         if module in names:
             shapes.setdefault(module, " x ".join(map(str, output.shape)))
 
-    hook = register_module_forward_hook(note)
-    with torch.no_grad():
+    with register_module_forward_hook(note), torch.no_grad():
         network(*inputs)
-    hook.remove()
     rows = [_layer_row(names[module], shape, module, finetuning, config) for module, shape in shapes.items()]
     ever = sum(p.numel() for name, p in finetuning.parameters.items() if finetuning.begins[name] is not None)
     total = sum(p.numel() for p in finetuning.parameters.values())

@@ -123,7 +123,6 @@ def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
 
 
 def _scale(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation [F]."""
     return features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
 
 

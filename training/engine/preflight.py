@@ -20,7 +20,7 @@ from duetgan.data.reading.dataset import Dataset, stages_text
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import data_text, mixture_text
 from duetgan.training.base.task import Outline, Task
-from duetgan.training.engine.speed import UNMEASURED, Choice, forecast
+from duetgan.training.engine.speed import Choice, forecast
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
@@ -106,7 +106,7 @@ def plan_rows(
     val_reader: Dataset | None,
     reading: str,
     device: torch.device,
-    choice: Choice = UNMEASURED,
+    choice: Choice,
 ) -> dict[str, str]:
     """The preflight's table: label -> value. `reading`: what was measured of it, in words."""
     world, images = collectives.world_size(), task.images_at(config.steps)
@@ -191,13 +191,9 @@ class PeakBytes(TorchDispatchMode):
 
 def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     """Bytes at most of a forward and a backward pass, which are done, besides network, gradients and inputs."""
-
-    def drop_gradient(parameter: Tensor) -> None:
-        parameter.grad = None
-
     for parameter in network.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(drop_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
     with PeakBytes([*network.parameters(), *network.buffers(), *inputs]) as bytes_:
         outputs = [x for x in tree_leaves(network(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
@@ -225,8 +221,7 @@ def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> 
 
 
 def _torchinfo(network: nn.Module, inputs: tuple[Any, ...]) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchinfo counts multiply-adds with deprecated calls
+    with warnings.catch_warnings(action="ignore"):  # torchinfo counts multiply-adds with deprecated calls
         shown: Any = {"col_names": ("output_size", "num_params"), "row_settings": ("var_names",)}
         info = torchinfo.summary(network, input_data=list(inputs), depth=4, verbose=0, **shown)
     return str(info).split("Total mult-adds")[0].rstrip("=\n ")  # it sees modules only, not the functional layers

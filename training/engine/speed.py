@@ -68,9 +68,6 @@ class Choice(NamedTuple):
         return 1 / self.seconds
 
 
-UNMEASURED = Choice("fp32", "")
-
-
 class TooSlow(Exception):
     """A step was given up."""
 

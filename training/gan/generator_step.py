@@ -22,12 +22,10 @@ from duetgan.utils.distributed import collectives
 class PathLength(torch.nn.Module):
     """The moving mean of path lengths: a buffer without a graph, the same on all ranks (StyleGAN2, section 3.2)."""
 
-    mean: Tensor
-
     def __init__(self, decay: float) -> None:
         super().__init__()
         self.decay = decay
-        self.register_buffer("mean", torch.zeros([]))
+        self.mean = torch.nn.Buffer(torch.zeros([]))
 
     @torch.no_grad()
     def update(self, batch_mean: Tensor) -> Tensor:

@@ -157,7 +157,6 @@ def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
 
 
 def _check_named(name: str, given: Iterable[int], sides: list[int]) -> None:
-    """Raise UserError for a resolution that is none of `sides`."""
     for side in sorted(set(given) - set(sides)):
         known = ", ".join(map(str, sides)) or "no stage"
         raise UserError(f"progressive.{name}: no stage of {side} px takes a value; give values for {known} only")

@@ -19,8 +19,6 @@ class EMA(Generic[Network]):
     generator's `w_avg`). Integer buffers are always copied.
     """
 
-    model: Network
-
     def __init__(self, model: Network, buffers: Literal["average", "copy"]) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.average_buffers = buffers == "average"

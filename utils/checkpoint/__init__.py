@@ -130,14 +130,13 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
     (full, read-only); what was there before stays. Raises TypeError for content that could not be loaded again.
     """
-    from duetgan.utils.checkpoint import writer as checkpoint_writer
-    from duetgan.utils.checkpoint.writer import Snapshot
+    from duetgan.utils.checkpoint.writer import Snapshot, write
 
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(taken.step)
     with replacing(path) as temporary:
-        checkpoint_writer.write(taken, temporary)
+        write(taken, temporary)
         sha256 = file_sha256(temporary)
         _checksum_file(path).unlink(missing_ok=True)  # of an earlier save of this step: it must not judge the new file
     _write_checksum(path, sha256)

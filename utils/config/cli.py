@@ -125,9 +125,7 @@ class Parser(argparse.ArgumentParser):
             kwargs["help"] = f"{text} (default: {shown})".lstrip()
         return super().add_argument(*normalise(names), **kwargs)
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str], namespace: None = None
-    ) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(normalise(args))
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]

@@ -40,10 +40,8 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > DEEPEST:
             raise BoundError(problem=f"more than {DEEPEST} levels inside one another", problem_mark=mark)
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         self._depth -= 1
-        if node is None:
-            return None
         if alias and id(node) not in self._sizes:
             raise BoundError(problem="an alias inside of what it stands for", problem_mark=mark)
         if not alias:
@@ -78,11 +76,7 @@ def load(text: str) -> Any:
     """What YAML `text` holds. Raises yaml.YAMLError, BoundError among them, and ValueError for a date that is none."""
     if len(text) > LONGEST:
         raise BoundError(problem=f"more than {LONGEST} characters", problem_mark=yaml.Mark("", 0, 0, 0, None, 0))
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    return yaml.load(text, _Loader)
 
 
 def from_text(text: str) -> Any:

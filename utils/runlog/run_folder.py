@@ -30,6 +30,13 @@ def default_folder(config_file: Path) -> Path:
     return folder if of_a_run else Path("runs") / config_file.stem
 
 
+def ended(run: Path, max_steps: int | None = None) -> bool:
+    """Whether a run's training came to its end, or to the step where it was to stop."""
+    file = run / "status.json"
+    status = json.loads(file.read_text()) if file.is_file() else {"state": None}
+    return status["state"] == "finished" or (max_steps is not None and status.get("step") == max_steps)
+
+
 class RunFolder:
     """A run's folder, locked while open. Raises UserError when it cannot be written, is in use or holds no run."""
 

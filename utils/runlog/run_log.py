@@ -105,7 +105,6 @@ class _SideBySide(nn.ModuleDict):
     """Networks in one module, so that one graph shows them all."""
 
     def forward(self, *inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """The outputs of each network for its own inputs."""
         return tuple(network(*own) for network, own in zip(self.values(), inputs, strict=True))
 
 
@@ -205,12 +204,11 @@ class RunLog:
         together = _SideBySide({name: network for name, (network, _) in networks.items()})
         inputs = tuple(values for _, values in networks.values())
         modes = {module: module.training for module in together.modules()}
-        with warnings.catch_warnings():
-            # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants
-            warnings.simplefilter("ignore")
-            with torch.no_grad():  # without gradients nothing is computed again, which cannot be traced
-                together(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
-                self._events.add("graph", together, inputs, use_strict_trace=False)
+        # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants; without
+        # gradients nothing is computed again, which cannot be traced
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
+            together(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
+            self._events.add("graph", together, inputs, use_strict_trace=False)
         for module, training in modes.items():  # the tracer leaves all of them in the mode of the outermost
             module.training = training
 

@@ -6,7 +6,6 @@ how far each tracker has them, so that none is sent twice, unless a kill or an e
 leaves this machine unless the tracker's own settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -164,7 +163,7 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="python -m utils.runlog.trackers", description="Send the rows of a run to a tracker.")
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--to", required=True, choices=TRACKERS, help="the tracker")
-    options: argparse.Namespace = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     for name in ("metrics.jsonl", "config.yaml"):
         if not (options.run / name).is_file():
             raise UserError(f"{options.run}: no {name}; give the folder of a run")

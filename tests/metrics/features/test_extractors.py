@@ -162,7 +162,7 @@ def test_precision_and_modes_come_back():
     finally:
         torch.set_float32_matmul_precision("highest")
     on, off = nn.Linear(1, 1).train(), nn.Linear(1, 1).eval()
-    with evaluating(on, off):
+    with evaluating(on), evaluating(off):
         modes = [on.training, off.training, torch.is_grad_enabled()]
     assert modes == [False, False, False]
     assert [on.training, off.training, torch.is_grad_enabled()] == [True, False, True]

@@ -25,6 +25,7 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
+from duetgan.training.engine.speed import Choice
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.yaml_files import read_yaml
@@ -46,7 +47,7 @@ def task_of(packed: Path, **options: Any) -> ClassifierTask:
 
 
 def plan_of(task: ClassifierTask) -> dict[str, str]:
-    return plan_rows(task.config, task, task.reader, None, "", CPU)
+    return plan_rows(task.config, task, task.reader, None, "", CPU, Choice("fp32", ""))
 
 
 @pytest.mark.parametrize(("batch_size", "warned"), [(200, False), (201, True)])
