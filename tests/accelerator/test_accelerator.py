@@ -4,17 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.accelerator import cases
 from tests.accelerator.cases import FAULTS
 from tests.accelerator.trainings import FAST, LONG, MEMORY, OTHERWISE, REFUSING, SLOW
 from tests.conftest import REPOSITORY
-from tests.end_to_end.ranks import printed, together
 
 pytestmark = pytest.mark.timeout(900)  # a part runs whole when its first row is asked for
 
@@ -28,12 +25,6 @@ def python(*arguments: str) -> str:
     return found.stdout
 
 
-def forked(main: Callable[..., None], *arguments: Any, output: Path) -> Any:
-    """What the function prints last, in a fork of its own."""
-    together(main, *arguments, world=1, output=output)
-    return json.loads(printed(output, 0).splitlines()[-1])
-
-
 class Seen(dict[str, Any]):
     """What each part of the cases has shown; it runs when it is first asked for."""
 
@@ -45,7 +36,7 @@ class Seen(dict[str, Any]):
         folder.mkdir()
         for file in self.packed.iterdir():
             (folder / file.name).symlink_to(file)
-        self[part] = forked(cases.main, part, folder, output=folder / "printed")
+        self[part] = json.loads(python("-m", "tests.accelerator.cases", part, str(folder)).splitlines()[-1])
         return self[part]
 
 

@@ -1,13 +1,13 @@
 """The commands on the pretend accelerator: what they do on the CPU, on the device that was named and on no other."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.accelerator import commands
 from tests.accelerator.commands import COMMANDS
-from tests.accelerator.test_accelerator import forked
+from tests.accelerator.test_accelerator import python
 
 FAST = ("project", "gradcam")  # without the others a few seconds
 REST = [name for name in (*COMMANDS, "explorer") if name not in FAST]
@@ -24,7 +24,7 @@ def see(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
             folder = tmp_path_factory.mktemp("commands")
             for file in packed.iterdir():
                 (folder / file.name).symlink_to(file)
-            kept[names] = forked(commands.main, folder, list(names), output=folder / "printed")
+            kept[names] = json.loads(python("-m", "tests.accelerator.commands", str(folder), *names).splitlines()[-1])
         return kept[names]
 
     return run
