@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
     add("--minutes", type=number(float, 1, WEEK), default=15.0, help="how long it may take in all")
     add("--weights", metavar="FILE", help="ImageNet weights to fine-tune the classifier from (default: see docs)")
     add("--predict", metavar="IMAGES", help="name these new images in the end: predictions.csv beside the report")
+    add("--seed", type=number(int, 0), default=0, help="of the split and of both trainings (default: 0)")
     add("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_NAME)")
     add("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, as a quick check")
     options = parser.parse_args(argv)

@@ -207,9 +207,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
     parser.add_argument("--minutes", type=number(float, 1), default=15.0)
     parser.add_argument("--weights", metavar="FILE")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)
     plan = make_plan(options.source, options.minutes, options.weights, options.quick)
+    plan = plan.model_copy(update={"seed": options.seed})
     print("\n".join(plan_lines(plan)), flush=True)
     write_atomic(options.out, as_json(plan.model_dump()))
 

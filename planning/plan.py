@@ -57,6 +57,7 @@ class Plan(Stored):
     survey: Survey
     minutes: float
     quick: bool
+    seed: int = 0  # of the split and both trainings
     size: int  # px the images are packed with
     smallest: int  # px: also packed with, for the GAN
     val_share: float | None  # None: the source has a held-out part
@@ -305,9 +306,8 @@ class _Choice:
     def _gan_size(self, budget: float) -> tuple[Size, Speed]:
         """The largest whose samples can be recognised in the time that is left, and its speed."""
         sizes = [size for size in SIZES if size.side <= self.gan_side] or [SIZES[-1]]
-        base, known = next((size for size in sizes if size.side <= 32), sizes[-1]), 0.0
-        if not self.quick:
-            known = self._gan_speed(base).images_per_second
+        base = next((size for size in sizes if size.side <= 32), sizes[-1])
+        known = 0.0 if self.quick else self._gan_speed(base).images_per_second
         for size in sizes[:-1]:
             hoped = known * work(base) / work(size) * budget
             kimg = size.started if self._starts(size) else size.kimg

@@ -112,7 +112,7 @@ class Quickstart:
         if plan.val_share is None:
             parts = [(f"pack {file.stem}", [file], ["--split", file.stem]) for file in (self.train, self.test)]
         else:
-            share = ["--val-share", f"{plan.val_share:g}", "--val-dest", shown(self.test)]
+            share = ["--val-share", f"{plan.val_share:g}", "--val-dest", shown(self.test), *seeded(plan)]
             parts = [("pack", [self.train, self.test], share)]
         without = ["--classes-from", "none", "--apart", shown(self.test), "--no-duplicates"]
         parts += [("pack all", [self.all], without)] if plan.pooled else []
@@ -129,7 +129,7 @@ class Quickstart:
         command += ["--data.path", shown(images), "--data.val-path", shown(self.test), *training.overrides]
         if task == "classifier" and self.plan.from_gan:
             command += ["--model.weights", shown(self.folder / "gan"), "--unlabelled.path", shown(self.all)]
-        command += ["--threads", "adapt"]  # the minutes were promised
+        command += [*seeded(self.plan), "--threads", "adapt"]  # the minutes were promised
         quick = ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
         return command + (quick if self.plan.quick else [])
 
@@ -237,6 +237,10 @@ def about(run: Path, training: Training, quick: bool) -> dict[str, Any]:
     return training.model_dump() | guessed | ({"precision": used[1]} if used else {})
 
 
+def seeded(plan: Plan) -> list[str]:
+    return ["--seed", str(plan.seed)] if plan.seed else []
+
+
 def shown(path: Path) -> str:
     """A path as the commands get it: relative to the checkout, where they run, if it lies inside."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
@@ -298,7 +302,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
     check_writable(folder)
     print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
     command = [sys.executable, "-m", "planning.measure", source, "--out", str(file)]
-    command += ["--minutes", f"{options.minutes:g}", *["--quick"] * options.quick]
+    command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed), *["--quick"] * options.quick]
     command += ["--weights", str(Path(options.weights).resolve())] if options.weights else []
     code = call(command)
     return Plan.read(json.loads(file.read_text())) if code == 0 else code
@@ -309,9 +313,9 @@ def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
     another = "give another folder with --dir, or remove this one"
     with explained(ValueError, lambda why: f"{file}: is no plan of this version ({why}); {another}"):
         plan = Plan.read(json.loads(file.read_text()), "plan")
-    if (plan.survey.source, plan.quick) != (source, options.quick):
-        quick = " with --quick" if plan.quick else ""
-        raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{quick}; {another}")
+    if (plan.survey.source, plan.quick, plan.seed) != (source, options.quick, options.seed):
+        how = " ".join([" with", *["--quick"] * plan.quick, *seeded(plan)]) if plan.quick or plan.seed else ""
+        raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{how}; {another}")
     minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
     print(f"going on with the plan of the first start{minutes}: {shown(file)}", flush=True)
     if all(ended(file.parent / task) for task in plan.trainings):

@@ -50,7 +50,8 @@ class Commands:
             return self.code
         if "planning.measure" in command:
             minutes = float(option(command, "--minutes"))
-            self.first = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
+            made = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
+            self.first = made.model_copy(update={"seed": int(option(command, "--seed"))})
             write(Path(option(command, "--out")), self.first.model_dump())
             return 0
         self.now += self.pace * self.seconds(command)
@@ -225,6 +226,7 @@ def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_pat
     for argv, told in (
         ([str(images)], "its plan is for sample; give another folder"),
         (["--quick"], "its plan is for sample"),
+        (["--seed", "1"], "its plan is for sample"),
         *((["--minutes", minutes], "from 1 to 10,080") for minutes in ("0", "nan", "1e9")),
         ([], r"plan\.json: is no plan of this version .* give another folder"),
     ):
@@ -266,6 +268,15 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
     report = (tmp_path / "out" / "report.html").read_text()
     assert all(note.replace("'", "&#39;") in report for note in notes)
     assert "; 2 of them cannot be read and are left out." in report
+
+
+def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, images, capsys):
+    commands.survey = seen(300, 5, source=str(images))
+    asked = [str(images), "--dir", str(tmp_path / "out"), "--seed"]
+    assert main([*asked, "7"]) == 0
+    assert [option(command, "--seed") for command in commands.calls[:3]] == ["7"] * 3
+    assert run_cli(main, [*asked, "0"]) == 2
+    assert "with --seed 7; give another folder" in capsys.readouterr().err
 
 
 def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands, tmp_path, images, capsys):

@@ -88,10 +88,10 @@ def test_plan_is_told_with_reasons_lengths_and_times():
 
 
 def test_command_writes_the_plan(tmp_path, capsys):
-    assert run_cli(measure.main, ["sample", "--quick", "--out", str(tmp_path / "plan.json")]) == 0
+    assert run_cli(measure.main, ["sample", "--quick", "--seed", "3", "--out", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out.count("images: 10,000 images") == 1
     made, tree = make_plan("sample", 15.0, None, quick=True), json.loads((tmp_path / "plan.json").read_text())
-    assert tree | {"survey": None, "seconds": None} == made.model_dump() | {"survey": None, "seconds": None}
+    assert tree | {"survey": None, "seconds": None} == made.model_dump() | {"survey": None, "seconds": None, "seed": 3}
 
 
 @pytest.mark.parametrize(("others", "told"), [(0.2, False), (1.0, True)])
