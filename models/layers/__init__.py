@@ -186,7 +186,8 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
     """
     if kind == "up":
         x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it costs least
-        x = F.interpolate(x, scale_factor=2, mode="bilinear")
+        with torch.autocast(x.device.type, enabled=False):  # CUDA's would return fp32
+            x = F.interpolate(x, scale_factor=2, mode="bilinear")
         for edge in (x[:, :, :1], x[:, :, -1:], x[..., :1], x[..., -1:]):
             edge.mul_(0.75)
         return x
