@@ -20,7 +20,8 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("source", nargs="?", default=SAMPLE, metavar="FOLDER", help="images: folder, zip, CSV (default: the sample)")
     add("--minutes", type=number(float, 1, WEEK), default=15.0, help="how long it may take in all")
-    add("--weights", metavar="FILE", help="ImageNet weights to fine-tune the classifier from (default: see docs)")
+    weights = "ImageNet weights to fine-tune the classifier from (default: see docs); of several the best are taken"
+    add("--weights", metavar="FILE", action="append", default=[], help=weights)
     add("--predict", metavar="IMAGES", help="name these new images in the end: predictions.csv beside the report")
     add("--seed", type=number(int, 0), default=0, help="of the split and of both trainings (default: 0)")
     add("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_NAME)")

@@ -40,12 +40,18 @@ class Speed(NamedTuple):
     images_per_second: float
 
 
+class Weights(NamedTuple):
+    file: str
+    network: str
+    he_strides: bool  # its stride of 2 is where He's is
+
+
 class Machine:
     """The machine that a plan is for. This one is not measured: for `--quick`, where lengths do not matter."""
 
     start = 0.0  # seconds that training and evaluating take before their work and after it
     cores = 1
-    weights: tuple[str, str, bool] | None = None  # ImageNet weights at hand: file, its network, stride of 2 as in He's
+    weights: Sequence[Weights] = ()  # of ImageNet, that are at hand
     features_per_second = 0.0  # images through ResNet-50 for the distance; 0: there are no weights for it
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:

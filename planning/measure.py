@@ -16,7 +16,7 @@ import numpy as np
 from duetgan.data.errors import ImageError
 from duetgan.data.sources import open_source
 from duetgan.data.values import decode_image, kind
-from duetgan.planning.given import Machine, Speed, Survey
+from duetgan.planning.given import Machine, Speed, Survey, Weights
 from duetgan.planning.plan import FEW_LABELS, Plan, choose
 from duetgan.utils import threads
 from duetgan.utils.config.cli import Parser, number
@@ -31,6 +31,7 @@ LOOKED_AT = 200  # images that are decoded, evenly spaced
 SQUARE = 0.8  # shorter side over the longer: below, a square crop takes more than a fifth
 FEWEST = 10  # images; with fewer nothing can be learnt and held out
 NOISE = 64  # images of the files that speeds are measured on
+NETWORKS, SMALL = 3, 125_000_000  # of torch's cache: compared at most; bytes of a file, such as ResNet-50's
 CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoint, curves, the report
 
 
@@ -89,7 +90,7 @@ def survey(spec: str) -> Survey:
 class ThisMachine(Machine):
     """What was measured once is known."""
 
-    def __init__(self, folder: Path, weights: str | None, *, tuning: bool, side: int = 64) -> None:
+    def __init__(self, folder: Path, weights: Sequence[str], *, tuning: bool, side: int = 64) -> None:
         """Args: `folder` for files of noise; `weights` as given by the user; `tuning`: whether they may be used;
         `side` of the images in px.
         """
@@ -101,7 +102,7 @@ class ThisMachine(Machine):
 
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder, self.cores = folder, cores()
-        self.weights = weights_at_hand(weights) if tuning else None
+        self.weights = weights_at_hand(weights) if tuning else ()
         if (features := find_weights(None)) is not None:
             extractor, images = resnet50_features(features), torch.zeros(16, 3, side, side, dtype=torch.uint8)
             extractor(images)
@@ -125,9 +126,9 @@ class ThisMachine(Machine):
             self._known[key] = Speed(measured.precision, measured.images_per_second)
             compared = f" ({times(measured.ratio)} the speed of the other precision)" if measured.ratio else ""
             text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
-            base = dict(pairwise(overrides)).get("--generator.channel-base")
-            wide = f", {int(base) // side} channels" if base else ""
-            print(f"  {Path(config).stem}, {side} px{wide}: {text}", flush=True)
+            base, name = map(dict(pairwise(overrides)).get, ("--generator.channel-base", "--model.name"))
+            what = f", {int(base) // side} channels" if base else f", {name}" if name else ""
+            print(f"  {Path(config).stem}, {side} px{what}: {text}", flush=True)
         return self._known[key]
 
     def _noise(self, side: int, channels: int, classes: int) -> Path:
@@ -142,23 +143,34 @@ class ThisMachine(Machine):
         return file
 
 
-def weights_at_hand(given: str | None) -> tuple[str, str, bool] | None:
-    """ImageNet weights for fine-tuning that need no download: file, name of its network, whether it strides as He's.
+def weights_at_hand(given: Sequence[str]) -> list[Weights]:
+    """ImageNet weights for fine-tuning that need no download.
 
-    The given file, else what `find_weights` finds, else torchvision's own in torch's cache. Raises UserError for a
-    given file that is no known network's.
+    The given files, else what `find_weights` finds, then of torchvision's own in torch's cache the SMALL ones, the best
+    on ImageNet first, NETWORKS in all. Raises UserError for a given file that is no known network's.
     """
+    from torchvision.models import get_model_weights
+
     from duetgan.metrics.features.extractors import find_weights
+    from duetgan.models.registry import BACKBONES
     from duetgan.models.weights import network_of, published_at_hand, read_state_dict
 
-    file = find_weights(given) or published_at_hand("resnet50")
-    if file is None:
-        return None
-    state, about = read_state_dict(file)
-    name = network_of(state)
-    if name is None:
-        raise UserError(f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none")
-    return str(file), name, about.get("stride", "").startswith("conv1")
+    def accuracy(name: str) -> float:
+        return max(each.meta["_metrics"]["ImageNet-1K"]["acc@1"] for each in get_model_weights(name))
+
+    files = [find_weights(file) for file in given] or [find_weights(None)]
+    if not given:
+        cached = {name: file for name in BACKBONES if (file := published_at_hand(name))}
+        small = [name for name, file in cached.items() if file.stat().st_size < SMALL]
+        files += [cached[name] for name in sorted(small, key=accuracy, reverse=True)]
+    found: list[Weights] = []
+    for file in filter(None, files):
+        state, about = read_state_dict(file)
+        if (name := network_of(state)) is None:
+            raise UserError(f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none")
+        if given or name not in [each.network for each in found]:
+            found.append(Weights(str(file), name, about.get("stride", "").startswith("conv1")))
+    return found[: len(given) or NETWORKS]
 
 
 # --- the plan
@@ -182,7 +194,7 @@ def plan_lines(plan: Plan) -> list[str]:
     return [*lines, "this will take here:", *(f"  {line}" for line in columns(rows, "<").splitlines())]
 
 
-def make_plan(source: str, minutes: float, weights: str | None, quick: bool) -> Plan:
+def make_plan(source: str, minutes: float, weights: Sequence[str], quick: bool) -> Plan:
     """Look at the images, measure, choose. Raises UserError."""
     images = survey(source)
     print(f"images: {images.text()}", flush=True)
@@ -206,7 +218,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("source")
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
     parser.add_argument("--minutes", type=number(float, 1), default=15.0)
-    parser.add_argument("--weights", metavar="FILE")
+    parser.add_argument("--weights", metavar="FILE", action="append", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)

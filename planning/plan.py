@@ -3,10 +3,10 @@
 Nothing is measured here: a `Machine` tells how fast it is, so that tests can ask for any other.
 """
 
-from collections.abc import Mapping
+from itertools import pairwise
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from duetgan.planning.given import Machine, Speed, Survey
+from duetgan.planning.given import Machine, Speed, Survey, Weights
 from duetgan.planning.sizes import LADDER, MUON, READOUT, SIZES, START, WIDTHS, Size, cadence, nearness, side_for, work
 from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
@@ -30,11 +30,11 @@ SCRATCH_FROM = 5000  # images that suffice without pretrained weights
 FEW_IMAGES, FEW_SIDE, FEW_SPREAD = 153_600, 64, 50_000  # of few labels: to see; at most: px, images to spread over
 LAST_STEPS = 10  # at least: those begin at a regression
 TUNED_FROM = 1000  # images, from which a network is fine-tuned as a whole where there is time
+HEAD_ALONE = "[backbone]"  # what is frozen where there is no time for more
+LOOK = 500  # training images that networks are compared on, at most
 FEATURES, EPOCHS = 0.8, 10  # share of the time that features may take as estimated, epochs at most
 PACKING = 2.5  # seconds that packing takes besides reading the images
 STEPS = {"classifier": 60, "gan": 200}  # at least, however little time there is
-PACE = (0.8, 5.0)  # how much longer than planned a part may take for others to be planned by it
-LONGER = 1.05  # a GAN that could be longer by a smaller factor stays as it is
 
 
 class Training(Stored):
@@ -49,6 +49,16 @@ class Training(Stored):
     why: str
     most: int | None = None  # steps after which more no longer shows
     features: float = 0.0  # seconds of the frozen stages for an image, where they are computed once
+
+    @property
+    def weights(self) -> str:
+        """The file that the classifier is fine-tuned from, or empty."""
+        return dict(pairwise(self.overrides)).get("--model.weights", "")
+
+    @property
+    def judging(self) -> float:
+        """Seconds to classify an image: a third of a training step's share, in fp32."""
+        return (2.0 if self.precision == "bf16" else 1.0) / (3 * self.images_per_second) + 2.0 * self.features
 
 
 class Plan(Stored):
@@ -70,6 +80,7 @@ class Plan(Stored):
     notes: list[str]  # what was chosen and why
     pooled: bool = False  # the GAN learns from all images, without labels
     from_gan: bool = False  # the classifier begins with the GAN's discriminator
+    choices: list[Training] = []  # of the classifier, with each network at hand: one is to be taken, see settled
     replanned: dict[str, float] | None = None  # the first plan's `gan_steps` and `seconds`, if changed
 
     @property
@@ -85,46 +96,6 @@ class Plan(Stored):
 def choose(survey: Survey, machine: Machine, *, minutes: float, quick: bool = False) -> Plan:
     """The plan. `quick`: lengths do not matter, a few steps of the smallest are trained."""
     return _Choice(survey, machine, minutes, quick).plan()
-
-
-def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
-    """The plan with another length for the GAN, before it begins; `spent`: seconds that the parts before it took.
-
-    The machine is taken to go on as much slower, or faster, as the classifier's training has shown it to be. A GAN that
-    would no longer end within the minutes gets the time that is left of them; one for which there is clearly more time
-    than planned gets that. Else the plan itself.
-    """
-    planned, gan = plan.seconds, plan.gan
-    part = "train classifier"
-    pace = min(max(spent[part] / planned[part], PACE[0]), PACE[1]) if part in spent else 1.0
-    coming = {name: pace * seconds for name, seconds in planned.items() if name not in spent and name != "train gan"}
-    start = pace * (planned["train gan"] - gan.seconds)
-    others, rate = sum(spent.values()) + sum(coming.values()) + start, gan.images_per_second / pace
-
-    def fitting(seconds: float) -> int:
-        """The steps that end so many seconds after the quickstart's start."""
-        steps = int((seconds - others) * rate / GRIDS / gan.batch_size)
-        return max(STEPS["gan"], min(steps, gan.most or gan.steps))
-
-    longer, steps = fitting(FILLED * 60 * plan.minutes), min(gan.steps, fitting(60 * plan.minutes))
-    steps = longer if longer > LONGER * gan.steps else steps
-    if steps == gan.steps:
-        return plan
-    took, meant = duration(sum(spent.values())), duration(sum(planned[name] for name in spent))
-    why = f", because the parts before it took {took} instead of {meant}" if took != meant else ""
-    note = f"GAN: {steps:,} steps instead of {gan.steps:,}{why}"
-    often = cadence(steps, gan.batch_size / rate, evaluations=1)
-    seconds = GRIDS * steps * gan.batch_size / rate
-    change = {"steps": steps, "images_per_second": rate, "seconds": seconds}
-    times = {**spent, **coming, "train gan": seconds + start}
-    return plan.model_copy(
-        update={
-            "gan": gan.model_copy(update=change | {"overrides": [*gan.overrides[: -len(often)], *often]}),
-            "seconds": {name: round(times[name], 1) for name in planned},
-            "notes": [*plan.notes, note],
-            "replanned": {"gan_steps": gan.steps, "seconds": round(plan.total, 1)},
-        }
-    )
 
 
 class _Choice:
@@ -166,35 +137,40 @@ class _Choice:
         seconds = {"pack": packing + PACKING * (2 if survey.held_out else 1)}
         left = FILLED * 60 * self.minutes - seconds["pack"] - start * (4 if self.labelled else 2)
         most = EVALUATION * 60 * self.minutes  # for the GAN's evaluation
-        classifier, judging = None, 0.0
+        judging, choices = 0.0, list[Training]()
         found = self._gan_size((1 - SCRATCH_SHARE) * (left - most)) if self.from_gan else None
         if self.labelled:
-            classifier = self._classifier(max(0.0, left - most), found and found[0])
-            # seconds to classify an image: a third of a training step's share, in fp32
-            judging = (2.0 if classifier.precision == "bf16" else 1.0) / (3 * classifier.images_per_second)
-            judging += 2.0 * classifier.features
-            seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
+            networks = self.machine.weights or (None,)
+            every = [self._classifier(max(0.0, left - most), found and found[0], each) for each in networks]
+            choices = [each for each in every if HEAD_ALONE not in each.overrides] or every[:1]
+            self.notes.append(f"classifier: {choices[0].why}")
+            judging, slowest = max(each.judging for each in choices), max(each.seconds for each in choices)
+            if len(choices) > 1:
+                seconds["compare networks"] = start + min(LOOK, self.images) * sum(each.judging for each in choices)
+            seconds["train classifier"] = slowest + 2 * judging * self.held_out + start
             seconds["evaluate classifier"] = judging * self.held_out + start
-            left -= classifier.seconds + 3 * judging * self.held_out
+            left -= seconds.get("compare networks", 0.0) + slowest + 3 * judging * self.held_out
         size, speed = found or self._gan_size(left - most)
         options, evaluation = self._evaluation(speed.images_per_second, 0.0 if self.from_gan else judging, most)
         gan = self._gan(size, speed, left - evaluation)
+        self.notes.append(f"GAN: {gan.why}")
         seconds |= {"train gan": gan.seconds + start, "evaluate gan": evaluation + start}
         if sum(seconds.values()) > 63 * self.minutes:
             self.notes.append(f"this takes longer than {self.minutes:g} minutes here, and there is nothing smaller")
-        side = classifier.resolution if classifier else gan.resolution
+        side = max((each.resolution for each in choices), default=gan.resolution)
         tasks = ("gan", "classifier") if self.from_gan else ("classifier", "gan")
-        order = ["pack", *(f"{what} {task}" for what in ("train", "evaluate") for task in tasks)]
+        order = ["pack", "compare networks", *(f"{what} {task}" for what in ("train", "evaluate") for task in tasks)]
         return Plan(
             survey=survey,
             minutes=self.minutes,
             quick=self.quick,
             size=max(side, gan.resolution),
-            smallest=min(side, gan.resolution),
+            smallest=min([gan.resolution, *(each.resolution for each in choices)]),
             val_share=self.val_share,
             training_images=self.images,
             held_out=self.held_out,
-            classifier=classifier,
+            classifier=choices[0] if choices else None,
+            choices=choices if len(choices) > 1 else [],
             gan=gan,
             evaluation=options,
             seconds={name: round(seconds[name], 1) for name in order if name in seconds},
@@ -212,7 +188,6 @@ class _Choice:
         if not gan:
             warmup = str(max(1, steps // (96 if config == FEW_LABELS else 10)))
             options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", warmup]
-        self.notes.append(f"{'GAN' if gan else 'classifier'}: {why}")
         return Training(
             config=config,
             overrides=[*options, *cadence(steps, batch / rate, evaluations=1 if gan else 2)],
@@ -228,12 +203,12 @@ class _Choice:
 
     # --- the classifier
 
-    def _classifier(self, budget: float, gan: Size | None) -> Training:
+    def _classifier(self, budget: float, gan: Size | None, weights: Weights | None) -> Training:
         """Fine-tuned where weights are at hand, all of it if time allows, else its head; else from scratch. It sees the
         images that it wants, up to thrice as many where time abounds, as far as its share of the time allows. `gan`:
         it begins with the discriminator of one of that size.
         """
-        weights, form = self.machine.weights, []
+        form: list[str] = []
         if gan is not None:
             side, config, options, share = gan.side, FEW_LABELS, ["--model.name", "discriminator"], SCRATCH_SHARE
             network = f"{{architecture: plain, channel_base: {gan.channel_base}, channel_max: {gan.channel_max}}}"
@@ -262,7 +237,7 @@ class _Choice:
         if training is not None:
             return training
         if weights and scarce:
-            options += ["--finetune.freeze", "[backbone]"]
+            options += ["--finetune.freeze", HEAD_ALONE]
             why += "; the head alone, because there is no time for more"
             speed = self.machine.speed(config, options, side, self.survey)
         most = share * budget * speed.images_per_second

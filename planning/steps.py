@@ -10,12 +10,13 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from duetgan import HOME as ROOT
-from duetgan.planning.plan import SCRATCH_FROM, Plan, Training, replanned
+from duetgan.planning.plan import SCRATCH_FROM, Plan, Training
+from duetgan.planning.replan import replanned
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
@@ -81,6 +82,11 @@ class Quickstart:
     def steps(self) -> Iterator[Step]:
         """The steps in order, one by one: whether a step is done already is looked up when its turn comes."""
         yield from self.packing()
+        if "compare networks" in self.plan.seconds:
+            file = self.folder / "plan.json"
+            compare = ["-m", "planning.networks", shown(file), shown(self.train)]
+            yield Step("compare networks", compare, done=not self.plan.choices)
+            self.plan = Plan.read(json.loads(file.read_text()))
         for task in self.plan.trainings:
             if task == "gan":
                 self.plan_again()
@@ -190,8 +196,7 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
 
     found = {task: json.loads((folder / task / "eval" / "metrics.json").read_text()) for task in plan.trainings}
     classifier, gan, smallest = found.get("classifier", {}), found["gan"], plan.survey.smallest_class
-    given = dict(pairwise(plan.classifier.overrides)) if plan.classifier else {}
-    weights = ["--weights", given["--model.weights"]] if "--model.weights" in given else []
+    weights = ["--weights", plan.classifier.weights] if plan.classifier and plan.classifier.weights else []
     scratch = plan.training_images >= SCRATCH_FROM
     what, options = advice(classifier, plan.minutes, smallest, weights=bool(weights) or scratch)
     command = ["quickstart.py", plan.survey.source, *weights, *options]
@@ -303,7 +308,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
     print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
     command = [sys.executable, "-m", "planning.measure", source, "--out", str(file)]
     command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed), *["--quick"] * options.quick]
-    command += ["--weights", str(Path(options.weights).resolve())] if options.weights else []
+    command += [word for file in options.weights for word in ("--weights", str(Path(file).resolve()))]
     code = call(command)
     return Plan.read(json.loads(file.read_text())) if code == 0 else code
 

@@ -14,13 +14,14 @@ import pytest
 from duetgan.data.reading.dataset import Dataset
 from duetgan.planning import steps
 from duetgan.planning.plan import FILLED, Plan, choose
+from duetgan.planning.replan import settled
 from duetgan.planning.steps import QUICK_STEPS, ROOT, Quickstart, call, unfit
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from quickstart import main
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
-from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
+from tests.planning.machines import SAMPLE, TWO, WEIGHTS, Fast, seen
 from tests.reporting.test_report import make_classifier, make_gan, write
 
 STEPS = ["data.pack", "data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
@@ -55,6 +56,10 @@ class Commands:
             write(Path(option(command, "--out")), self.first.model_dump())
             return 0
         self.now += self.pace * self.seconds(command)
+        if "planning.networks" in command:
+            assert self.first is not None
+            accuracies = {each.weights: row / 10 for row, each in enumerate(self.first.choices)}
+            write(Path(command[3]), settled(self.first, accuracies, 240).model_dump())
         if "data.pack" in command:
             Path(command[4]).parent.mkdir(parents=True, exist_ok=True)
             Path(command[4]).touch()
@@ -74,6 +79,8 @@ class Commands:
         """What a command takes by the first plan, and the GAN's training by its length."""
         plan = self.first
         assert plan is not None
+        if "planning.networks" in command:
+            return plan.seconds["compare networks"]
         if "data.pack" in command:
             return plan.seconds["pack"] / (1 if "--val-dest" in command else 2)
         what, run = ("train", "--run-dir") if "train.py" in command else ("evaluate", "--checkpoint")
@@ -277,6 +284,26 @@ def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, i
     assert [option(command, "--seed") for command in commands.calls[:3]] == ["7"] * 3
     assert run_cli(main, [*asked, "0"]) == 2
     assert "with --seed 7; give another folder" in capsys.readouterr().err
+
+
+def test_of_several_networks_the_one_that_suits_the_packed_images_is_tuned(commands, tmp_path, images):
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), TWO
+    asked = [str(images), "--dir", str(tmp_path), *(word for each in TWO for word in ("--weights", each.file))]
+    commands.fail_at = 2
+    assert main(asked) == 4
+    commands.fail_at = None
+    commands.calls.clear()
+    assert main(asked) == 0
+    first = ["data.pack", "planning.networks", "train.py"]
+    assert commands.names[:2] == first[1:]  # what is packed is not packed again
+    assert commands.calls[0][2:] == [str(tmp_path / "plan.json"), str(tmp_path / "data" / "train.lmdb")]
+    assert option(commands.calls[1], "--model.weights") == TWO[1].file
+    assert f"--weights {TWO[1].file} " in (tmp_path / "report.html").read_text()
+    commands.calls.clear()
+    assert main(asked) == 0
+    assert "planning.networks" not in commands.names  # one is taken already
+    report = (tmp_path / "report.html").read_text()
+    assert all(name in report for name in first)
 
 
 def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands, tmp_path, images, capsys):

@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from duetgan.planning.given import Machine, Speed, Survey
+from duetgan.planning.given import Machine, Speed, Survey, Weights
 from duetgan.planning.plan import GAN, LAST, PAIRS, SCRATCH, STARTED
 from duetgan.planning.sizes import SIZES, Size, work
 
-WEIGHTS = ("resnet50.safetensors", "resnet50", True)
+SLOWER = {"convnext_small": 2, "resnet152": 1000}
+WEIGHTS = [Weights("resnet50.safetensors", "resnet50", True)]
+TWO = [*WEIGHTS, Weights("small.pth", "convnext_small", False)]
 
 
 class Fast(Machine):
     """Two cores with bf16 units, as measured: images/s of the quickstart's GAN, its classifier, ResNet-50's features.
 
-    Other sizes are slower by their work; fine-tuning ResNet-50 at 128 px takes ten times the small classifier's time,
-    its last stage four times, its head three; or one and a half where the stages before are computed once.
+    Other sizes are slower by their work, other networks by SLOWER; fine-tuning ResNet-50 at 128 px takes ten times the
+    small classifier's time, its last stage four times, its head three; or one and a half where the stages before are
+    computed once.
     """
 
     start, cores = 9.0, 2
@@ -22,6 +25,7 @@ class Fast(Machine):
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         given = dict(pairwise(overrides))
+        speed = self.classifier / SLOWER.get(given.get("--model.name", ""), 1)
         if config in (GAN, PAIRS, STARTED):
             size = Size(side, int(given["--generator.channel-base"]), int(given["--generator.channel-max"]), 0, 0)
             quick = next(each for each in SIZES if each.side == 32)
@@ -31,8 +35,8 @@ class Fast(Machine):
         if config == LAST:
             inside = (128 / int(given["--model.input-size"])) ** 2
             whole = 4 if given["--augment.flip"] == "true" else 3
-            return Speed("bf16", inside * self.classifier / (whole if "--finetune.cache" in given else 1.5))
-        return Speed("bf16", self.classifier / (4 if "--finetune.freeze" in given else 10))
+            return Speed("bf16", inside * speed / (whole if "--finetune.cache" in given else 1.5))
+        return Speed("bf16", speed / (4 if "--finetune.freeze" in given else 10))
 
 
 class Slow(Fast):

@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from duetgan.planning.given import Speed
+from duetgan.planning.given import Speed, Weights
 from duetgan.planning.plan import (
     ADA_BELOW,
     BATCH,
@@ -21,12 +22,12 @@ from duetgan.planning.plan import (
     TUNED,
     Plan,
     choose,
-    replanned,
 )
+from duetgan.planning.replan import replanned, settled
 from duetgan.planning.sizes import MUON, START
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
-from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
+from tests.planning.machines import SAMPLE, TWO, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
 
 MACHINES = {"fast": Fast, "slow": Slow, "tiny": Tiny, "accelerator": Accelerator}
 IMAGES = {
@@ -38,17 +39,18 @@ IMAGES = {
     "many": seen(50_000, 100),
     "tiny images": seen(2000, 4, side=16),
 }
+THREE = [*TWO, Weights("deep.pth", "resnet152", False)]
 EVERY = [(m, i, minutes) for m in MACHINES for i in IMAGES for minutes in (3, 15, 60, 600)]
 
 
-def plan(machine: str, images: str, minutes: float, *, weights: bool = False) -> Plan:
+def plan(machine: str, images: str, minutes: float, *, weights: Sequence[Weights] = ()) -> Plan:
     chosen = MACHINES[machine]()
-    chosen.weights = WEIGHTS if weights else None
+    chosen.weights = weights
     return choose(IMAGES[images], chosen, minutes=minutes)
 
 
 @pytest.mark.parametrize(("machine", "images", "minutes"), EVERY)
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("weights", [[], WEIGHTS, THREE])
 def test_every_plan_ends_in_time_or_says_that_nothing_smaller_does(machine, images, minutes, weights):
     made = plan(machine, images, minutes, weights=weights)
     late = any("longer than" in note for note in made.notes)
@@ -65,7 +67,7 @@ def test_every_plan_ends_in_time_or_says_that_nothing_smaller_does(machine, imag
 
 @pytest.mark.parametrize(("machine", "images", "minutes"), [each for each in EVERY if each[2] in (15, 600)])
 def test_every_plan_is_a_recipe_that_train_accepts(machine, images, minutes):
-    made = plan(machine, images, minutes, weights=True)
+    made = plan(machine, images, minutes, weights=WEIGHTS)
     for training in filter(None, (made.classifier, made.gan)):
         config = build_run_config(read_yaml(training.config), training.overrides, "plan")
         assert config.steps == training.steps
@@ -152,7 +154,7 @@ STAGE, HEAD = "{head: 0, layer4: 0}", "{head: 0}"
     ],
 )
 def test_what_is_tuned_follows_from_images_and_time(machine, images, minutes, recipe, trained, inside):
-    made = plan(machine, images, minutes, weights=True)
+    made = plan(machine, images, minutes, weights=WEIGHTS)
     found = made.trainings["classifier"]
     given = dict(pairwise(found.overrides))
     assert found.config == recipe
@@ -177,11 +179,27 @@ def test_what_is_tuned_follows_from_images_and_time(machine, images, minutes, re
 )
 def test_the_head_of_a_resnet_alone_reads_the_maps_of_two_stages(machine, minutes, name, head):
     chosen = MACHINES[machine]()
-    chosen.weights = ("weights.pth", name, False)
+    chosen.weights = [Weights("weights.pth", name, False)]
     classifier = choose(IMAGES["emoji"], chosen, minutes=minutes).trainings["classifier"]
     assert classifier.config == LAST
     given = dict(pairwise(classifier.overrides))
     assert (given.get("--model.head"), given["--finetune.unfreeze"] == HEAD) == (head, machine == "tiny")
+
+
+def test_of_several_networks_those_there_is_time_for_are_compared_and_the_best_is_taken():
+    made = plan("fast", "emoji", 15, weights=THREE)
+    assert [each.weights for each in made.choices] == ["resnet50.safetensors", "small.pth"]  # and not the slow one
+    assert list(made.seconds)[:3] == ["pack", "compare networks", "train classifier"]
+    assert made.classifier == made.choices[0]
+    other = settled(made, {"resnet50.safetensors": 0.7, "small.pth": 0.8}, 240)
+    assert (other.classifier, other.choices) == (made.choices[1], [])
+    assert [note for note in other.notes if note.startswith("classifier: ")] == [f"classifier: {other.classifier.why}"]
+    assert "240 training images; accuracy 0.700 of resnet50.safetensors, 0.800 of small.pth" in other.notes[-1]
+    same = settled(made, {"resnet50.safetensors": 0.8, "small.pth": 0.8}, 240)
+    assert same.classifier == made.choices[0]
+    assert same.total < made.total == pytest.approx(other.total, abs=0.1)  # the slowest was planned for
+    alone = plan("fast", "emoji", 15, weights=THREE[::2])
+    assert (alone.choices, "compare networks" in alone.seconds) == ([], False)
 
 
 def test_without_labels_the_gan_is_alone_and_the_plan_says_why():

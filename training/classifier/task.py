@@ -136,9 +136,7 @@ class ClassifierTask(Task):
             groups = alike(self.reader) if collectives.is_main() else np.empty(0)
             some = looked_at(len(self.reader), classes, seed)
             if some is not None and collectives.is_main():
-                with self.precision.autocast():
-                    found = image_features(self.model, self.reader, mirror=False, records=some)
-                look = fit(*found, classes, seed=seed, groups=groups[some])
+                look = self.look(some, groups)
                 first, (low, high) = f"{len(some):,} of {len(self.reader):,} images", look.interval
                 say_main(f"probe: a first look at {first}: accuracy {look.accuracy:.3f} ({low:.3f} to {high:.3f})")
             source = self.source(0, folder)
@@ -159,6 +157,12 @@ class ClassifierTask(Task):
                 self.unlabelled.said = said
             self.probe.seconds = round(time.perf_counter() - begun, 1)
             say_main(f"probe: {self.probe}; training begins there")
+
+    def look(self, records: np.ndarray, groups: np.ndarray) -> Probe:
+        """The regression on features of some of the images, see `probe.fit`; `groups`: of all of them."""
+        with self.precision.autocast():
+            found = image_features(self.model, self.reader, mirror=False, records=records)
+        return fit(*found, self.shape["classes"], seed=self.config.seed, groups=groups[records])
 
     def lineage(self) -> Lineage:
         more = [] if self.unlabelled is None else [lineage_of(self.unlabelled.images)]
