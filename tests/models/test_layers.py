@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from duetgan.models import layers
 from duetgan.models.batchnorm import CPUSyncBatchNorm2d, synchronise_batchnorm
@@ -272,6 +273,18 @@ def test_lower_precisions_round_the_same_numbers(name, layout, dtype):
     assert grad.dtype == dtype
     tolerance = 4 * torch.finfo(dtype).eps * exact_grad.abs().max().item()
     torch.testing.assert_close(grad.double(), exact_grad, rtol=0, atol=tolerance)
+
+
+@each_case
+def test_cudas_autocast_leaves_the_type_as_it_is(name):
+    torch.set_autocast_enabled("cuda", True)  # tensors without numbers ask it, no GPU is needed
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            assert CASES[name][0](torch.ones(1, 1, 4, 4, dtype=torch.bfloat16, device="cuda")).dtype == torch.bfloat16
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)  # as it was
 
 
 @each_case
