@@ -3,6 +3,7 @@
 A process of its own, so that the memory of the networks that are measured is free again before anything is trained.
 """
 
+import functools
 import tempfile
 import time
 from collections.abc import Sequence
@@ -95,21 +96,27 @@ class ThisMachine(Machine):
         `side` of the images in px.
         """
         started = time.perf_counter()
-        import torch
-
+        import duetgan.metrics.features.extractors
         import duetgan.training.engine.speed  # noqa: F401
-        from duetgan.metrics.features.extractors import find_weights, resnet50_features
 
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder, self.cores = folder, cores()
         self.weights = weights_at_hand(weights) if tuning else ()
-        if (features := find_weights(None)) is not None:
-            extractor, images = resnet50_features(features), torch.zeros(16, 3, side, side, dtype=torch.uint8)
-            extractor(images)
-            started = time.perf_counter()
-            extractor(images)
-            self.features_per_second = len(images) / (time.perf_counter() - started)
-        self._known: dict[tuple[Any, ...], Speed] = {}
+        self.side, self._known = side, dict[tuple[Any, ...], Speed]()
+
+    @functools.cached_property
+    def features_per_second(self) -> float:  # type: ignore[override]
+        import torch
+
+        from duetgan.metrics.features.extractors import find_weights, resnet50_features
+
+        if (weights := find_weights(None)) is None:
+            return 0.0
+        extractor, images = resnet50_features(weights), torch.zeros(16, 3, self.side, self.side, dtype=torch.uint8)
+        extractor(images)
+        started = time.perf_counter()
+        extractor(images)
+        return len(images) / (time.perf_counter() - started)
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Train a few steps on noise of that shape."""

@@ -1,13 +1,20 @@
-"""What changes a plan after it was made: which of several networks suits the images, and what the parts took."""
+"""What changes a plan after it was made: which of several networks suits the images, and what the parts took:
+`python -m planning.replan FOLDER` measures the GAN's speed again, before it begins, and changes the plan there.
+"""
 
+import json
+import tempfile
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from duetgan.planning.plan import FILLED, GRIDS, STEPS, Plan
 from duetgan.planning.sizes import cadence
+from duetgan.utils.config.cli import Parser
+from duetgan.utils.files import as_json, write_atomic
+from duetgan.utils.script import exit_cli
 from duetgan.utils.text import duration
 
-PACE = (0.8, 5.0)  # how much longer than planned a part may take for others to be planned by it
 LONGER = 1.05  # a GAN that could be longer by a smaller factor stays as it is
 
 
@@ -29,16 +36,23 @@ def settled(plan: Plan, found: Mapping[str, float], images: int) -> Plan:
     )
 
 
-def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
-    """The plan with another length for the GAN, before it begins; `spent`: seconds that the parts before it took.
+def spent_before_gan(plan: Plan, timings: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Seconds that the plan's parts before the GAN took, by timings.json; as planned where nothing is noted."""
+    found = {}
+    for part in takewhile(lambda part: part != "train gan", plan.seconds):
+        steps = [step["seconds"] for name, step in timings.items() if name.startswith(part)]  # packing may be two
+        found[part] = sum(steps) if steps else plan.seconds[part]
+    return found
 
-    The machine is taken to go on as much slower, or faster, as the classifier's training has shown it to be. A GAN that
-    would no longer end within the minutes gets the time that is left of them; one for which there is clearly more time
-    than planned gets that. Else the plan itself.
+
+def replanned(plan: Plan, spent: Mapping[str, float], pace: float = 1.0) -> Plan:
+    """The plan with another length for the GAN, before it begins. `spent`: seconds that the parts before it took;
+    `pace`: how much slower than planned the machine is now.
+
+    A GAN that would no longer end within the minutes gets the time that is left of them; one for which there is clearly
+    more time than planned gets that. Else the plan itself.
     """
     planned, gan = plan.seconds, plan.gan
-    part = "train classifier"
-    pace = min(max(spent[part] / planned[part], PACE[0]), PACE[1]) if part in spent else 1.0
     coming = {name: pace * seconds for name, seconds in planned.items() if name not in spent and name != "train gan"}
     start = pace * (planned["train gan"] - gan.seconds)
     others, rate = sum(spent.values()) + sum(coming.values()) + start, gan.images_per_second / pace
@@ -67,3 +81,24 @@ def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
             "replanned": {"gan_steps": gan.steps, "seconds": round(plan.total, 1)},
         }
     )
+
+
+def main(argv: list[str]) -> None:
+    from duetgan.planning.measure import ThisMachine
+
+    parser = Parser(prog="python -m planning.replan", description="Measure the GAN's speed again; change its length.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of plan.json and timings.json")
+    files = [parser.parse_args(argv).folder / name for name in ("plan.json", "timings.json")]
+    tree, timings = (json.loads(file.read_text()) for file in files)
+    plan = Plan.read(tree, "plan")
+    gan, images = plan.gan, plan.survey.model_copy(update={"classes": 0}) if plan.pooled else plan.survey
+    with tempfile.TemporaryDirectory() as folder:
+        speed = ThisMachine(Path(folder), [], tuning=False).speed(gan.config, gan.overrides, gan.resolution, images)
+    pace = gan.images_per_second / speed.images_per_second
+    changed = replanned(plan, spent_before_gan(plan, timings), pace)
+    print("the GAN keeps its length" if changed is plan else changed.notes[-1], flush=True)
+    write_atomic(files[0], as_json(changed.model_dump()))
+
+
+if __name__ == "__main__":
+    exit_cli(main)

@@ -10,13 +10,12 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from duetgan import HOME as ROOT
 from duetgan.planning.plan import SCRATCH_FROM, Plan, Training
-from duetgan.planning.replan import replanned
+from duetgan.planning.replan import spent_before_gan
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
@@ -27,6 +26,7 @@ from duetgan.utils.text import duration
 CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
 SAMPLE = "sample"
 QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
+STEADY = 0.02  # of the minutes: by less the parts before the GAN may differ from the plan
 SHARES = ("clipped_density", "clipped_coverage")
 SURE = (*SHARES, *(f"{name}_interval" for name in ("recognised", "diversity_ratio", *SHARES)))  # where they are there
 
@@ -55,7 +55,9 @@ class Quickstart:
         begun: set[str] = set()  # parts of the plan
         for step in self.steps():
             self.commands.append(typed(step.command))
-            part = next(part for part in self.plan.seconds if step.name.startswith(part))  # packing may be two steps
+            part = next(
+                (part for part in self.plan.seconds if step.name.startswith(part)), ""
+            )  # packing may be two steps
             left = {name: seconds for name, seconds in self.plan.seconds.items() if name not in begun}
             begun.add(part)
             seconds = 0.0 if self.plan.quick or step.done else left.pop(part, 0.0)
@@ -88,25 +90,20 @@ class Quickstart:
             yield Step("compare networks", compare, done=not self.plan.choices)
             self.plan = Plan.read(json.loads(file.read_text()))
         for task in self.plan.trainings:
-            if task == "gan":
-                self.plan_again()
+            if task == "gan" and self.drifted():
+                yield Step("measure again", ["-m", "planning.replan", shown(self.folder)], done=False)
+                self.plan = Plan.read(json.loads((self.folder / "plan.json").read_text()))
             yield Step(f"train {task}", self.training(task), ended(self.folder / task))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 
-    def plan_again(self) -> None:
-        """Before the GAN begins: another length for it where the machine turned out slower or faster than planned."""
+    def drifted(self) -> bool:
+        """Whether the GAN is still to begin, and the parts before it took another time than planned."""
         plan = self.plan
         if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
-            return
-        took = {
-            part: [step["seconds"] for name, step in self.timings.items() if name.startswith(part)]
-            for part in takewhile(lambda part: part != "train gan", plan.seconds)
-        }
-        self.plan = replanned(plan, {part: sum(each) if each else plan.seconds[part] for part, each in took.items()})
-        if self.plan is not plan:
-            print(f"\n{self.plan.notes[-1]}", flush=True)
-            write_atomic(self.folder / "plan.json", as_json(self.plan.model_dump()))
+            return False
+        spent = spent_before_gan(plan, self.timings)
+        return abs(sum(spent.values()) - sum(plan.seconds[part] for part in spent)) > STEADY * 60 * plan.minutes
 
     def packing(self) -> Iterator[Step]:
         """The commands that pack: both parts of a source that has them, or one that splits a part off."""
@@ -254,8 +251,10 @@ def shown(path: Path) -> str:
 def typed(command: list[str]) -> str:
     """A command as it is typed: `python train.py ...`, or `duet train ...` where Duet is installed."""
     script, *arguments = command[1:] if command[0] == "-m" else command
-    name = script.removesuffix(".py").rpartition(".")[2]
-    return shlex.join(["python", *command] if CHECKOUT else ["duet", name, *arguments])
+    package, _, name = script.removesuffix(".py").rpartition(".")
+    if not CHECKOUT and package != "planning":
+        return shlex.join(["duet", name, *arguments])
+    return shlex.join(["python", *command] if CHECKOUT else ["python", "-m", f"duetgan.{script}", *arguments])
 
 
 def complete(file: Path) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from duetgan.data.reading.dataset import Dataset
 from duetgan.planning import steps
 from duetgan.planning.plan import FILLED, Plan, choose
-from duetgan.planning.replan import settled
+from duetgan.planning.replan import replanned, settled, spent_before_gan
 from duetgan.planning.steps import QUICK_STEPS, ROOT, Quickstart, call, unfit
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
@@ -54,6 +54,13 @@ class Commands:
             made = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
             self.first = made.model_copy(update={"seed": int(option(command, "--seed"))})
             write(Path(option(command, "--out")), self.first.model_dump())
+            return 0
+        if "planning.replan" in command:
+            folder = Path(command[3])
+            plan, timings = Plan.read(plan_of(folder)), json.loads((folder / "timings.json").read_text())
+            plan = replanned(plan, spent_before_gan(plan, timings), self.pace)
+            print(plan.notes[-1])
+            write(folder / "plan.json", plan.model_dump())
             return 0
         self.now += self.pace * self.seconds(command)
         if "planning.networks" in command:
@@ -187,7 +194,7 @@ def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(com
     assert main(["--dir", str(tmp_path)]) == 0
     first, summary = commands.first, summary_of(tmp_path)
     assert commands.now == pytest.approx((FILLED if pace < 1 else 1.0) * 15 * 60, rel=0.02)
-    steps = int(option(commands.calls[3], "--steps"))
+    steps = int(option(commands.calls[4], "--steps"))
     assert (steps > first.gan.steps) is (pace < 1)
     told = f"GAN: {steps:,} steps instead of {first.gan.steps:,}, because the parts before it took "
     assert capsys.readouterr().out.count(told) == 1
@@ -198,9 +205,9 @@ def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(com
 
 
 def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
-    commands.pace, commands.fail_at = 1.6, 4
+    commands.pace, commands.fail_at = 1.6, 5
     assert main(["--dir", str(tmp_path)]) == 4
-    first, steps = commands.first, option(commands.calls[3], "--steps")
+    first, steps = commands.first, option(commands.calls[4], "--steps")
     write(tmp_path / "gan" / "config.yaml", {})
     commands.fail_at, commands.pace = None, 3.0
     commands.calls.clear()
@@ -225,6 +232,7 @@ def test_commands_are_shown_as_they_are_typed_and_the_folder_is_named_by_the_ima
     monkeypatch.chdir(tmp_path)
     assert steps.typed(pack) == "duet pack 'my photos' x.lmdb"
     assert steps.typed(train) == "duet train --config configs/quickstart_gan.yaml"
+    assert steps.typed(["-m", "planning.replan", "out"]) == "python -m duetgan.planning.replan out"
     assert steps.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
 
 

@@ -102,7 +102,11 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
         f"--config {{classifier}}.yaml --run-dir {{out}} {FP32} --finetune.freeze [backbone] --augment.flip true"
         " --augment.shift 0 --steps 25 --log.samples-every 0 --threads 1",
     ),
-    "study": (study.main, "labels --config {study} --out {out} --per-class [2] --threshold 0.1"),
+    "study": (
+        study.main,
+        "labels --config {study} --out {out} --per-class [2] --threshold 0.1"
+        ' --few.overrides {{"steps":4,"batch_size":8}}',
+    ),
     "export-weights": (export.main, f"{GAN} --format safetensors --out {{out}}/gan.safetensors {FAST}"),
     "export-program": (export.main, f"{CLASSIFIER} --format torch-export --out {{out}}/classifier.pt2 {FAST}"),
 }

@@ -292,7 +292,7 @@ def test_a_machine_that_keeps_its_pace_keeps_its_plan(machine, images, minutes):
 @pytest.mark.parametrize("images", ["sample", "emoji", "many"])
 def test_a_machine_that_changes_its_pace_still_ends_in_time(images, pace):
     first = plan("fast", images, 15)
-    made = replanned(first, before_gan(first, pace))
+    made = replanned(first, before_gan(first, pace), pace)
     planned = (FILLED if pace < 1 else 1.0) * 15 * 60
     assert real_seconds(made, first, pace) == pytest.approx(planned, rel=0.02)
     assert abs(real_seconds(first, first, pace) - planned) > 80  # as it was before
@@ -310,7 +310,7 @@ def test_a_machine_that_changes_its_pace_still_ends_in_time(images, pace):
 def test_a_slower_machine_is_told_unless_the_times_read_alike():
     """J24: the parts before it took 4 min instead of 4 min."""
     first = plan("fast", "sample", 15)
-    assert "because the parts before it took" in replanned(first, before_gan(first, 1.5)).notes[-1]
+    assert "because the parts before it took" in replanned(first, before_gan(first, 1.5), 1.5).notes[-1]
     shorter = first.model_copy(update={"minutes": 0.9 * first.minutes})
     note = replanned(shorter, before_gan(shorter, 1.0)).notes[-1]
     assert "steps instead of" in note
@@ -319,10 +319,10 @@ def test_a_slower_machine_is_told_unless_the_times_read_alike():
 
 def test_no_time_left_leaves_the_least_and_much_time_no_more_than_shows():
     late = plan("fast", "sample", 5)
-    assert replanned(late, before_gan(late, 5.0)).gan.steps == STEPS["gan"]
+    assert replanned(late, before_gan(late, 5.0), 5.0).gan.steps == STEPS["gan"]
     long = plan("accelerator", "sample", 60)
     assert long.gan.most == long.gan.steps
-    assert replanned(long, before_gan(long, 0.8)) is long
+    assert replanned(long, before_gan(long, 0.8), 0.8) is long
 
 
 def test_without_a_classifier_only_the_time_that_is_left_counts():
