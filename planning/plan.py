@@ -3,6 +3,7 @@
 Nothing is measured here: a `Machine` tells how fast it is, so that tests can ask for any other.
 """
 
+from functools import partial
 from itertools import pairwise
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
@@ -229,14 +230,14 @@ class _Choice:
             options = ["--model.name", name, "--model.weights", file, "--model.he-strides", str(he_strides).lower()]
             why = f"fine-tuned from {name}'s ImageNet weights, {file}"
             wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
+        behind = partial(self._behind_frozen, share * budget, options, weights.network, why) if weights else None
+        if behind and self.images < TUNED_FROM and (training := behind()):
+            return training
         speed = self.machine.speed(config, [*options, *form], side, self.survey)
         scarce = share * budget * speed.images_per_second < wanted / 2
-        training = None
-        if weights and (scarce or self.images < TUNED_FROM):
-            training = self._behind_frozen(share * budget, options, weights[1], why)
-        if training is not None:
-            return training
-        if weights and scarce:
+        if behind and scarce:
+            if training := behind():
+                return training
             options += ["--finetune.freeze", HEAD_ALONE]
             why += "; the head alone, because there is no time for more"
             speed = self.machine.speed(config, options, side, self.survey)
@@ -281,7 +282,7 @@ class _Choice:
     def _gan_size(self, budget: float) -> tuple[Size, Speed]:
         """The largest whose samples can be recognised in the time that is left, and its speed."""
         sizes = [size for size in SIZES if size.side <= self.gan_side] or [SIZES[-1]]
-        base = next((size for size in sizes if size.side <= 32), sizes[-1])
+        base = next((size for size in sizes if size.side <= 32 or self._starts(size)), sizes[-1])
         known = 0.0 if self.quick else self._gan_speed(base).images_per_second
         for size in sizes[:-1]:
             hoped = known * work(base) / work(size) * budget

@@ -105,7 +105,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "study": (
         study.main,
         "labels --config {study} --out {out} --per-class [2] --threshold 0.1"
-        ' --few.overrides {{"steps":4,"batch_size":8}}',
+        ' --few.overrides {{"steps":4,"batch_size":8,"precision":"fp32"}}',
     ),
     "export-weights": (export.main, f"{GAN} --format safetensors --out {{out}}/gan.safetensors {FAST}"),
     "export-program": (export.main, f"{CLASSIFIER} --format torch-export --out {{out}}/classifier.pt2 {FAST}"),
