@@ -9,6 +9,7 @@ import pytest
 from tests.accelerator.commands import COMMANDS
 from tests.accelerator.test_accelerator import python
 
+pytestmark = pytest.mark.timeout(900)  # all commands run when the first one's row is asked for
 FAST = ("project", "gradcam")  # without the others a few seconds
 REST = [name for name in (*COMMANDS, "explorer") if name not in FAST]
 ON_THE_CPU = ("export-weights", "export-program")
