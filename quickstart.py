@@ -7,12 +7,10 @@ is one of Duet's own commands, printed before it runs. After an interruption the
 
 from pathlib import Path
 
-from duetgan.planning.steps import QUICK_STEPS, SAMPLE, Quickstart, default_folder, plan_for
+from duetgan.planning.steps import QUICK_STEPS, SAMPLE, WEEK, Quickstart, default_folder, plan_for
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import exit_cli
-
-WEEK = 7 * 24 * 60  # minutes
 
 
 def main(argv: list[str]) -> int:

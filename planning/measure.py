@@ -16,12 +16,13 @@ import numpy as np
 
 from duetgan.data.errors import ImageError
 from duetgan.data.sources import open_source
+from duetgan.data.sources.base import first_of
 from duetgan.data.values import decode_image, kind
 from duetgan.planning.given import Machine, Speed, Survey, Weights
 from duetgan.planning.plan import FEW_LABELS, Plan, choose
 from duetgan.utils import threads
 from duetgan.utils.config.cli import Parser, number
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
@@ -63,9 +64,13 @@ def survey(spec: str) -> Survey:
             raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
         seconds = (time.perf_counter() - started) / len(rows)
         held_out = 0
-        if "test" in source.splits:
+        if first_of("test", source.splits):
             with open_source(spec, split="test") as test:
-                held_out = len(test)
+                if test.classes or not source.classes:  # else a part that is to be named: nothing to evaluate with
+                    require_same_classes(f"{spec}, its test part", test.classes, "the training part", source.classes)
+                    held_out = len(test)
+        if source.classes and not held_out and sizes.max() < 2:
+            raise UserError(f"{spec}: each class has one image; give two or more of some, for one to be held out")
     kinds, sides, grey = zip(*seen, strict=True)
     return Survey(
         source=spec,
@@ -109,10 +114,12 @@ class ThisMachine(Machine):
         import torch
 
         from duetgan.metrics.features.extractors import find_weights, resnet50_features
+        from duetgan.utils.distributed.collectives import choose_device
 
         if (weights := find_weights(None)) is None:
             return 0.0
-        extractor, images = resnet50_features(weights), torch.zeros(16, 3, self.side, self.side, dtype=torch.uint8)
+        extractor = resnet50_features(weights, device=choose_device(None))
+        images = torch.zeros(16, 3, self.side, self.side, dtype=torch.uint8)
         extractor(images)
         started = time.perf_counter()
         extractor(images)
@@ -208,14 +215,17 @@ def make_plan(source: str, minutes: float, weights: Sequence[str], quick: bool) 
     if quick:
         return choose(images, Machine(), minutes=minutes, quick=True)
     print("measuring this machine:", flush=True)
+    begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        machine = ThisMachine(Path(folder), weights, tuning=source != "sample", side=min(64, images.side))
+        tuning = bool(weights) or source != "sample"
+        machine = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
         others = threads.seen()  # since this process began
-        plan = choose(images, machine, minutes=minutes)
+        choose(images, machine, minutes=minutes)  # measures
+        plan = choose(images, machine, minutes=minutes, spent=time.perf_counter() - begun)
     if others > threads.ROOM:
         plan.notes.append(
             f"{threads.others_text(others)}: the plan reckons with the rest; for a longer training stop them, remove "
-            "plan.json and start again"
+            "this folder and start again"
         )
     return plan
 

@@ -94,9 +94,9 @@ class Plan(Stored):
         return dict(reversed(found.items())) if self.from_gan else found
 
 
-def choose(survey: Survey, machine: Machine, *, minutes: float, quick: bool = False) -> Plan:
-    """The plan. `quick`: lengths do not matter, a few steps of the smallest are trained."""
-    return _Choice(survey, machine, minutes, quick).plan()
+def choose(survey: Survey, machine: Machine, *, minutes: float, quick: bool = False, spent: float = 0.0) -> Plan:
+    """The plan. `quick`: lengths do not matter, a few steps of the smallest are trained. `spent`: seconds until now."""
+    return _Choice(survey, machine, minutes, quick).plan(spent)
 
 
 class _Choice:
@@ -104,6 +104,7 @@ class _Choice:
         self.survey, self.machine, self.minutes, self.quick = survey, machine, minutes, quick
         self.val_share = None if survey.held_out else VAL_SHARE_FEW if survey.count < FEW else VAL_SHARE
         self.held_out = survey.held_out or max(1, survey.classes, round(survey.count * (self.val_share or 0)))
+        self.held_out = min(self.held_out, survey.count - survey.classes) if self.val_share else self.held_out
         self.images = survey.count - (self.held_out if self.val_share else 0)
         self.labelled = survey.classes > 1
         self.pooled = survey.unlabelled > self.images
@@ -130,13 +131,13 @@ class _Choice:
             why = "are of one class" if survey.classes else "have no labels"
             self.notes.append(f"no classifier: the images {why}; put them into a folder for each class")
 
-    def plan(self) -> Plan:
+    def plan(self, spent: float) -> Plan:
         """Classifier first, because it needs little, or begins with the GAN; the GAN has what is left."""
         survey, start = self.survey, self.machine.start
         read = (survey.count + survey.held_out) * (1 + self.pooled) + survey.unlabelled * self.pooled
         packing = survey.seconds * read / max(1, self.machine.cores)
-        seconds = {"pack": packing + PACKING * (2 if survey.held_out else 1)}
-        left = FILLED * 60 * self.minutes - seconds["pack"] - start * (4 if self.labelled else 2)
+        seconds = ({"plan": spent} if spent else {}) | {"pack": packing + PACKING * (2 if survey.held_out else 1)}
+        left = FILLED * 60 * self.minutes - sum(seconds.values()) - start * (4 if self.labelled else 2)
         most = EVALUATION * 60 * self.minutes  # for the GAN's evaluation
         judging, choices = 0.0, list[Training]()
         found = self._gan_size((1 - SCRATCH_SHARE) * (left - most)) if self.from_gan else None
@@ -152,7 +153,7 @@ class _Choice:
             seconds["evaluate classifier"] = judging * self.held_out + start
             left -= seconds.get("compare networks", 0.0) + slowest + 3 * judging * self.held_out
         size, speed = found or self._gan_size(left - most)
-        options, evaluation = self._evaluation(speed.images_per_second, 0.0 if self.from_gan else judging, most)
+        options, evaluation = self._evaluation(size, speed, 0.0 if self.from_gan else judging, most)
         gan = self._gan(size, speed, left - evaluation)
         self.notes.append(f"GAN: {gan.why}")
         seconds |= {"train gan": gan.seconds + start, "evaluate gan": evaluation + start}
@@ -160,7 +161,8 @@ class _Choice:
             self.notes.append(f"this takes longer than {self.minutes:g} minutes here, and there is nothing smaller")
         side = max((each.resolution for each in choices), default=gan.resolution)
         tasks = ("gan", "classifier") if self.from_gan else ("classifier", "gan")
-        order = ["pack", "compare networks", *(f"{what} {task}" for what in ("train", "evaluate") for task in tasks)]
+        last = [f"{what} {task}" for what in ("train", "evaluate") for task in tasks]
+        order = ["plan", "pack", "compare networks", *last]
         return Plan(
             survey=survey,
             minutes=self.minutes,
@@ -222,7 +224,8 @@ class _Choice:
             side = 64 if self.survey.side > 48 and self.images < 20_000 else side_for(self.survey.side, 32)
             config, options, share = SCRATCH, [], SCRATCH_SHARE
             few = f"{self.images:,} images {'are few for that' if self.images < SCRATCH_FROM else 'allow that'}"
-            why = f"from scratch, no ImageNet weights are at hand (--weights FILE); {few}"
+            lacking = "" if self.survey.source == "sample" else ", no ImageNet weights are at hand (--weights FILE)"
+            why = f"from scratch{lacking}; {few}"
             wanted = max(7 * self.images, min(100 * self.images, 40_000))
         else:
             file, name, he_strides = weights
@@ -347,12 +350,13 @@ class _Choice:
         options += ["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else []
         return STARTED if self._starts(size) else GAN, options
 
-    def _evaluation(self, drawn: float, judging: float, most: float) -> tuple[list[str], float]:
+    def _evaluation(self, size: Size, speed: Speed, judging: float, most: float) -> tuple[list[str], float]:
         """Options of the GAN's evaluation and its seconds, `most` at most: fewer images, then fewer extractors.
 
-        `drawn`: images/s of the GAN's training; a sample costs about a quarter of one, in fp32.
+        A sample costs about a quarter of a training image, in fp32; ResNet-50 sees one above 64 px at 224.
         """
         features, judged = self.machine.features_per_second, self.labelled and not self.from_gan
+        features /= (224 / 64) ** 2 if size.side > 64 else 1
         options: list[str] = [] if features or judged else ["--extractor", "pixels"]
         classes, per_class = max(1, self.of_gan.classes), PER_CLASS
 
@@ -360,7 +364,7 @@ class _Choice:
             both = max(n, min(self.held_out, per_class * classes))
             through = judging + (1 / features if features else 0.0)
             rest = max(n, searched) / features if features else 0.0
-            return both * (0.4 / drawn + 2 * through) + 2 * n * judging + rest
+            return both * (0.4 / speed.images_per_second + 2 * through) + 2 * n * judging + rest
 
         n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.learnt)
         if seconds(n, searched, features) > most and features:

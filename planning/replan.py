@@ -4,6 +4,7 @@
 
 import json
 import tempfile
+import time
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -45,9 +46,9 @@ def spent_before_gan(plan: Plan, timings: Mapping[str, Mapping[str, float]]) -> 
     return found
 
 
-def replanned(plan: Plan, spent: Mapping[str, float], pace: float = 1.0) -> Plan:
-    """The plan with another length for the GAN, before it begins. `spent`: seconds that the parts before it took;
-    `pace`: how much slower than planned the machine is now.
+def replanned(plan: Plan, spent: Mapping[str, float], pace: float = 1.0, measuring: float = 0.0) -> Plan:
+    """The plan with another length for the GAN, before it begins. `spent`: seconds that the parts before it took, and
+    `measuring` its speed; `pace`: how much slower than planned the machine is now.
 
     A GAN that would no longer end within the minutes gets the time that is left of them; one for which there is clearly
     more time than planned gets that. Else the plan itself.
@@ -55,7 +56,7 @@ def replanned(plan: Plan, spent: Mapping[str, float], pace: float = 1.0) -> Plan
     planned, gan = plan.seconds, plan.gan
     coming = {name: pace * seconds for name, seconds in planned.items() if name not in spent and name != "train gan"}
     start = pace * (planned["train gan"] - gan.seconds)
-    others, rate = sum(spent.values()) + sum(coming.values()) + start, gan.images_per_second / pace
+    others, rate = sum(spent.values()) + measuring + sum(coming.values()) + start, gan.images_per_second / pace
 
     def fitting(seconds: float) -> int:
         """The steps that end so many seconds after the quickstart's start."""
@@ -86,6 +87,7 @@ def replanned(plan: Plan, spent: Mapping[str, float], pace: float = 1.0) -> Plan
 def main(argv: list[str]) -> None:
     from duetgan.planning.measure import ThisMachine
 
+    begun = time.perf_counter()
     parser = Parser(prog="python -m planning.replan", description="Measure the GAN's speed again; change its length.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of plan.json and timings.json")
     files = [parser.parse_args(argv).folder / name for name in ("plan.json", "timings.json")]
@@ -95,7 +97,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         speed = ThisMachine(Path(folder), [], tuning=False).speed(gan.config, gan.overrides, gan.resolution, images)
     pace = gan.images_per_second / speed.images_per_second
-    changed = replanned(plan, spent_before_gan(plan, timings), pace)
+    changed = replanned(plan, spent_before_gan(plan, timings), pace, time.perf_counter() - begun)
     print("the GAN keeps its length" if changed is plan else changed.notes[-1], flush=True)
     write_atomic(files[0], as_json(changed.model_dump()))
 

@@ -21,11 +21,12 @@ from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
 from duetgan.utils.runlog.run_folder import ended
 from duetgan.utils.script import die_with_parent
-from duetgan.utils.text import duration
+from duetgan.utils.text import duration, listed
 
 CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
 SAMPLE = "sample"
 QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
+WEEK = 7 * 24 * 60  # minutes that it may take at most
 STEADY = 0.02  # of the minutes: by less the parts before the GAN may differ from the plan
 SHARES = ("clipped_density", "clipped_coverage")
 SURE = (*SHARES, *(f"{name}_interval" for name in ("recognised", "diversity_ratio", *SHARES)))  # where they are there
@@ -47,12 +48,13 @@ class Quickstart:
         self.folder, self.plan, self.new = folder, plan, new
         self.train, self.test, self.all = (folder / "data" / f"{name}.lmdb" for name in ("train", "test", "all"))
         file = folder / "timings.json"
-        self.timings: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+        planned = {"plan": {"seconds": plan.seconds.get("plan", 0.0), "done": True}}
+        self.timings: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else planned
         self.commands: list[str] = []
 
     def run(self) -> int:
         """Run every step; the first that fails ends it with its exit code."""
-        begun: set[str] = set()  # parts of the plan
+        begun = {"plan"}  # parts of the plan
         for step in self.steps():
             self.commands.append(typed(step.command))
             part = next(
@@ -66,7 +68,7 @@ class Quickstart:
             if step.done:
                 print(f"{step.name}: already done", flush=True)
             elif code := self.timed(step):
-                stopped = code == EXIT_SIGNAL
+                stopped = code == EXIT_SIGNAL or code - 128 in obeyed_signals()
                 how = f"{step.name} was stopped" if stopped else f"error: {step.name} ended with exit code {code}"
                 print(f"{how}; the same command resumes from here", file=sys.stderr)
                 return code
@@ -158,7 +160,9 @@ class Quickstart:
     def timed(self, step: Step) -> int:
         """Run a step and note its time; the time of an interrupted step accumulates."""
         before = self.timings.get(step.name, {"seconds": 0.0, "done": False})
-        spent = 0.0 if before["done"] else before["seconds"]
+        status = self.folder / step.name.removeprefix("train ") / "status.json"  # of a training that was killed
+        noted = json.loads(status.read_text()).get("seconds", 0.0) if status.is_file() else 0.0
+        spent = 0.0 if before["done"] else max(before["seconds"], noted)
         start = time.monotonic()
         code = call([sys.executable, *step.command])
         self.timings[step.name] = {"seconds": round(spent + time.monotonic() - start, 1), "done": code == 0}
@@ -195,8 +199,11 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
     classifier, gan, smallest = found.get("classifier", {}), found["gan"], plan.survey.smallest_class
     weights = ["--weights", plan.classifier.weights] if plan.classifier and plan.classifier.weights else []
     scratch = plan.training_images >= SCRATCH_FROM
-    what, options = advice(classifier, plan.minutes, smallest, weights=bool(weights) or scratch)
-    command = ["quickstart.py", plan.survey.source, *weights, *options]
+    ended = plan.minutes == WEEK or (plan.gan.most is not None and plan.gan.steps >= plan.gan.most)
+    longer = 0.0 if ended else min(4 * plan.minutes, WEEK)
+    what, options, suffix = advice(classifier, longer, smallest, weights=bool(weights) or scratch)
+    another = f"{shown(folder)}-{suffix}"
+    command = ["quickstart.py", plan.survey.source, *weights, *options, *seeded(plan), "--dir", another]
     packed = json.loads((folder / "gan" / "data.json").read_text())
     left = plan.survey.count + plan.survey.held_out - sum(packed[role]["count"] for role in ("training", "held-out"))
     left, why = left + plan.survey.unlabelled * plan.pooled, " or look like held-out ones" * plan.pooled
@@ -298,12 +305,16 @@ def call(command: list[str]) -> int:
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
     """The plan of the folder's first start, else a new one; or the exit code of what makes it. Raises UserError."""
     file, source = folder / "plan.json", options.source
+    if given := os.environ.get("DUET_WEIGHTS"):  # the commands run in the checkout
+        os.environ["DUET_WEIGHTS"] = os.path.abspath(given)
     if "://" not in source and source != SAMPLE:  # seen from any folder: the commands run in the checkout
         path = Path(source).expanduser()
         source = str(path.resolve()) if path.exists() else source
     if file.is_file():
         return kept_plan(file, source, options)
     check_writable(folder)
+    if made := [name for name in ("data", "classifier", "gan") if (folder / name).exists()]:
+        raise UserError(f"{folder}: has no plan.json for its {listed(made)}; give another folder with --dir")
     print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
     command = [sys.executable, "-m", "planning.measure", source, "--out", str(file)]
     command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed), *["--quick"] * options.quick]
@@ -318,8 +329,13 @@ def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
     with explained(ValueError, lambda why: f"{file}: is no plan of this version ({why}); {another}"):
         plan = Plan.read(json.loads(file.read_text()), "plan")
     if (plan.survey.source, plan.quick, plan.seed) != (source, options.quick, options.seed):
-        how = " ".join([" with", *["--quick"] * plan.quick, *seeded(plan)]) if plan.quick or plan.seed else ""
-        raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{how}; {another}")
+        how = ["with", *["--quick"] * plan.quick, *[f"--seed {plan.seed}"] * (plan.seed != options.seed)]
+        what = " ".join([plan.survey.source, *how * (len(how) > 1)])
+        raise UserError(f"{file.parent}: its plan is for {what}; {another}")
+    used = [each.weights for each in [*plan.choices, *filter(None, [plan.classifier])]]
+    given, planned = ({Path(name).resolve() for name in names if name} for names in (options.weights, used))
+    if given and used and not plan.quick and not given & planned:
+        raise UserError(f"{file.parent}: its plan is for other weights, {used[-1] or 'none'}; {another}")
     minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
     print(f"going on with the plan of the first start{minutes}: {shown(file)}", flush=True)
     if all(ended(file.parent / task) for task in plan.trainings):

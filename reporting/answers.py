@@ -42,11 +42,15 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
     return found
 
 
-def advice(classifier: Document, minutes: float, smallest: int, *, weights: bool) -> tuple[str, list[str]]:
-    """What would help most, and the quickstart's options for it. `weights`: any, or images enough without."""
+def advice(classifier: Document, longer: float, smallest: int, *, weights: bool) -> tuple[str, list[str], str]:
+    """What would help most, the quickstart's options for it, and what to add to its folder's name. `longer`: minutes
+    that the GAN could use, 0: none; `weights`: any, or images enough without.
+    """
     gains = bool(classifier) and classifier["accuracy"] < SOLVED
     if gains and not weights:
-        return "ImageNet weights for the classifier", ["--weights", "FILE", "--dir", "runs/with-weights"]
+        return "ImageNet weights for the classifier", ["--weights", "FILE"], "with-weights"
     if gains and smallest < FEW:
-        return f"more images of the smallest classes, which have {smallest:,}", ["--dir", "runs/more-images"]
-    return "more time, for larger and better samples", ["--minutes", f"{4 * minutes:g}", "--dir", "runs/longer"]
+        return f"more images of the smallest classes, which have {smallest:,}", [], "more-images"
+    if not longer:
+        return "more images; more time would hardly show", [], "more-images"
+    return "more time, for larger and better samples", ["--minutes", f"{longer:g}"], "longer"

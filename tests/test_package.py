@@ -19,6 +19,8 @@ import duetgan
 from duetgan.__main__ import COMMANDS, line, usage
 from duetgan.data.pack import pack
 from duetgan.data.sources import open_source
+from duetgan.planning.plan import FEW_LABELS, GAN, LAST, PAIRS, SCRATCH, STARTED, TUNED
+from duetgan.planning.sizes import START
 from duetgan.utils.config.recipes import recipe_file
 from tests.faults.conftest import run_command
 from tests.inference.conftest import gan_run, styled
@@ -83,9 +85,11 @@ def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
     parts = [name for name in wanted if name.parts[0] in (*OURS, "configs") and name.suffix != ".md"]
     scripts = [name for name in wanted if name.suffix == ".py" and len(name.parts) == 1 and name.name != "setup.py"]
     assert len(parts) > 150
-    places = parts + [Path("scripts") / name for name in scripts]
+    places = [Path("scripts") / name if name.parts[0] not in OURS else name for name in parts + scripts]
     assert [place for place in places if not (site / "duetgan" / place).is_file()] == []
     assert (site / "duetgan" / "py.typed").is_file()
+    home = site / "duetgan" / "scripts"  # where the quickstart's commands run
+    assert all((home / file).is_file() for file in (GAN, PAIRS, STARTED, SCRATCH, TUNED, LAST, FEW_LABELS, START))
 
 
 def test_an_editable_installation_is_the_checkout(copy, mine, tmp_path):

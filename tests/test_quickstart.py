@@ -290,8 +290,35 @@ def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, i
     asked = [str(images), "--dir", str(tmp_path / "out"), "--seed"]
     assert main([*asked, "7"]) == 0
     assert [option(command, "--seed") for command in commands.calls[:3]] == ["7"] * 3
+    assert f" --seed 7 --dir {tmp_path / 'out'}-" in capsys.readouterr().out  # of what would help
     assert run_cli(main, [*asked, "0"]) == 2
     assert "with --seed 7; give another folder" in capsys.readouterr().err
+
+
+def test_weights_given_later_are_not_ignored(commands, tmp_path, images):
+    commands.survey = seen(300, 5, source=str(images))
+    asked, given = [str(images), "--dir", str(tmp_path / "out")], ["--weights", WEIGHTS[0].file]
+    assert main(asked) == 0
+    with pytest.raises(UserError, match="its plan is for other weights, none; give another folder"):
+        main([*asked, *given])
+
+
+@pytest.mark.parametrize(
+    ("minutes", "pace", "told"),
+    [(15, 1, "--minutes 60"), (4000, 1, "--minutes 10080"), (4000, 99, "hardly show"), (10080, 1, "hardly show")],
+)
+def test_more_time_is_advised_where_it_shows_and_can_be_given(commands, tmp_path, images, capsys, minutes, pace, told):
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
+    commands.machine.gan *= pace
+    assert main([str(images), "--dir", str(tmp_path / "out"), "--minutes", str(minutes)]) == 0
+    assert told in re.search("^Next: .*", capsys.readouterr().out, re.MULTILINE)[0]
+
+
+def test_what_a_plan_has_made_is_not_taken_for_another(commands, tmp_path):
+    assert main(["--dir", str(tmp_path)]) == 0
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(UserError, match=r"has no plan\.json for its data, classifier, gan; give another folder"):
+        main(["--dir", str(tmp_path)])
 
 
 def test_of_several_networks_the_one_that_suits_the_packed_images_is_tuned(commands, tmp_path, images):
@@ -395,6 +422,17 @@ def test_time_of_an_interrupted_step_is_added_up_and_of_a_repeated_one_replaced(
         seconds.append(made.timings["train gan"]["seconds"])
     assert seconds == [10.0, 20.0, 10.0]
     assert json.loads((tmp_path / "timings.json").read_text()) == made.timings
+    write(tmp_path / "classifier" / "status.json", {"state": "running", "seconds": 70.0})  # it was killed
+    monkeypatch.setattr(steps, "call", lambda command: 0)
+    made.timed(steps.Step("train classifier", ["train.py"], done=False))
+    assert made.timings["train classifier"]["seconds"] == 80.0
+
+
+@pytest.mark.parametrize(("code", "told"), [(130, "was stopped"), (3, "was stopped"), (139, "exit code 139")])
+def test_a_step_that_is_stopped_is_no_error(commands, tmp_path, capsys, code, told):
+    commands.fail_at, commands.code = 1, code
+    assert main(["--dir", str(tmp_path)]) == code
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])

@@ -116,9 +116,16 @@ def test_command_writes_the_plan(tmp_path, capsys):
 
 @pytest.mark.parametrize(("others", "told"), [(0.2, False), (1.0, True)])
 def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, told):
-    monkeypatch.setattr(measure, "survey", lambda _: SAMPLE)
+    monkeypatch.setattr(measure, "survey", lambda _: SAMPLE.model_copy(update={"source": "sample"}))
     monkeypatch.setattr(threads, "seen", lambda: others)
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     monkeypatch.setattr(measure, "cores", lambda: 2)
     plan = make_plan("sample", 15.0, [], quick=False)
     assert any("other programs take 1.0 of" in note for note in plan.notes) is told
+    assert "plan" in plan.seconds
+    assert not any("ImageNet" in note for note in plan.notes)  # the sample's classifier wants no weights
+
+
+def test_weights_that_are_given_are_taken_for_the_sample_too(tmp_path, nothing_at_hand):
+    with pytest.raises(UserError, match="no such file"):
+        make_plan("sample", 15.0, [str(tmp_path / "missing.safetensors")], quick=False)

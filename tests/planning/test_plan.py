@@ -219,6 +219,20 @@ def test_evaluation_looks_at_fewer_images_where_it_would_take_long_and_at_pixels
     assert int(slow.evaluation[slow.evaluation.index("--n") + 1]) < 2000
 
 
+def test_resnets_features_of_large_samples_cost_more_time():
+    """It sees images above 64 px at 224."""
+    large, small = (choose(seen(50_000, 100, side=side), Accelerator(), minutes=600) for side in (128, 64))
+    assert (large.gan.resolution, small.gan.resolution) == (128, 64)
+    assert large.seconds["evaluate gan"] - Fast.start > 8 * (small.seconds["evaluate gan"] - Fast.start)
+
+
+def test_what_measuring_took_is_part_of_the_minutes():
+    first, later = (choose(SAMPLE, Fast(), minutes=15, spent=seconds) for seconds in (0.0, 60.0))
+    assert "plan" not in first.seconds
+    assert later.seconds["plan"] == 60.0
+    assert later.total == pytest.approx(first.total, rel=0.01)
+
+
 def test_few_images_have_a_larger_share_held_out_and_are_augmented_for_the_discriminator():
     assert (plan("fast", "emoji", 15).val_share, plan("fast", "many", 15).val_share) == (0.2, 0.1)
     assert "--ada.mode" in choose(seen(ADA_BELOW // 2, 5), Fast(), minutes=15).gan.overrides

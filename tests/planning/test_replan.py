@@ -32,4 +32,6 @@ def test_a_gan_that_is_slower_by_now_gets_the_time_that_is_left(tmp_path, monkey
     assert made.gan.images_per_second == first.gan.images_per_second / 2
     assert made.gan.steps < first.gan.steps / 2
     assert made.total == pytest.approx(15 * 60, rel=0.02)
+    later = replan.replanned(first, replan.spent_before_gan(first, timings), 2.0, 50.0)  # measuring took time
+    assert later.gan.steps < made.gan.steps
     assert f"GAN: {made.gan.steps:,} steps instead of {first.gan.steps:,}" in capsys.readouterr().out

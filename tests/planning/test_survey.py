@@ -90,6 +90,35 @@ def test_images_far_from_square_are_counted_and_told(tmp_path):
     assert not any("square" in note for note in choose(seen(60, 3), Fast(), minutes=5).notes)
 
 
+@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Training", "Testing"), ("training_set", "val")])
+def test_a_held_out_part_of_any_usual_name_is_seen(tmp_path, train, test):
+    for name, count in ((f"{train}/cats", 12), (f"{train}/dogs", 8), (f"{test}/cats", 3), (f"{test}/dogs", 2)):
+        images(tmp_path / "photos" / name, count)
+    found = survey(str(tmp_path / "photos"))
+    assert (found.count, found.held_out, found.classes) == (20, 5, 2)
+    shutil.rmtree(tmp_path / "photos" / test / "dogs")
+    with pytest.raises(UserError, match="its test part: its classes are not those of the training part: dogs missing"):
+        survey(str(tmp_path / "photos"))
+
+
+def test_a_test_part_without_labels_is_no_held_out_part(tmp_path):
+    for name, count in (("train/cats", 12), ("train/dogs", 8), ("test", 3)):
+        images(tmp_path / "photos" / name, count)
+    assert survey(str(tmp_path / "photos")).held_out == 0
+
+
+@pytest.mark.parametrize(("more", "told"), [(0, "each class has one image; give two or more"), (1, "")])
+def test_classes_of_one_image(tmp_path, more, told):
+    for label in range(12):
+        images(tmp_path / "photos" / str(label), 1 + more * (label < 3))
+    if told:
+        with pytest.raises(UserError, match=told):
+            survey(str(tmp_path / "photos"))
+    else:
+        made = choose(survey(str(tmp_path / "photos")), Fast(), minutes=5)
+        assert (made.held_out, made.training_images) == (3, 12)
+
+
 @pytest.mark.parametrize(
     ("count", "words", "told"),
     [

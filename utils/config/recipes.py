@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+from duetgan import HOME
+
+CONFIGS = HOME / "configs"
 TITLES = {"gan": "GANs", "classifier": "Classifiers"}
 STUDIES = "study_"  # names of the recipes of study.py begin so
 LENGTH = 88  # characters of a head's first line, so that a listed line stays within 120
