@@ -19,6 +19,9 @@ MIB = 2**20
 HUGE_PAGE = 2 * MIB
 LARGEST_BLOCK = 32 * MIB  # glibc's upper limit for blocks that do not come from the system one by one
 
+# errors of CUDA's libraries that are no torch.OutOfMemoryError
+REFUSED = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "'out of memory'")
+
 # names of <malloc.h> and <sys/mman.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
@@ -72,6 +75,7 @@ def ran_out(error: BaseException) -> bool:
     import torch  # here: this module is used before the accelerators are chosen
 
     refused = "DefaultCPUAllocator" in str(error) and "memory" in str(error)
+    refused |= any(sign in str(error) for sign in REFUSED)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and refused)
 
 

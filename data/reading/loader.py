@@ -232,6 +232,8 @@ class _Worker:
         self._thread.start()
 
     def _run(self, batches: int) -> None:
+        if self._stream is not None:  # each thread begins at device 0, where leaving a stream would make a CUDA context
+            torch.accelerator.set_device_index(self._device.index or 0)
         try:
             for _ in range(batches):
                 if self._stopped.is_set():

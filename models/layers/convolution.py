@@ -30,6 +30,10 @@ def penalised(on: bool = True) -> Iterator[None]:
         _penalised = before
 
 
+def penalty_comes() -> bool:
+    return _penalised
+
+
 class Geometry(NamedTuple):
     """How a convolution of square filters moves over the image."""
 

@@ -48,6 +48,7 @@ host: Clock = {}
 on_their_way: list[tuple[Line, int, Callable[[], Any]]] = []  # copies to main memory, and what lets them arrive
 faults: list[str] = []  # found where nothing can be raised
 _current = threading.local()
+chosen: set[int] = set()  # devices that a thread has made its own: on CUDA each of them takes memory for that
 
 
 def _merge(clock: Clock, seen: Clock) -> None:
@@ -59,6 +60,15 @@ def _merge(clock: Clock, seen: Clock) -> None:
 def current(index: int) -> Line:
     found = getattr(_current, "lines", {}).get(index)
     return found or defaults.setdefault(index, Line(index, True))
+
+
+def device_index() -> int:
+    return getattr(_current, "index", 0)
+
+
+def choose(index: int) -> None:
+    _current.index = index
+    chosen.add(index)
 
 
 def host_waits(seen: Clock) -> None:
@@ -155,16 +165,18 @@ class Stream:
 
     def __init__(self, device: Any = None, *, line: Line | None = None) -> None:
         self.line = line or Line(0 if device is None else torch.device(device).index or 0)
-        self._before: list[Line | None] = []
+        self._before: list[tuple[Line | None, int]] = []
 
     def __enter__(self) -> "Stream":
         lines = _current.__dict__.setdefault("lines", {})
-        self._before.append(lines.get(self.line.index))
+        self._before.append((lines.get(self.line.index), device_index()))
+        choose(self.line.index)
         lines[self.line.index] = self.line
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.lines[self.line.index] = self._before.pop()
+        _current.lines[self.line.index], index = self._before.pop()
+        choose(index)
 
     def is_capturing(self) -> bool:
         return False

@@ -84,6 +84,9 @@ SLOW: dict[str, dict[str, Any]] = {
     "classifier, Muon, adaptive clipping": optimizer("muon", clip_adaptive=0.01),
     "classifier, Muon and Adam": optimizer("muon-adam"),
     "classifier, schedule-free SGD": optimizer("schedulefree-sgd", schedule="constant"),
+    "classifier, images without labels": classifier(
+        unlabelled={"path": "data.lmdb", "spread": 0.5}, finetune={"probe": True, "unfreeze": {"head": 0}}
+    ),
     "classifier, schedule-free AdamW": optimizer("schedulefree-adamw", schedule="constant"),
 }
 # without augmentation, which the estimate leaves out, and large enough for activations to count
@@ -117,6 +120,8 @@ def prepare(folder: Path) -> None:
 
 def config_of(folder: Path, tree: dict[str, Any]) -> Any:
     tree = tree | {"data": {"path": str(folder / "data.lmdb")}}
+    if "unlabelled" in tree:
+        tree["unlabelled"] = tree["unlabelled"] | {"path": tree["data"]["path"]}
     if tree.get("loss", {}).get("classifier"):
         tree["loss"] = tree["loss"] | {"classifier": str(folder / CLASSIFIER)}
     return build_run_config(tree, [], "test")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.models.layers.convolution import penalised
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.utils.seeding import forked
 from tests.models import test_discriminator, test_generator
@@ -83,6 +84,25 @@ def run_discriminator(checkpoint, dtype, *, architecture, penalty, alpha):
 def test_a_discriminator_is_the_same_to_the_bit(dtype, architecture, penalty, alpha):
     options = {"architecture": architecture, "penalty": penalty, "alpha": alpha}
     same_bits([run_discriminator(checkpoint, dtype, **options) for checkpoint in (False, True)], 17)
+
+
+def test_images_without_a_penalty_are_computed_again_as_they_were_beside_others_with_one():
+    """Relativistic pairs with R1 alone: both go back in one pass, in which second derivatives are needed."""
+
+    def run(checkpoint):
+        network = build_discriminator(checkpoint)
+        real, fake = (draw(4, 3, 32, 32, key=key).float().requires_grad_() for key in ("real", "fake"))
+        judged = []
+        for images, due in ((real, True), (fake, False)):
+            with penalised(due):
+                judged.append(network(images, LABELS))
+        with penalised():
+            (slopes,) = torch.autograd.grad(judged[0].sum(), real, create_graph=True)
+            loss = torch.nn.functional.softplus(judged[1] - judged[0]).mean() + slopes.square().sum()
+            loss.backward()
+        return judged[0], gradients(network) | {"real": real.grad, "fake": fake.grad}
+
+    same_bits([run(checkpoint) for checkpoint in (False, True)], 17)
 
 
 def test_a_frozen_discriminator_hands_the_gradient_on_and_fewer_bytes_are_kept():

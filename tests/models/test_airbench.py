@@ -12,7 +12,7 @@ from torch import nn
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
-from duetgan.models.backbones.airbench import EPS, whitening
+from duetgan.models.backbones.airbench import EPS, SCALE, ScaledPool, whitening
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import fold_batchnorm
 from duetgan.training.base.config import DataConfig
@@ -86,6 +86,15 @@ def test_logits_are_the_papers_also_folded_and_what_is_refused():
     assert network(side=9).eval()(images(2, side=9).float()).shape == (2, 5)
     assert_raises(UserError, r"cannot take images of 8 px: set model\.input_size 9", network, side=8)
     assert_raises(UserError, r"model\.stem is not for airbench: set --model.stem null", network, stem="small")
+
+
+def test_its_pooling_has_a_deterministic_gradient_on_cuda():
+    """Which adaptive pooling has not; the same values and the same gradient."""
+    x = torch.randn(2, 5, 3, 3, dtype=torch.float64, requires_grad=True)
+    pooled, expected = ScaledPool()(x), F.adaptive_max_pool2d(x, 1) * SCALE
+    assert pooled.equal(expected)
+    assert "Adaptive" not in type(pooled.grad_fn.next_functions[0][0]).__name__
+    assert torch.autograd.grad(pooled.sum(), x)[0].equal(torch.autograd.grad(expected.sum(), x)[0])
 
 
 def test_convolutions_begin_as_identities_and_what_never_trains():

@@ -19,6 +19,7 @@ from duetgan.training.base.monitors import Fields
 from duetgan.training.classifier.loss import Targets
 from duetgan.utils.config.model import Config, NonNegativeFloat, PositiveInt, Probability
 from duetgan.utils.distributed import collectives
+from duetgan.utils.memory import upload
 
 DECAY = 0.99  # a step, of what the thresholds follow
 
@@ -66,13 +67,14 @@ class Unlabelled(Fields):
         """Draw the images of update number `step` and name them; returns the share that is used."""
         size = self.sampler.batch_size
         indices, keys = self.sampler.at(step * size + self.first, self.share)
-        images = read_batch(self.images, np.asarray(indices), keys=keys).images.to(device)
+        images = upload(read_batch(self.images, np.asarray(indices), keys=keys).images, device)
         draw: Any = {"seed": self.seed, "step": step, "start": self.first, "global_batch": size}
         weak, strong = (draw_and_apply(images, getattr(self, kind), phase=kind, **draw) for kind in ("weak", "strong"))
         with evaluating(teacher), precision.autocast():
             probabilities = teacher(to_float(weak)).to(torch.get_default_dtype()).softmax(1)
         if self.about.spread:
-            probabilities = probabilities.lerp(self.said[indices].to(probabilities), self.about.spread)
+            said = upload(self.said[indices], device).to(probabilities.dtype)
+            probabilities = probabilities.lerp(said, self.about.spread)
         sure, labels = probabilities.max(1)
         used = sure >= self._thresholds(probabilities, sure)[labels]
         weights = used * (self.about.weight / self.about.ratio)

@@ -141,7 +141,7 @@ class ClassifierTask(Task):
                 say_main(f"probe: a first look at {first}: accuracy {look.accuracy:.3f} ({low:.3f} to {high:.3f})")
             source = self.source(0, folder)
 
-            def fitted() -> tuple[Probe, Tensor | None]:
+            def fitted() -> tuple[Probe, Tensor | None, float]:
                 features, labels = self.frozen.features(source)
                 like = said = None
                 if self.unlabelled is not None:
@@ -149,13 +149,13 @@ class ClassifierTask(Task):
                         like = image_features(self.model, self.unlabelled.images, mirror=False)[0][:, 0]
                     if self.unlabelled.about.spread:
                         said = spread_to(like, features[:, 0], labels, classes).float()
-                return fit(features, labels, classes, seed=seed, groups=groups, like=like), said
+                probe = fit(features, labels, classes, seed=seed, groups=groups, like=like)
+                return probe, said, round(time.perf_counter() - begun, 3)
 
-            probe, said = collectives.from_main_process(fitted)
+            probe, said, self.probe.seconds = collectives.from_main_process(fitted)
             self.probe.take(probe, [self.model.head, self.ema.model.head])
             if self.unlabelled is not None and said is not None:
                 self.unlabelled.said = said
-            self.probe.seconds = round(time.perf_counter() - begun, 1)
             say_main(f"probe: {self.probe}; training begins there")
 
     def look(self, records: np.ndarray, groups: np.ndarray) -> Probe:

@@ -16,6 +16,7 @@ from duetgan.utils import threads
 from duetgan.utils.distributed.launch import AGAIN, LAUNCHED
 from duetgan.utils.distributed.rendezvous import fresh_store
 from duetgan.utils.errors import TrainingHalted, UserError, explained
+from duetgan.utils.memory import ran_out
 from duetgan.utils.script import leave_threads
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ def watch_while_waiting(look: Callable[[], object] | None) -> None:
 def is_peer_error(error: BaseException) -> bool:
     """Whether `error` is a collective operation's, because another rank is gone or does not answer."""
     if isinstance(error, (PeerLost, dist.DistError)):
-        return True
+        return not ran_out(error)
     signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
     return world_size() > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

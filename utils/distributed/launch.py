@@ -110,9 +110,13 @@ def start_processes(
         raise UserError(f"--gpus {gpus}: {len(devices)} cannot be shared by --procs {processes}; give a multiple")
     if under_launcher():
         return None
-    if devices:
-        for name in VISIBLE:  # before CUDA starts, here and in the processes below
-            os.environ[name] = ",".join(devices)
+    if devices:  # before CUDA starts, here and in the processes below
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "FASTEST_FIRST" if os.environ.get(VISIBLE[0]) else "PCI_BUS_ID")
+        for name in VISIBLE:
+            allotted = [part for part in os.environ.get(name, "").split(",") if part]  # by a scheduler
+            if allotted and max(map(int, devices)) >= len(allotted):
+                raise UserError(f"--gpus {gpus}: {name} has {len(allotted)}, {','.join(allotted)}; count them from 0")
+            os.environ[name] = ",".join(allotted[int(gpu)] for gpu in devices) if allotted else ",".join(devices)
     if processes == 1:
         return None
     return launch([str(Path(script).resolve()), *argv], processes, resumes=resumes)

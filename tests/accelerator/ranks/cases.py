@@ -18,7 +18,7 @@ from duetgan.models import batchnorm
 from duetgan.training.engine import health
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.distributed import collectives
-from tests.accelerator import device, trainings
+from tests.accelerator import device, streams, trainings
 from tests.accelerator.cases import planted, refused, snapshots_take_the_cpus_tensors
 from tests.accelerator.ranks import group
 from tests.end_to_end.helpers import train_in_process
@@ -97,6 +97,7 @@ def be_a_rank(out: Path, folder: Path, names: list[str]) -> None:
                 found[where] = {name: trained(folder, name, place) for name in names}
                 rank = collectives.rank()
         found["place"], found["bytes"] = str(place), [memory.peak for memory in device.memory]
+        found["chosen"] = sorted(streams.chosen)
     torch.save(found, out.with_suffix(f".{rank}"))
 
 

@@ -91,6 +91,7 @@ def test_each_rank_uses_its_own_device_and_no_other(seen, part):
         assert found["place"] == f"sim:{rank}"
         assert found["bytes"][rank] > 100_000
         assert found["bytes"][1 - rank] == 0
+        assert found["chosen"] == [rank]  # by no thread: on CUDA that takes memory
 
 
 TOLD = {

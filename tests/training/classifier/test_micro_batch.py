@@ -9,6 +9,7 @@ from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.config import check_batches
 from duetgan.training.classifier.task import ClassifierTask, MicroBatch
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.distributed.collectives import is_peer_error
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.memory import ran_out
 from tests.conftest import assert_raises
@@ -49,8 +50,12 @@ def test_a_size_that_divides_gives_its_own_parts_and_halves_down_to_one():
 def test_what_says_that_memory_ran_out():
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**60)
-    for error in (refused.value, torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+    libraries = ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", "Cuda failure 2 'out of memory'")
+    of_libraries = [*map(RuntimeError, libraries), torch.AcceleratorError("CUDA error: out of memory")]
+    for error in (refused.value, torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), *of_libraries):
         assert ran_out(error)
+    assert not is_peer_error(torch.distributed.DistBackendError(libraries[1]))
+    assert is_peer_error(torch.distributed.DistBackendError("unhandled system error"))
     for other in (RuntimeError("shapes differ"), ValueError("DefaultCPUAllocator: can't allocate memory")):
         assert not ran_out(other)
 

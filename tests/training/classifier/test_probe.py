@@ -18,6 +18,7 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.end_to_end.helpers import differing
+from tests.faults.conftest import run_command
 from tests.training.classifier.test_frozen import TREE, train
 
 
@@ -121,6 +122,16 @@ def test_some_images_give_a_first_answer_and_change_nothing(packed, tmp_path, do
     assert records is not None
     assert sorted(set(records.tolist())) == records.tolist()
     assert (probe.looked_at(180, 10, seed=0), probe.looked_at(200, 20, seed=0)) == (None, None)
+
+
+def test_two_ranks_begin_at_the_same_probe(packed, tmp_path, donor):
+    """They compare what they hold after every step, the seconds that it took included."""
+    tree = TREE | {"finetune": {"freeze": ["backbone"], "probe": True}, "augment": {"flip": True}} | donor
+    data = {"data": {"path": str(packed / "train.lmdb"), "val_path": None}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree | data | {"distributed": {"check_every": 1}}))
+    options = ["--device", "cpu", "--procs", "2", "--max-steps", "2", "--precision", "fp32"]
+    run = run_command("train.py", "--config", tmp_path / "recipe.yaml", "--run-dir", tmp_path / "run", *options)
+    assert run.success().err.count("training begins there") == 1
 
 
 def test_look_alikes_share_a_fold(tmp_path):

@@ -54,6 +54,28 @@ def ended(pid):
         return True
 
 
+@pytest.mark.parametrize(
+    ("allotted", "gpus", "seen", "order"),
+    [
+        (None, "1,3", "1,3", "PCI_BUS_ID"),
+        ("4,5", "0,1", "4,5", "FASTEST_FIRST"),
+        ("GPU-8f,GPU-a2,6", "2,0", "6,GPU-8f", "FASTEST_FIRST"),
+    ],
+)
+def test_gpus_are_counted_among_those_that_a_scheduler_has_allotted(monkeypatch, allotted, gpus, seen, order):
+    monkeypatch.setattr(launcher, "launch", lambda argv, processes, *, resumes: 100 * processes)
+    for name in (*launcher.VISIBLE, "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    if allotted:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allotted)
+    assert launcher.start_processes("train.py", [], gpus, None) == 200
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (seen, order)
+    if allotted:
+        with pytest.raises(UserError, match=r"--gpus 0,9: CUDA_VISIBLE_DEVICES has [23], .*; count them from 0"):
+            launcher.start_processes("train.py", [], "0,9", None)
+
+
 def test_parse_gpus():
     for text, expected in (("0", ["0"]), ("0,1", ["0", "1"]), (" 3 , 10", ["3", "10"])):
         assert parse_gpus(text) == expected
