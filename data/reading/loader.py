@@ -208,9 +208,7 @@ class InfiniteLoader:
         self.sampler.batches = self._batches
 
     def close(self) -> None:
-        """Stop the thread and let a stage's files go. The loader can still be used: it starts again where the batches
-        handed out end.
-        """
+        """Stop the thread and let a stage's files go. A loader used again goes on where the batches handed out end."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
@@ -232,8 +230,6 @@ class _Worker:
         self._thread.start()
 
     def _run(self, batches: int) -> None:
-        if self._stream is not None:  # each thread begins at device 0, where leaving a stream would make a CUDA context
-            torch.accelerator.set_device_index(self._device.index or 0)
         try:
             for _ in range(batches):
                 if self._stopped.is_set():
@@ -245,6 +241,7 @@ class _Worker:
     def _load(self) -> tuple[Batch, torch.Event | None]:
         if self._stream is None:
             return self._read(pin=False), None
+        torch.accelerator.set_device_index(self._device.index or 0)  # else leaving the stream makes a context on GPU 0
         with self._stream:
             batch = self._read(pin=True).to(self._device)
             return batch, self._stream.record_event()
