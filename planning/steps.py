@@ -27,6 +27,7 @@ CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
 SAMPLE = "sample"
 QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
 WEEK = 7 * 24 * 60  # minutes that it may take at most
+ANOTHER = "give another folder with --dir, or remove this one"
 STEADY = 0.02  # of the minutes: by less the parts before the GAN may differ from the plan
 SHARES = ("clipped_density", "clipped_coverage")
 SURE = (*SHARES, *(f"{name}_interval" for name in ("recognised", "diversity_ratio", *SHARES)))  # where they are there
@@ -314,7 +315,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
         return kept_plan(file, source, options)
     check_writable(folder)
     if made := [name for name in ("data", "classifier", "gan") if (folder / name).exists()]:
-        raise UserError(f"{folder}: has no plan.json for its {listed(made)}; give another folder with --dir")
+        raise UserError(f"{folder}: has no plan.json for its {listed(made)}; {ANOTHER}")
     print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
     command = [sys.executable, "-m", "planning.measure", source, "--out", str(file)]
     command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed), *["--quick"] * options.quick]
@@ -325,21 +326,20 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
 
 def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
     """The plan that an earlier start made. Raises UserError if it is for something else."""
-    another = "give another folder with --dir, or remove this one"
-    with explained(ValueError, lambda why: f"{file}: is no plan of this version ({why}); {another}"):
+    with explained(ValueError, lambda why: f"{file}: is no plan of this version ({why}); {ANOTHER}"):
         plan = Plan.read(json.loads(file.read_text()), "plan")
     if (plan.survey.source, plan.quick, plan.seed) != (source, options.quick, options.seed):
         how = ["with", *["--quick"] * plan.quick, *[f"--seed {plan.seed}"] * (plan.seed != options.seed)]
         what = " ".join([plan.survey.source, *how * (len(how) > 1)])
-        raise UserError(f"{file.parent}: its plan is for {what}; {another}")
+        raise UserError(f"{file.parent}: its plan is for {what}; {ANOTHER}")
     used = [each.weights for each in [*plan.choices, *filter(None, [plan.classifier])]]
     given, planned = ({Path(name).resolve() for name in names if name} for names in (options.weights, used))
     if given and used and not plan.quick and not given & planned:
-        raise UserError(f"{file.parent}: its plan is for other weights, {used[-1] or 'none'}; {another}")
+        raise UserError(f"{file.parent}: its plan is for other weights, {used[-1] or 'none'}; {ANOTHER}")
     minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
     print(f"going on with the plan of the first start{minutes}: {shown(file)}", flush=True)
     if all(ended(file.parent / task) for task in plan.trainings):
-        print(f"it is trained already and will only be evaluated; to start anew {another}", flush=True)
+        print(f"it is trained already and will only be evaluated; to start anew {ANOTHER}", flush=True)
     return plan
 
 
