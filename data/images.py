@@ -16,7 +16,7 @@ from PIL import Image
 from duetgan.data.errors import MOST_PIXELS, ImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+SUFFIXES = frozenset((".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not images
 # What Pillow raises for a file that is damaged.

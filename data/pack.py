@@ -33,6 +33,7 @@ from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec
 from duetgan.utils.memory import tune_malloc
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.script import exit_cli
+from duetgan.utils.text import listed, printable
 
 KEPT_BYTES = 128 << 20  # of freed memory
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
@@ -67,21 +68,25 @@ class _Skipped:
         what = f"could be used, {len(self.problems)} skipped"
         what += f", {dropped} dropped as duplicates" if dropped else ""
         what += f"; the first: {self.problems[0]}" if self.problems else ""
-        if not count or not histogram.all():
-            of_class = f" of class {classes[int(histogram.argmin())]}" if count else ""
+        given = self._source.by_class(np.bincount(self._source.labels(), minlength=len(writer.histogram)))
+        if not count or (lost := (given > 0) & (histogram == 0)).any():
+            of_class = f" of class {classes[int(lost.argmax())]}" if count else ""
             raise UserError(f"{name}: no image{of_class} {what}")
 
 
 def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:
-    """Raise UserError for an empty class, and for classes that differ from those of the file `against`."""
-    source.check_classes()
+    """Raise UserError for an empty class, or for one that the file `against` does not have; what it has besides, the
+    source takes: held-out images may have none of a class.
+    """
     if against is None:
+        source.check_classes()
         return
     if against.exists() and any(target.exists() and against.samefile(target) for target in targets):
         raise UserError(f"{against} is the file to be written: name another one to compare with")
     with LMDBReader(against) as reader:
         theirs = reader.classes
     if source.classes and theirs:  # unlabelled images contradict no classes
+        source.fill_classes(theirs)
         require_same_classes(source.name, source.classes, str(against), theirs, "labels would not mean the same")
 
 
@@ -176,6 +181,7 @@ def _open_writers(
         resize_filter=plan.resize_filter,
         source=source.name,
         passport=source.passport,
+        split=source.split,
         shards=source.shard_states,
     )
     if hidden and len(targets) > 1:
@@ -317,8 +323,11 @@ def main(argv: list[str]) -> None:
                     " training images"
                 )
             source.remarks.append(f"{splits}: --val-share holds out a part of its training images")
+        elif split is None and len(source.splits) > 1:
+            parts = listed(source.splits)
+            source.remarks.append(f"{source.name}: its training images are packed; --split takes another of {parts}")
         for remark in source.remarks:
-            print(remark, file=sys.stderr)
+            print(printable(remark), file=sys.stderr)
         summary = pack(source, **options)
     print("\n".join(packing.summary_lines(summary, dest)))
 

@@ -137,13 +137,15 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.d
 
 def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
     """An array as an image [H, W, C] or as `many` [n, H, W, C]: the last axis holds channels if there are few enough,
-    else the first of an image. Raises ImageError.
+    and else, or where that alone leaves a square, the first of an image. Raises ImageError.
     """
     first = int(many)
     if array.ndim == first + 2:
         return array[..., None]
     if array.ndim == first + 3 and min(array.shape[first], array.shape[-1]) <= MOST_CHANNELS:
-        return array if array.shape[-1] <= MOST_CHANNELS else np.moveaxis(array, first, -1)
+        a, b, c = array.shape[first:]
+        ahead = c > MOST_CHANNELS or (a <= MOST_CHANNELS and a != b == c)
+        return np.moveaxis(array, first, -1) if ahead else array
     axes = " or ".join(f"[{'n, ' * many}{axes}]" for axes in ("H, W", "H, W, C", "C, H, W"))
     raise ImageError(f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels")
 

@@ -2,7 +2,6 @@
 it comes study.json, what a study found so far, which does not depend on how often the study was stopped.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -24,7 +23,7 @@ from duetgan.studies.results import Result, Results, checked, compared, in_words
 from duetgan.studies.subject import Job, Subject, of_seed, record
 from duetgan.utils.distributed.launch import handling
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
-from duetgan.utils.files import as_json, check_writable, write_atomic
+from duetgan.utils.files import as_json, check_writable, hold, write_atomic
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
@@ -212,8 +211,8 @@ class Study:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with (self.folder / ".lock").open("w") as lock:
-            with explained(OSError, f"{self.folder}: another process makes this study; wait, or choose another --out"):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not hold(lock):
+                raise UserError(f"{self.folder}: another process makes this study; wait, or choose another --out")
             yield
 
 

@@ -1,5 +1,7 @@
 """Files that are complete or absent: written beside the target, flushed to the disk, renamed."""
 
+import errno
+import fcntl
 import json
 import os
 import socket
@@ -8,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import IO, Any
 
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
@@ -42,6 +45,21 @@ def replaceable(path: Path) -> Path:
     if target.exists():
         bounded.check(target, bounded.ARCHIVE)
     return target
+
+
+def hold(file: IO[Any] | int, *, wait: bool = False) -> bool:
+    """Hold a file alone until it is closed; False where another process holds it. Where the file system has no locks a
+    warning says that nothing is held. Raises OSError.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        print(f"warning: no file can be locked ({error.strerror}): run one process alone here", file=sys.stderr)
+    return True
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
@@ -39,7 +38,7 @@ from duetgan.data.lmdb.format import (
 from duetgan.data.lmdb.record import Layout, Record, mean_and_std, value_range
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.files import replaceable, sync_folder, writing
+from duetgan.utils.files import hold, replaceable, sync_folder, writing
 from duetgan.utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
@@ -64,6 +63,11 @@ class _Level:
         self.payloads = hashlib.sha256()
 
 
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another process writes there
+        folder.rmdir()
+
+
 class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     """Write images one after the other; `finish` makes the file appear under its name.
 
@@ -83,13 +87,14 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         resize_filter: str = "none",
         source: str = "",
         passport: Provenance | None = None,  # of generated images
+        split: Split | None = None,
         shards: list[Shard] | None = None,  # tar files that hold the images: the file becomes their index
         overwrite: bool = False,
     ) -> None:
         check_target(Path(path), overwrite)
         if passport is not None:
             Generated.read(passport, "passport")
-        self.path = replaceable(Path(path))  # a link stays and points to the new file
+        self.split, self.path = split, replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
         self.sets = None if sets is None else list(map(list, sets))
         self.labels = len(self.classes if self.sets is None else self.sets)
@@ -123,13 +128,11 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         missing = [folder for folder in self.path.parents if not folder.exists()]
         with writing(self._partial):
             for folder in reversed(missing):
-                self._undo.callback(folder.rmdir)
+                self._undo.callback(_remove_empty, folder)
             replaceable(self._partial)  # a pipe would hang
             self._lock = self._undo.enter_context(self._partial.open("ab"))
-        with explained(
-            BlockingIOError, f"{self.path} is being written by another process: wait or choose another name"
-        ):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not hold(self._lock):
+            raise UserError(f"{self.path} is being written by another process: wait or choose another name")
         self._undo.callback(self._partial.unlink, missing_ok=True)
         os.truncate(self._partial, 0)  # what a killed run has left
         with writing(self.path, lmdb.Error):
@@ -243,7 +246,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             fingerprint="" if self._fingerprint is None else self._fingerprint.hexdigest(),
             content_hash="",
             blocks=[level.block for level in self._levels],
-            split=split,
+            split=split or self.split,
             **self._about,  # as they were given
         )
         meta = meta.model_copy(update={"content_hash": meta.hash_of(digests)})

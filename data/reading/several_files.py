@@ -5,13 +5,11 @@ Making these reads and decodes every image once, as packing does. Afterwards an 
 in the tar and compared with the checksum in the index (docs/data-at-scale.md).
 """
 
-import fcntl
 import glob
 import hashlib
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +21,13 @@ from duetgan.data.lmdb.format import Meta, Shard
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.sources import PACKED_TARS, open_source
 from duetgan.data.sources.base import Source, SourceOptions, check_complete, sharded, shards_by_split
+from duetgan.data.sources.files import walk
 from duetgan.data.sources.named import CACHE, cache_folder
 from duetgan.data.sources.tars import SUFFIX, TarSource
 from duetgan.data.tar_files import OPEN, state_of
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
+from duetgan.utils.files import hold
 from duetgan.utils.runlog.run_log import say
 
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -136,6 +136,10 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
                     f"{shorten(str(ours), 80)}; pack them alike"
                 )
     metas = [shard.meta for shard in shards]
+    parts = {shard.meta.split.part: shard.path for shard in shards if shard.meta.split}
+    if len(parts) > 1:
+        told = f"{parts['val']} holds images held out from training, {parts['train']} training images"
+        raise UserError(f"{told}: give a pattern that leaves one kind out")
     counts = np.array([meta.count for meta in metas])
     means, deviations = (np.array([getattr(meta, name) for meta in metas]) for name in ("mean", "std"))
     share = counts / counts.sum()
@@ -186,8 +190,10 @@ def copy_of(place: Path) -> Path:
     changed. Raises UserError for images that only packing, which has options for it, can make a data set of.
     """
     with bounded.reading(place, "give a folder, or a zip file, of images"):
-        files = [Path(folder, name) for folder, _, names in os.walk(place) for name in names] or [place]
-        states = sorted((os.path.relpath(file, place), *state_of(file.stat())) for file in files)
+        names = walk(place)[0] if place.is_dir() else ["."]
+        states = sorted(
+            (name, *state_of((place / name).stat(follow_symlinks=(place / name).exists()))) for name in names
+        )
     of_place = _digest(str(place.resolve()))
     path = cache_folder() / "folders" / f"{of_place}-{_digest(states)}.lmdb"
     path = _kept(path, lambda: open_source(str(place)), None)
@@ -213,7 +219,7 @@ def _kept(path: Path, source: Callable[[], Source], known: list[Shard] | None) -
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("ab")
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        hold(lock, wait=True)
         if not _fits(path, known):
             with source() as opened:
                 _make(path, opened, known)

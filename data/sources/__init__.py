@@ -107,6 +107,8 @@ def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
     if name in NAMED:
         source = NAMED[name](side, place)
         source.splits = ("test", "train")
+        if os.path.isdir(spec):
+            source.remarks.append(f"{spec}: the data set of this name; for the folder give ./{spec}")
         return source
     if place is not None:
         raise UserError(f"--root does not apply to {spec}: it is for fashion-mnist, cifar10 and idx")

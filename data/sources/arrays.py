@@ -64,10 +64,11 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     source.splits = splits
     if labels is None:
         return source
-    if len(labels) != len(pixels) or labels.dtype.kind not in "iu":
+    marks = labels.size > len(pixels)
+    if len(labels) != len(pixels) or labels.dtype.kind not in "iu" or (marks and not np.isin(labels, (0, 1)).all()):
         told = f"{next(iter(others))} is {labels.dtype} {list(labels.shape)}"
-        raise UserError(f"{path}: {told}; give whole numbers, a row an image")
-    if labels.size == len(pixels):
+        raise UserError(f"{path}: {told}; give whole numbers, a row an image, of several 0 and 1")
+    if not marks:
         source.take_labels(path.name, list(map(str, labels.ravel().tolist())))
     else:
         rows, places = np.unique(labels.astype(bool), axis=0, return_inverse=True)

@@ -4,6 +4,7 @@ Shards are taken in order of name. Those with a split's name (`train-00000-of-00
 says that there are N of them.
 """
 
+import ast
 import itertools
 import json
 import re
@@ -22,7 +23,7 @@ import numpy as np
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
-from duetgan.data.lmdb.format import Shard, multi_hot
+from duetgan.data.lmdb.format import Shard, Split, multi_hot
 from duetgan.data.values import Content
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -77,6 +78,7 @@ class Source(AbstractContextManager["Source"]):
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     passport: Provenance | None = None  # of generated images, which a packed file goes on telling
+    split: Split | None = None  # likewise, of a part
     sets: Sequence[Sequence[int]] | None = None  # of classes, by label; None: a label is a class
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
@@ -171,7 +173,14 @@ class Source(AbstractContextManager["Source"]):
         kinds = len(self.classes if self.sets is None else self.sets)
         counts = self.by_class(np.bincount(self.labels(), minlength=kinds))
         if self.classes and not counts.all():
-            raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some")
+            remedy = "add some, or --against TRAIN.lmdb for held-out images"
+            raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; {remedy}")
+
+    def fill_classes(self, classes: Sequence[str]) -> None:
+        """Take these classes where they are the source's and others."""
+        if self.sets is None and set(self.classes) < set(classes):
+            places = [classes.index(name) for name in self.classes]
+            self.classes, self._labels = list(classes), np.array(places)[self._labels]
 
     def item_name(self, index: int) -> str:
         """Name of an image, also where it cannot be read."""
@@ -250,33 +259,32 @@ def numbered(
 ) -> tuple[list[str], list[int], list[str]]:
     """The classes of labels, the number of each label, and remarks.
 
-    Classes are in text order; labels are compared in Unicode's form NFC: "é" may be one character or two, as macOS
-    writes it, and looks the same. With `whole`, if all are whole numbers, the classes are "0" to the largest: UserError
-    for one that is negative or larger than the number of labels, with its one of `places`.
+    Classes are in text order, with `whole` in that of numbers if all are whole numbers: UserError for one below 0, with
+    its one of `places`. Labels are compared in Unicode's form NFC: "é" may be one character or two, as macOS writes it,
+    and looks the same.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     counts = Counter(spelled.values())
-    if whole and all(map(NUMBER.fullmatch, counts)):
-        numbers = list(map(int, labels))
-        low, high = min(numbers, default=0), max(numbers, default=-1)
-        if low < 0 or high >= len(numbers):
-            odd = low if low < 0 else high
-            told = f"label {odd}; labels are names, or whole numbers from 0 below the {len(numbers)} images"
-            raise UserError(f"{places[numbers.index(odd)] if places else where}: {told}")
-        return list(map(str, range(high + 1))), numbers, []
-    order = {name: number for number, name in enumerate(sorted(counts))}
+    numeric = whole and all(map(NUMBER.fullmatch, counts))
+    if numeric and (odd := next((label for label in labels if label.startswith("-")), None)):
+        place = places[labels.index(odd)] if places else where
+        raise UserError(f"{place}: label {odd}; labels are names, or whole numbers from 0")
+    order = {name: number for number, name in enumerate(sorted(counts, key=int if numeric else None))}
     twice = sorted(name for name, count in counts.items() if count > 1)
     remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
     return list(map(printable, order)), [order[spelled[label]] for label in labels], [remark] if twice else []
 
 
 def listed_labels(text: str) -> str | list[str]:
-    """The labels of a list, JSON's (`["cat", "dog"]`) or divided by ";" (`cat;dog`); of others the text itself."""
-    if text.startswith("["):
-        with suppress(ValueError, RecursionError):
-            content = json.loads(text)
-            if all(isinstance(label, str | int) and not isinstance(label, bool) for label in content):
-                return [str(label).strip() for label in content]
+    """The labels of a list, JSON's or Python's (`["cat", "dog"]`) or divided by ";" (`cat;dog`); of others the text
+    itself.
+    """
+    if text.startswith("[") and text.endswith("]"):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                content = read(text)
+                if all(isinstance(label, str | int) and not isinstance(label, bool) for label in content):
+                    return [str(label).strip() for label in content]
     return [label.strip() for label in text.split(";")] if ";" in text else text
 
 

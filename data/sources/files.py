@@ -73,6 +73,9 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         return
     if MANIFEST in source.ignored:
         source.ignored.remove(MANIFEST)
+        refuse_split(where, options.split)
+        if options.classes_from:
+            raise UserError(f"{where}: its classes are those of {MANIFEST}; leave --classes-from out")
         _by_manifest(source, f"{where}: {MANIFEST}")
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
@@ -179,7 +182,8 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _hidden(name: str) -> bool:
-    return any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/"))
+    drawn = name.endswith(".grid.png")  # by data.inspect
+    return drawn or any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/"))
 
 
 def _leads_out(name: str) -> bool:
@@ -300,14 +304,16 @@ def read_file(path: Path) -> bytes:
 
 
 def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
-    """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
+    """A folder of class folders or a flat folder."""
     source = LocalSource(folder, folder.name or str(folder), str(folder))
-    arrange(source, *_walk(folder), options)
+    arrange(source, *walk(folder), options)
     return source
 
 
-def _walk(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of all files and folders below `folder`, relative to it, with "/"; however deep they lie."""
+def walk(folder: Path) -> tuple[list[str], list[str]]:
+    """Names of all files and folders below `folder`, relative to it, with "/"; however deep they lie. Links are
+    followed, but one that leads to a folder above itself is a file.
+    """
     files: list[str] = []
     folders = [""]
     remedy = "check its permissions, or move its files to another place"
@@ -316,11 +322,14 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
             with os.scandir(folder / above) as entries:
                 for entry in entries:
                     name = f"{above}/{entry.name}" if above else entry.name
-                    if not entry.is_dir():
-                        files.append(name)
-                    elif not above or not entry.is_symlink():  # class folders may be links
-                        folders.append(name)
+                    inside = entry.is_dir(follow_symlinks=False)
+                    (folders if inside or _leads_on(folder / name) else files).append(name)
     return files, folders[1:]
+
+
+def _leads_on(path: Path) -> bool:
+    """Whether it is a link to a folder in which it does not lie."""
+    return path.is_symlink() and path.is_dir() and not any(map(path.samefile, path.absolute().parents))
 
 
 class ZipSource(ListedSource):

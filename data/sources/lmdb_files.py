@@ -55,7 +55,12 @@ class PackedSource(Source):
         levels = (side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size)
         reader.resolution = next(levels, reader.resolution)
         super().__init__(path.name, list(reader.classes), reader.spec)
-        self.ranged, self.passport, self.sets = True, reader.meta.passport, reader.meta.sets
+        self.ranged, self.passport, self.sets, self.split = (
+            True,
+            reader.meta.passport,
+            reader.meta.sets,
+            reader.meta.split,
+        )
         self._labels, self._names = reader.labels(), functools.cache(reader.names)
 
     def content(self, index: int) -> np.ndarray | Values:

@@ -19,7 +19,15 @@ from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
-PATHS = ("path", "file", "filename", "image")  # names of the column of paths; the first that is there
+PATHS = (
+    "path",
+    "file",
+    "filename",
+    "file_name",
+    "filepath",
+    "image",
+    "image_path",
+)  # names of the column of paths; the first that is there
 
 
 @dataclass
@@ -94,6 +102,9 @@ def _parse(path: Path, label_column: str | None, source: LocalSource) -> tuple[C
         for place, counts in others.items():
             if len(counts) <= base.MOST_VALUES:
                 counts[fields[place].strip()] += 1
+    for place, counts in others.items():
+        if "split" not in columns and len(counts) > 1 and all(map(base.split_name, counts)):
+            raise UserError(f"{path}: the column {names[place]} names splits; call it split, or remove it")
     if "label" not in columns and label_column is None:
         source.remarks += base.looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
     return columns, rows
@@ -158,6 +169,8 @@ def _without_repeats(path: Path, rows: list[Row], problems: list[base.Problem]) 
         for what, same in (("label", known.number == row.number), ("split", known.split == row.split)):
             if not same:
                 one, other = (getattr(each, what) or "none" for each in (known, row))
-                raise UserError(f"{path} line {row.line}: {row.path} has {what} {other}, in line {known.line} {one}")
+                several = "; several in one row: a;b" if what == "label" else ""
+                where = f"{path} line {row.line}: {row.path}"
+                raise UserError(f"{where} has {what} {other}, in line {known.line} {one}{several}")
         problems.append(base.Problem(f"{path} line {row.line}", f"repeats {row.path} of line {known.line}"))
     return list(first.values())

@@ -291,9 +291,6 @@ def open_arrow(path: Path, options: base.SourceOptions) -> TableSource:
         chosen = base.choose_split(path, options.split, splits)
     source = TableSource(path, options, _shards(path / chosen))
     source.name, source.splits = f"{path.name} {chosen}", tuple(sorted(splits))
-    others = [name for name in source.splits if name != chosen]
-    if options.split is None and others:
-        source.remarks.append(f"{path}: its split {chosen} is packed; others: --split {' or '.join(others)}")
     return source
 
 

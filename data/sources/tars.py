@@ -22,6 +22,7 @@ from duetgan.data.sources.base import (
     Problem,
     SourceOptions,
     choose_shards,
+    listed_labels,
     looks_like_labels,
     refuse_split,
 )
@@ -117,7 +118,8 @@ class TarSource(ListedSource):
         self._images = [sample.images[0] for sample in samples]
         self.take_names([member.name for member in self._images])
         if column is not None:
-            self.take_labels(self.where, [sample.notes[column] for sample in samples])
+            places = [self._place_name(member) for member in self._images]
+            self.take_labels(self.where, [listed_labels(sample.notes[column]) for sample in samples], places)
 
     def _samples(self, parts: list[tuple[re.Match[str], Member]], asked: str | None) -> Iterator[Sample]:
         """Files of one name that lie one after the other."""
@@ -148,8 +150,9 @@ class TarSource(ListedSource):
             sample.notes[suffix] = text
         elif isinstance(document, dict):
             for name, value in document.items():
-                if isinstance(value, (str, int)) and (fields is None or name in fields):
-                    sample.notes.setdefault(name, str(value).strip())
+                if isinstance(value, (str, int, float, list)) and (fields is None or name in fields):
+                    text = json.dumps(value) if isinstance(value, list) else str(value)
+                    sample.notes.setdefault(name, text.strip())
 
     def _label_of(self, samples: Sequence[Sample], asked: str | None) -> str | None:
         """The note that is a sample's label, or None: unlabelled; adds remarks. Raises UserError if it is unclear."""

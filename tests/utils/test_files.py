@@ -1,11 +1,28 @@
+import errno
+import fcntl
 import subprocess
 import sys
 
 import pytest
 
 from duetgan.utils.errors import UserError
-from duetgan.utils.files import check_writable, replace_file, write_atomic
+from duetgan.utils.files import check_writable, hold, replace_file, write_atomic
 from tests.conftest import assert_raises
+
+
+def test_a_file_is_held_alone_and_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
+        assert [hold(first), hold(second)] == [True, False]
+        assert capsys.readouterr().err == ""
+
+        def none(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", none)
+        assert hold(second)
+    assert capsys.readouterr().err == (
+        "warning: no file can be locked (No locks available): run one process alone here\n"
+    )
 
 
 @pytest.mark.parametrize("cut_short", ["fsync", "replace"])

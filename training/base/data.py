@@ -127,7 +127,7 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
     if held_out is None:
         return
     held_out.label_numbers()
-    path, remedy = config.data.val_path, "pack both alike"
+    path, remedy = config.data.val_path, "pack both alike, floats with one --range"
     require_same_images(path, held_out, config.data.path, training, remedy, scaled=scaled)
     if collectives.is_main():
         _warn_of_leaks(training, held_out)
@@ -149,6 +149,12 @@ def require_same_images(
 
 
 def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
+    ours, theirs = training.meta, held_out.meta
+    if len({meta.resize_filter.split("+2x2")[0] for meta in (ours, theirs)} - {"none"}) > 1:
+        say(f"warning: {held_out.path} is of {theirs.resize_filter}, {training.path} of {ours.resize_filter}")
+    if ours.spec.size != theirs.spec.size:
+        say("warning: whether held-out images are training images too is not checked: they have other sizes")
+        return
     try:
         leaked = int(np.isin(held_out.signatures()["digest"], training.signatures()["digest"]).sum())
     except DamageError as error:

@@ -1,7 +1,6 @@
 """The run folder: who may write into it, its status file, its config, its metrics."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from typing import Any
 from duetgan.utils.config.build import differences
 from duetgan.utils.config.yaml_files import Tree, read_yaml, save_yaml
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.files import as_json, replace_file
+from duetgan.utils.files import as_json, hold, replace_file
 
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
 BREAKING = re.compile(
@@ -62,14 +61,11 @@ class RunFolder:
             self._made = [path for path in (file, *file.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            held = hold(lock)
+        if not held:
             owner = os.read(lock, 32).decode(errors="replace").strip()
             os.close(lock)
-            raise UserError(
-                f"{self.path}: another run (process {owner}) is writing here; choose another --run-dir"
-            ) from error
+            raise UserError(f"{self.path}: another run (process {owner}) is writing here; choose another --run-dir")
         if not file.exists() or not os.path.samestat(os.fstat(lock), file.stat()):  # its owner has just removed it
             os.close(lock)
             return self.open()

@@ -85,6 +85,9 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> 
         add_image(writer, np.zeros((8, 8, 1), np.uint8))
         assert list((tmp_path / "new" / "deep").iterdir())
     assert list(tmp_path.iterdir()) == []
+    with LMDBWriter(tmp_path / "new" / "x.lmdb", GREY, classes=[]):
+        (tmp_path / "new" / "other.lmdb").touch()  # another process's
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["other.lmdb"]
 
 
 def test_existing_file_needs_overwrite_and_one_writer(packed: Path, tmp_path: Path) -> None:

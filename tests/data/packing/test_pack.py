@@ -188,6 +188,13 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     pack(open_source(str(photos)), tmp_path / "train.lmdb", duplicates=False)
     against = ("--against", str(tmp_path / "train.lmdb"))
     assert packed(photos, *against).classes == ["cat", "dog"]
+    (photos / "cat").rename(tmp_path / "cat")
+    part = packed(photos, *against)
+    assert (part.classes, part.meta.histogram, set(part.labels())) == (["cat", "dog"], [0, len(part)], {1})
+    (tmp_path / "list.csv").write_text("path,label,split\nphotos/dog/a.png,dog,train\nphotos/dog/b.png,cat,val\n")
+    refused(tmp_path / "list.csv", "class dog has no images; add some, or --against TRAIN.lmdb", "--split", "val")
+    assert packed(tmp_path / "list.csv", "--split", "val", *against).meta.histogram == [1, 0]
+    (tmp_path / "cat").rename(photos / "cat")
     save(photos / "emu" / "a.png")
     refused(photos, r"photos: its classes are not those of .*train\.lmdb: emu only here; labels would", *against)
     (tmp_path / "flat").mkdir()

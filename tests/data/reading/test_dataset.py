@@ -21,11 +21,13 @@ from duetgan.data.lmdb.format import CODEC_JPEG
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.pack import pack
 from duetgan.data.reading import dataset as dataset_module
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.data.records import add_image, make_record, pack_arrays
+from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
@@ -257,6 +259,13 @@ def test_shards_that_do_not_fit_and_patterns_without_files_are_named(tmp_path: P
             Dataset([first, other])
     assert_raises(UserError, r"train-\*\.lmdb: no file matches this pattern", Dataset, tmp_path / "train-*.lmdb")
     assert_raises(UserError, "name at least one", Dataset, [])
+    pack_arrays(tmp_path / "all.lmdb", sample_images(6), [0, 1, 2] * 2, CLASSES)
+    with open_source(str(tmp_path / "all.lmdb")) as source:
+        pack(source, tmp_path / "train.lmdb", val_share=0.5, duplicates=False)
+    with open_source(str(tmp_path / "train-val.lmdb")) as source:  # what a part is stays known
+        pack(source, tmp_path / "train-again.lmdb", duplicates=False)
+    told = "train-again.lmdb holds images held out from training, .*train.lmdb training images"
+    assert_raises(UserError, told, Dataset, [tmp_path / "train.lmdb", tmp_path / "train-again.lmdb"])
     odd = tmp_path / "a[1].lmdb"  # a file of this name wins over the pattern
     pack_arrays(odd, sample_images(3))
     assert len(Dataset(odd)) == 3

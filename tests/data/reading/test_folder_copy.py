@@ -48,6 +48,9 @@ def test_the_copy_is_made_anew_when_the_folder_has_changed(
     Dataset(Path(os.path.relpath(photos)))
     assert "packed once" not in capsys.readouterr().err
     image = next(photos.rglob("*.png"))
+    (photos / "notes.txt").symlink_to("nowhere")
+    (photos / "linked").symlink_to(image.parent.rename(photos.parent / "elsewhere"))
+    image = photos.parent / "elsewhere" / image.name
     os.utime(image, ns=(0, 0))
     Dataset(photos)
     (second,) = own_cache.glob("*.lmdb")

@@ -168,7 +168,6 @@ SPLIT: dict[str, bytes | str] = {
 }
 SHARDS: dict[str, dict[str, dict[str, bytes | str]]] = {  # else: one whole tar
     "broken image": {"a.tar": WHOLE | {"000002.jpg": content_of(2)[:60]}},
-    "no class": {"a.tar": WHOLE | {"000001.cls": "3", "000003.cls": "3"}},
     "unclear": {"a.tar": samples("{}", *('{"kind": "a"}', '{"kind": "b"}') * 2, suffix="json")},
     "split inside": {"a.tar": SPLIT},
     "compressed": {"a.tar.gz": WHOLE},
@@ -188,7 +187,6 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
     [
         ("link", r"a.tar:../../\x1b[31mevil\n.jpg is a link; put the file itself into the tar: fix it, or pack the"),
         ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
-        ("no class", "class 1 has no images"),
         ("unclear", "pass --label-column kind: only data.pack has that option: pack the images, and train from the"),
         ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
         ("compressed", "a.tar.gz is compressed, so that no image can be found in it: make it a .tar, as gunzip does"),

@@ -12,6 +12,7 @@ from duetgan.data.errors import ImageError
 from duetgan.data.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import open_source
+from duetgan.data.values import channels_last
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.sources.source_files import refused
@@ -25,6 +26,14 @@ def packed(path: Path, **options: Any) -> Dataset:
     with open_source(str(path), **options) as source:
         pack(source, path.with_suffix(".lmdb"), size="10x8", duplicates=False)
     return Dataset(path.with_suffix(".lmdb"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((3, 32, 32), 3), ((1, 28, 28), 1), ((16, 8, 8), 16), ((32, 32, 3), 3), ((8, 8, 13), 13), ((4, 6, 5), 5)],
+)
+def test_which_axis_holds_channels(shape: tuple[int, ...], channels: int) -> None:
+    assert channels_last(np.zeros((2, *shape)), many=True).shape[-1] == channels
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -95,6 +104,7 @@ def test_archives_that_hold_something_else(tmp_path: Path) -> None:
         ({"a": IMAGES, "b": np.zeros(5, int)}, "b is int64"),
         ({"a": IMAGES, "b": np.zeros(6)}, "b is float64"),
         ({"a": IMAGES, "b": np.full(6, -3)}, "label -3"),
+        ({"a": IMAGES, "b": np.full((6, 2), 3)}, "of several 0 and 1"),
     ):
         refused(npz(tmp_path / "x.npz", **arrays), told)
     refused(npz(tmp_path / "x.npz", a=IMAGES), "has no arrays with its name", split="test")

@@ -55,7 +55,7 @@ def test_class_folders(photos: Path, tmp_path: Path, kind: str) -> None:
 
 
 def test_flat_is_unlabelled(tmp_path: Path) -> None:
-    for name in ("b.png", "a.png"):
+    for name in ("b.png", "a.png", "x.grid.png"):  # the last one as data.inspect draws it
         save(tmp_path / "photos" / name)
     for where in (tmp_path / "photos", zipped(tmp_path / "photos", tmp_path / "photos.zip")):
         with open_source(str(where)) as source:
@@ -70,6 +70,13 @@ def test_wrapping_and_linked_folders_and_splits_that_are_not_there(photos: Path,
     save(tmp_path / "elsewhere" / "e.png")
     os.symlink(tmp_path / "elsewhere", photos / "emu")
     assert open_source(str(photos)).classes == ["cat", "dog", "emu"]
+    (photos / "cat" / "more").symlink_to(tmp_path / "elsewhere")
+    for name, target in (("all", photos), ("self", "self"), ("gone", "nowhere")):
+        (photos / "dog" / name).symlink_to(target)
+    (photos / "emu" / "back").symlink_to(photos)
+    with open_source(str(photos)) as source:
+        assert [source.names[0], source.names[2], len(source)] == ["cat/a.png", "cat/more/e.png", 6]
+        assert source.ignored == ["cat/more/back", "dog/all", "dog/gone", "dog/self", "emu/back"]
     refused(photos, "no split folders: leave --split out", split="test")
     save(tmp_path / "other" / "train" / "cat" / "a.png")
     refused(tmp_path / "other", "no test split, only train", split="test")
@@ -153,7 +160,7 @@ def test_stylegan_zip(tmp_path: Path) -> None:
         (dataset_json([["other.png", 0]])["dataset.json"], "do not match"),
         (dataset_json([["img.png", 0.5]])["dataset.json"], "label of img.png is 0.5"),
         (dataset_json([["img.png", -1]])["dataset.json"], "img.png: label -1; labels are names, or whole"),
-        (dataset_json([["img.png", 7]])["dataset.json"], "img.png: label 7; labels are names, or whole"),
+        (dataset_json([["img.png", -7]])["dataset.json"], "img.png: label -7; labels are names, or whole"),
         (
             dataset_json([["img.png", 0], ["img.png", 1]])["dataset.json"],
             "gives img.png the labels 0 and 1: remove one",
@@ -326,6 +333,8 @@ def test_manifest_labels_and_split(tmp_path: Path) -> None:
     assert open_source(manifest(tmp_path, "path\na.png\n")).classes == []
     source = open_source(manifest(tmp_path, "path,label\na.png,2\nb.png,0\ndeep/c.png,1\n"))
     assert (source.classes, source.labels().tolist()) == (["0", "1", "2"], [2, 0, 1])
+    source = open_source(manifest(tmp_path, "path,label\na.png,10\nb.png,9\ndeep/c.png,101\n"))
+    assert (source.classes, source.labels().tolist()) == (["9", "10", "101"], [1, 0, 2])
     source = open_source(manifest(tmp_path, "path,label\na.png,10\nb.png,9\ndeep/c.png,x\n"))
     assert (source.classes, source.labels().tolist()) == (["10", "9", "x"], [0, 1, 2])
     where = manifest(tmp_path, "path,label,split\na.png,dog,Train\nb.png,cat,val\ngone.png,emu,val\n")
@@ -368,9 +377,10 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
         ("path,lable\na.png,x\n", r"line 1: no column label .did you mean 'lable'"),
         ("path,path\na.png,x\n", "column path appears 2 times"),
         ("path,label\na.png,-1\nb.png,0\n", "line 2: label -1"),
-        ("path,label\na.png,7\n", "line 2: label 7; labels are names, or whole numbers from 0 below the 1 images"),
+        ("path,label\na.png,-7\n", "line 2: label -7; labels are names, or whole numbers from 0"),
         ("path,label\na.png,x\na.png,y\n", "line 3: a.png has label y, in line 2 x"),
         ("path,split\na.png,train\na.png,test\n", "line 3: a.png has split test, in line 2 train"),
+        ("path,set\na.png,train\nb.png,Test\n", "the column set names splits; call it split, or remove it"),
         ("path,split\na.png,trian\n", "line 2: split 'trian' .did you mean 'train'"),
         ('path,label\n"a.png,x\n', "line 2 cannot be read"),
         ("path,label\na.png,ü\n", "is not UTF-8"),
@@ -380,7 +390,7 @@ def test_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
     refused(manifest(tmp_path, text, "latin-1"), message)
 
 
-@pytest.mark.parametrize("column", ["path", "file", "filename", "image"])
+@pytest.mark.parametrize("column", ["path", "file", "filename", "image", "file_name"])
 def test_the_usual_names_of_the_column_of_paths(tmp_path: Path, column: str) -> None:
     """J30: `path` alone was known."""
     with open_source(manifest(tmp_path, f"{column};label\ndeep/c.png;dog\nb.png;cat\n")) as source:

@@ -146,6 +146,9 @@ def test_leaks_are_counted(folder, capsys, monkeypatch):
     assert error.startswith("warning: 3 of the 7 images of ")
     assert error.count("\n") == 1
     assert f"`python -m data.duplicates {folder}/train.lmdb {folder}/mixed.lmdb`" in error
+    pack_arrays(folder / "larger.lmdb", sample_images(4, side=16), [0, 1, 2, 0], CLASSES)
+    opened(config_of(folder, val_path=str(folder / "larger.lmdb"), resolution=8))
+    assert "is not checked: they have other sizes" in capsys.readouterr().err
     monkeypatch.setattr("duetgan.utils.distributed.collectives.is_main", lambda: False)
     opened(config_of(folder, val_path=str(folder / "mixed.lmdb")))
     assert capsys.readouterr().err == ""
