@@ -295,7 +295,7 @@ def make_parser() -> Parser:
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
     most = "what skip leaves out at most; default: 100 or 1 %%, if more"
     add("--max-skipped", type=number(int, 0), metavar="N", help=most)
-    add("--against", type=Path, metavar="OTHER.lmdb", help="refuse other classes than its; report images in both")
+    add("--against", type=Path, metavar="OTHER.lmdb", help="take its classes, refuse others; report images in both")
     add("--apart", type=Path, metavar="OTHER.lmdb", help="leave out images that it holds, or that look like one of its")
     add("--similar", action="store_true", help="also report images that look alike")
     add("--drop-duplicates", action="store_true", help="keep only the first of equal images")

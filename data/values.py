@@ -150,7 +150,7 @@ def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
     raise ImageError(f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels")
 
 
-def _check_shape(height: int, width: int, channels: int) -> None:
+def check_shape(height: int, width: int, channels: int) -> None:
     """Raise ImageError for what no image has."""
     check_size((height, width), None)
     if min(height, width) < MIN_SIDE:
@@ -163,7 +163,7 @@ def known(array: np.ndarray) -> np.ndarray:
     """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change them, for numbers
     that are not finite, and for sizes that no image has.
     """
-    _check_shape(*array.shape)
+    check_shape(*array.shape)
     kept = array.dtype.newbyteorder("=")
     if kept.name not in RANGES:
         if kept.kind == "f" and (np.abs(array) > np.finfo(np.float32).max).any():
@@ -223,7 +223,7 @@ def page_values(page: Any, size: int) -> Values:
         if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
             raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
         samples = math.prod(shape) // max(1, page.imagelength * page.imagewidth)
-        _check_shape(page.imagelength, page.imagewidth, samples)
+        check_shape(page.imagelength, page.imagewidth, samples)
         if page.tags.get(274) is not None and page.tags[274].value != 1:
             raise ImageError("is stored turned (orientation); save it upright")
         _check_segments(page, size)

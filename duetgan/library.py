@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import PIL.Image
@@ -130,8 +130,12 @@ class Generator(nn.Module):
     ) -> Samples:
         """`n` images. The same seed gives the same images, however many are drawn.
 
-        Raises UserError for an unknown class, and for a truncation that the generator cannot do.
+        Raises UserError for no image, an unknown class, and for a truncation that the generator cannot do.
         """
+        if n < 1 or noise not in get_args(NoiseMode):
+            raise UserError(
+                f"sample: {n} images with noise {noise!r}; give 1 or more, {', '.join(get_args(NoiseMode))}"
+            )
         sampler = self._sampler(classes, seed, truncation_psi=psi, noise_mode=noise)
         names = [self.label_names[label] for label in sampler.classes(range(n))]
         return Samples(sampler.images(range(n)), names, seed, sampler.indices(range(n)))
@@ -161,6 +165,8 @@ class Generator(nn.Module):
 
         Raises UserError for a generator without w.
         """
+        if space not in ("w", "w+") or features not in ("resnet50", "pixels", None):
+            raise UserError(f"project: space {space!r} is w or w+, features {features!r} resnet50 or pixels")
         target = self.transform.pixels(image)[None]
         sampler = self._sampler(classes, seed)
         config = ProjectionConfig(space="both" if space == "w+" else "w", steps=steps, features=features)
@@ -168,6 +174,8 @@ class Generator(nn.Module):
 
     def _sampler(self, classes: str | Sequence[str] | None, seed: int, **options: Any) -> Sampler:
         names = [classes] if isinstance(classes, str) else self.label_names if classes is None else classes
+        if not names and classes is not None:
+            raise UserError("classes: none is named; give one or more, or None for all")
         chosen = [label_of(name, self.label_names, "classes") for name in names]
         return Sampler(generator=self.network, chosen=chosen, seed=seed, batch_size=BATCH, **options)
 

@@ -27,6 +27,7 @@ from duetgan.inference.settings import ProjectionConfig
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
+from duetgan.metrics.lineage import data_of
 from duetgan.models.restore import classifier_from, generator_from, read
 from duetgan.reporting import figures
 from duetgan.reporting.compare import shared_charts
@@ -267,7 +268,9 @@ def spoke_for(shown: Shown, content: bytes, data: str | None = None) -> dict[str
     """
     image = Transform.of(shown.checkpoint).read(content)
     label = int(judge_images(shown.model, image[None])[0].argmax())
-    files, path = tuple(checkpoint_files(str(shown.path))), data or training_images(shown)
+    files, path = tuple(checkpoint_files(str(shown.path))), data or data_of(shown.checkpoint, "path")
+    if not isinstance(path, str):
+        raise UserError(f"{shown.name}: its config names no file of training images; start with --data X.lmdb")
     with dataset_for_model(path, shown.checkpoint) as reader:
         check_data(reader, shown.checkpoint, path)
         few = len(reader) * len(files) <= MOST_KEPT
@@ -290,14 +293,3 @@ def _parts(shown: Shown, files: Sequence[Path], reader: Dataset) -> Iterator[Par
 def _kept(shown: Shown, files: Sequence[Path], path: str) -> list[Part]:
     with dataset_for_model(path, shown.checkpoint) as reader:
         return list(_parts(shown, files, reader))
-
-
-def training_images(shown: Shown) -> str:
-    """The packed file that the config names: seen from here, else beside the run, where a quickstart lays it. Raises
-    UserError where none is named.
-    """
-    named = (shown.checkpoint["config"].get("data") or {}).get("path")
-    if named is None:
-        raise UserError(f"{shown.name}: its config names no training images; start with --data X.lmdb")
-    beside = shown.path.resolve().parent / "data" / Path(named).name
-    return str(beside) if beside.exists() and not Path(named).exists() else str(named)

@@ -21,7 +21,7 @@ from duetgan.data.images import fit, trained_mode
 from duetgan.data.sources import is_source, open_images
 from duetgan.data.sources.base import Source
 from duetgan.data.sources.files import LocalSource, read_file
-from duetgan.data.values import Content, Values, bring, decode_image, known, of_pillow
+from duetgan.data.values import Content, Values, bring, check_shape, decode_image, known, of_pillow
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
@@ -74,7 +74,11 @@ class Transform:
 
 def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
     """An array or a tensor as an array [H, W, C]; with `plain` C is 1 or 3."""
-    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
+    if isinstance(image, Tensor):
+        image = image.detach().float() if image.is_floating_point() else image
+        array = image.cpu().numpy()
+    else:
+        array = np.asarray(image)
     if array.ndim == 2:
         array = array[:, :, None]
     elif isinstance(image, Tensor) and array.ndim == 3:
@@ -82,6 +86,7 @@ def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
     if array.ndim != 3 or (plain and array.shape[2] not in (1, 3)):
         layout = "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
         raise ImageError(f"is of shape {list(image.shape)}; give {layout}{' with 1 or 3 channels' * plain}")
+    check_shape(*array.shape)
     return array
 
 
@@ -163,6 +168,6 @@ def _part(name: str) -> Source | list[str]:
         return files
     if path.suffix.lower() == ".txt":
         with bounded.reading(path, "give a list of images, a line each"):
-            lines = bounded.read_file(path, bounded.TABLE).decode().splitlines()
+            lines = os.fsdecode(bounded.read_file(path, bounded.TABLE)).splitlines()
         return [str(path.parent / line.strip()) for line in lines if line.strip()]
     return open_images(name) if is_source(path) else [name]

@@ -185,7 +185,10 @@ def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Si
 
 @contextmanager
 def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object]], object]]:
-    with building(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+    with (
+        building(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         writer = csv.writer(file)
         writer.writerow(head)
         yield writer.writerow
@@ -208,8 +211,11 @@ def sorter(folder: Path) -> Sink:
         label = label if label.strip(".") else f"_{label}"  # a checkpoint's word: it must not lead out of the folder
         place = folder / label / path.name.replace(":", "_")
         if path.is_file():
+            target = path.resolve()
+            link = unused(place, lambda each: os.path.lexists(each) and each.resolve() != target)
             with writing(place):
-                unused(place, os.path.lexists).symlink_to(path.resolve())
+                if not link.is_symlink():  # from an earlier run
+                    link.symlink_to(target)
             return
         content = given.content()
         if isinstance(content, bytes):

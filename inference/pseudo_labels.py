@@ -23,8 +23,8 @@ def parser() -> Parser:
     add_model_options(options)
     add("--data", required=True, metavar="X.lmdb", help="the images without labels")
     add("--labelled", metavar="X.lmdb", help="images with labels, which come first with their own")
-    add("--spread", action="store_true", help="by neighbours of --labelled in its features; threshold: a share, 0.5")
-    add("--threshold", type=number(float, 0, 1), default=THRESHOLD, metavar="P", help="least probability")
+    add("--spread", action="store_true", help="by neighbours of --labelled in its features; threshold: a share")
+    add("--threshold", type=number(float, 0, 1), metavar="P", help=f"least probability ({THRESHOLD}), or share (0.5)")
     add("--out", required=True, type=file(".lmdb"), metavar="FILE.lmdb", help="the file to make")
     add("--overwrite", action="store_true", help="replace it if it exists")
     add("--json", action="store_true", help="print one JSON document instead of lines")
@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     if options.spread and not options.labelled:
         raise UserError("--spread needs the images whose labels spread: give --labelled X.lmdb")
+    if options.threshold is None:
+        options.threshold = 0.5 if options.spread else THRESHOLD
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.data.lmdb.writer import check_target
     from duetgan.data.reading.dataset import dataset_for_model

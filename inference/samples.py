@@ -120,7 +120,8 @@ def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) 
         return list(range(len(classes)))[:most]
     if not classes:
         raise UserError(f"--classes {names}: this generator is unconditional and has none; leave it out")
-    chosen = [label_of(part.strip(), classes, "--classes") for part in names.split(",")]
+    parts = [names] if names in classes else names.split(",")
+    chosen = [label_of(part.strip(), classes, "--classes") for part in parts]
     if len(set(chosen)) < len(chosen):
         raise UserError(f"--classes {names}: a class is named twice; name it once")
     return chosen

@@ -49,6 +49,8 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
         if generator.classes:
             require_same_classes("the generator", checkpoint["classes"], "the images", reader.classes)
         train = _training_images(checkpoint, reader)
+        if options.searched == 0:
+            raise UserError("--audit is a search: leave --searched 0 out")
     searched, seed, n = options.searched or SEARCHED, options.seed, options.n or GAN_IMAGES
     size: int = options.batch_size
     with train:

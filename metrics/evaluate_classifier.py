@@ -42,6 +42,7 @@ from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.seeding import numpy_generator
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
@@ -60,25 +61,34 @@ def classify(
     reader: Dataset,
     *,
     batch_size: int = 256,
-    limit: int | None = None,  # only the first so many images
+    records: np.ndarray | None = None,  # int64 [n]; None: all
     what: str = "",  # the images on a progress bar; empty: there is none
 ) -> Tensor:
     """Logits of every image of a file exactly once, in their order: float32 [n, K] on rank 0, none elsewhere."""
+    records = np.arange(len(reader)) if records is None else records
 
     def work(rows: range) -> Tensor:
-        return logits_of(classifier, read_batch(reader, np.arange(rows.start, rows.stop)).images)
+        return logits_of(classifier, read_batch(reader, records[rows.start : rows.stop]).images)
 
-    count = len(reader) if limit is None else min(limit, len(reader))
-    parts = shared_pass(count, work, side=reader.spec.side, batch_size=batch_size, what=what)
+    parts = shared_pass(len(records), work, side=reader.spec.side, batch_size=batch_size, what=what)
     return torch.cat([torch.empty(0, classifier.classes), *parts])
 
 
-def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor) -> Answers:
-    """The classifier's answers to the first images of a file."""
+def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor, records: np.ndarray | None = None) -> Answers:
+    """The classifier's answers to these records of a file; None: to all."""
+    records = np.arange(len(reader)) if records is None else records
     if classifier.thresholds is not None:
-        hot = torch.from_numpy(reader.meta.multi_hot[reader.label_numbers()[: len(logits)]])
-        return LabelAnswers(logits, hot, reader.classes, classifier.thresholds.cpu())
-    return Answers(logits, torch.from_numpy(reader.labels()[: len(logits)].astype(np.int64)), reader.classes)
+        hot = torch.from_numpy(reader.meta.multi_hot[reader.label_numbers()[records]])
+        return LabelAnswers(logits, hot, reader.classes, classifier.thresholds.cpu(), records=records)
+    labels = torch.from_numpy(reader.labels()[records].astype(np.int64))
+    return Answers(logits, labels, reader.classes, records=records)
+
+
+def drawn(reader: Dataset, n: int | None, seed: int) -> np.ndarray:
+    """n records by the key (seed, "eval", "classifier"), in their order; None: all. Files are often packed class by
+    class, so the first n are no sample.
+    """
+    return np.sort(numpy_generator(seed, "eval", "classifier").permutation(len(reader))[:n])
 
 
 def check_classes(classifier: Classifier, reader: Dataset) -> None:
@@ -110,22 +120,24 @@ def evaluate_classifier(
     return collectives.from_main_process(lambda: measured(rows, answers_of(classifier, reader, logits), {}))
 
 
-def corrupted_hits(classifier: Classifier, reader: Dataset, *, seed: int, limit: int | None, batch_size: int) -> Tensor:
+def corrupted_hits(
+    classifier: Classifier, reader: Dataset, *, seed: int, records: np.ndarray, batch_size: int
+) -> Tensor:
     """Numbers of images predicted correctly, int64 [corruptions, STRENGTHS] in the order of CORRUPTIONS, on rank 0."""
 
     def work(rows: range) -> Tensor:
-        batch = read_batch(reader, np.arange(rows.start, rows.stop))
+        these = records[rows.start : rows.stop]
+        batch = read_batch(reader, these)
         hits = torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64)
         for row, corruption in enumerate(CORRUPTIONS.values()):
             for column in range(STRENGTHS):
-                each = zip(batch.images.numpy(), rows, strict=True)
+                each = zip(batch.images.numpy(), these.tolist(), strict=True)
                 spoiled = np.stack([corruption(image, column + 1, seed=seed, index=index) for image, index in each])
                 predicted = logits_of(classifier, torch.from_numpy(spoiled)).argmax(1)
                 hits[row, column] = (predicted == batch.labels).sum()
         return hits
 
-    count = len(reader) if limit is None else min(limit, len(reader))
-    parts = shared_pass(count, work, side=reader.spec.side, batch_size=batch_size, what="corrupted images")
+    parts = shared_pass(len(records), work, side=reader.spec.side, batch_size=batch_size, what="corrupted images")
     return sum(parts, torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64))
 
 
@@ -146,15 +158,17 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
             require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
         check_classes(classifier, reader)
         others = open_others(options.ood, checkpoint, reader) if options.ood else None
-    how: dict[str, Any] = {"limit": options.n, "batch_size": options.batch_size}
+    n, seed, records = options.n, options.seed, drawn(reader, options.n, options.seed)
+    how: dict[str, Any] = {"records": records, "batch_size": options.batch_size}
     with others or nullcontext():
         logits = classify(classifier, reader, **how, what="images")
-        hits = corrupted_hits(classifier, reader, seed=options.seed, **how) if options.robustness else None
+        hits = corrupted_hits(classifier, reader, seed=seed, **how) if options.robustness else None
+        how["records"] = drawn(others, n, seed) if others else None
         outside = classify(classifier, others, **how, what="images of others") if others else None
 
     def finish() -> dict[str, Any]:
-        answers = answers_of(classifier, reader, logits)
-        document = speed | _written(checkpoint, reader, out, answers, options.seed)
+        answers = answers_of(classifier, reader, logits, records)
+        document = speed | _written(checkpoint, reader, out, answers, seed)
         if not isinstance(answers, LabelAnswers):
             found = save_evidence(restored, reader, answers, out / "evidence.png")
             document["images"] += ["evidence.png"] * found
@@ -164,7 +178,7 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
             document["notes"]["probe"] = f"it began as a logistic regression on its features: {sure}"
         if hits is not None:
             document["robustness"] = robustness(hits, document["n"], reader.spec.side)
-            save_corruptions(reader.read([0])[0][0], out / "robustness.png", seed=options.seed)
+            save_corruptions(reader.read([0])[0][0], out / "robustness.png", seed=seed)
             document["images"].append("robustness.png")
         if others is not None and outside is not None:
             document["ood"] = {"data": others.path, **outliers(logits, outside)}
@@ -214,10 +228,10 @@ def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[st
 def _written(checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answers, seed: int) -> dict[str, Any]:
     """The document, once everything that goes beside it is written."""
     figures, kept = document_of(answers, seed=seed)
-    train, _ = training_images(checkpoint)
+    train, why = training_images(checkpoint)
     with train or nullcontext():
         sure = figures["exact_match_interval" if isinstance(answers, LabelAnswers) else "accuracy_interval"]
-        notes = few_images(figures["n"], interval=sure) | leaks(reader, train)
+        notes = few_images(figures["n"], interval=sure) | leaks(reader, train, why)
     images = ["mistakes.png"] if save_mistakes(reader, answers, out / "mistakes.png") else []
     if not isinstance(answers, LabelAnswers):
         save_confusion(figures["confusion"], reader.classes, out / "confusion.png")

@@ -259,7 +259,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
                 pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
-            notes = document["notes"] | leaks(reader, train)
+            notes = document["notes"] | leaks(reader, train, why)
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
             notes |= flattered(extractors, learnt_from)

@@ -81,9 +81,10 @@ def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 
     wrong = surest(~answers.hits, answers)[:size].tolist()
     if wrong:
         true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
-        rows = zip(wrong, true, predicted, strict=True)
-        captions = [f"{i}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, a, b in rows]
-        save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path, spec=reader.spec)
+        rows = zip(wrong, answers.places(wrong), true, predicted, strict=True)
+        captions = [f"{record}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, record, a, b in rows]
+        images = torch.from_numpy(reader.read(answers.places(wrong))[0])
+        save_captioned(list(images), captions, path, spec=reader.spec)
     return bool(wrong)
 
 
@@ -95,7 +96,7 @@ def save_confused(
     for pair in pairs:
         true, predicted = names.index(pair["true"]), names.index(pair["predicted"])
         chosen = surest((answers.labels == true) & (answers.predicted == predicted), answers)[:columns]
-        rows.append(list(reader.read(chosen)[0]))
+        rows.append(list(reader.read(answers.places(chosen))[0]))
     heads = [f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs]
     save_table(rows, path, row_heads=heads, spec=reader.spec)
 
@@ -108,7 +109,7 @@ def save_evidence(classifier: Classifier, reader: Dataset, answers: Answers, pat
     if not len(wrong):
         return False
     chosen = np.concatenate([wrong, right])
-    images = torch.from_numpy(reader.read(chosen)[0])
+    images = torch.from_numpy(reader.read(answers.places(chosen))[0])
     try:
         heats = image_heat(classifier, images, answers.predicted[chosen])
     except UserError:
@@ -117,7 +118,7 @@ def save_evidence(classifier: Classifier, reader: Dataset, answers: Answers, pat
     captions: list[str] = []
     for index, image, heat in zip(chosen.tolist(), visible(images, reader.spec), heats, strict=True):
         pictures += overlay(image, heat)
-        captions += [f"{index}: {answers.words(answers.shown[index])}"]
+        captions += [f"{answers.places([index])[0]}: {answers.words(answers.shown[index])}"]
         captions += [f"named {answers.words(answers.named[index])} {answers.confidence[index]:.2f}"]
     save_captioned(pictures, captions, path, columns=4)
     return True

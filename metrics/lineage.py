@@ -1,6 +1,6 @@
 """Where images and weights come from, and who may judge a generator: not what has seen too much."""
 
-import os
+import glob
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,13 +12,16 @@ from torch import nn
 
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
+from duetgan.data.reading.several_files import expand_braces
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from, read
 from duetgan.utils.checkpoint import Checkpoint, resolve
 from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
+from duetgan.utils.runlog.run_log import say
 
+NONE_NAMED = "the run's config names no data.path"
 TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
 
 
@@ -59,13 +62,16 @@ def metas_of(reader: Dataset) -> list[Meta]:
 
 
 def data_of(checkpoint: Checkpoint, key: str) -> Any:
-    """`data.path` or `data.val_path` of a run's config: a path, several, or None. A relative one that is not below the
-    current folder is looked for below those that the checkpoint lies in: the run was most likely started in one.
+    """`data.path` or `data.val_path` of a run's config: a path or pattern, several, or None. A relative one that is not
+    below the current folder is looked for below those that the checkpoint lies in: the run was most likely started in
+    one; then in a folder data beside the run, where a quickstart has it.
     """
 
     def found(path: str) -> str:
-        above = [] if os.path.exists(path) else Path(checkpoint.get("file", "")).absolute().parents
-        return next((str(folder / path) for folder in above if (folder / path).exists()), path)
+        above = Path(checkpoint.get("file", "")).absolute().parents
+        places = [path, *(str(folder / path) for folder in above)]
+        places += [str(folder / "data" / Path(path).name) for folder in above[:3]]
+        return next((place for place in places if any(map(glob.glob, expand_braces(place)))), path)
 
     paths = (checkpoint["config"].get("data") or {}).get(key)
     return found(paths) if isinstance(paths, str) else paths and [found(path) for path in paths]
@@ -75,16 +81,21 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the reason."""
     path = data_of(checkpoint, "path")
     if not path:
-        return None, "the run's config names no data.path to be the second real set"
+        return None, NONE_NAMED
     try:
         return dataset_for_model(path, checkpoint), ""
     except UserError as error:
-        return None, f"the training images cannot be the second real set: {error}"
+        return None, f"the training images cannot be read: {error}"
 
 
-def leaks(reader: Dataset, train: Dataset | None) -> dict[str, str]:
-    """A note under the key `leaks` where test images are among the training images, pixel for pixel; else none."""
-    if train is None or not (count := overlap(reader, train)):
+def leaks(reader: Dataset, train: Dataset | None, why: str = "") -> dict[str, str]:
+    """A note under the key `leaks` where test images are among the training images, pixel for pixel, or why that is not
+    known; else none.
+    """
+    if train is None:
+        told = f"whether test images are training images as well is not known: {why}"
+        return {} if why == NONE_NAMED else {"leaks": told}
+    if not (count := overlap(reader, train)):
         return {}
     text = (
         f"{count} of {len(reader)} test images are training images as well, so the figures flatter: see "
@@ -175,10 +186,13 @@ def identities(reader: Dataset) -> set[str]:
 
 def shared(judge: Checkpoint, reader: Dataset) -> float:
     """The share of the test images that are in the file a classifier was trained on, pixel for pixel; 0 if that is not
-    at hand or another one by now, and as `overlap`.
+    at hand or another one by now, with a warning, and as `overlap`.
     """
-    content, (trained, _) = (judge.get("data") or {}).get("content_hash"), training_images(judge)
+    content, (trained, why) = (judge.get("data") or {}).get("content_hash"), training_images(judge)
     with trained or nullcontext():
-        if trained is None or not content or trained.meta.content_hash != content:
-            return 0.0
-        return overlap(reader, trained) / len(reader)
+        if trained is not None and content and trained.meta.content_hash == content:
+            return overlap(reader, trained) / len(reader)
+    if content:
+        why = why or "its training file is another one by now"
+        say(f"warning: whether the judge saw test images, pixel for pixel, is not known: {why}")
+    return 0.0

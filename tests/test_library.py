@@ -115,6 +115,7 @@ def test_a_batch_is_halved_where_memory_runs_out(classifier, photo, monkeypatch)
         (np.full((8, 8), 2.0), r"the image has values from 2 to 2; floats are taken as \[0, 1\]"),
         (np.full((8, 8), np.nan), r"the image has values from nan to nan"),
         (np.zeros((8, 8), np.int64), "the image is of type int64; give uint8, or floats"),
+        (np.zeros((0, 0, 3), np.float32), "the image is only 0x0 px"),
     ],
 )
 def test_what_is_no_image_is_one_line(classifier, image, message):
@@ -182,6 +183,14 @@ def test_the_model_that_is_loaded_is_of_its_kind_and_its_network(generator, runs
     assert generator(z, torch.tensor([0, 2])).equal(network(z, torch.tensor([0, 2])))
     assert isinstance(duetgan.load(runs["classifier"]), duetgan.Classifier)
     assert isinstance(duetgan.load(runs["gan"]), duetgan.Generator)
+    for wrong, told in (
+        (lambda: duetgan.load(runs["gan"], which="Best"), "which: 'Best' is neither last nor best"),
+        (lambda: generator.sample(0), "sample: 0 images with noise 'random'; give 1 or more, random, const, none"),
+        (lambda: generator.sample(noise="foo"), "noise 'foo'"),
+        (lambda: generator.sample(classes=[]), "classes: none is named"),
+        (lambda: generator.project("x.png", space="z"), "project: space 'z' is w or w+"),
+    ):
+        assert_raises(duetgan.UserError, told.replace("+", r"\+"), wrong)
     with pytest.raises(duetgan.UserError, match="is of task 'gan', but a 'classifier' checkpoint is needed"):
         duetgan.load_classifier(runs["gan"])
 

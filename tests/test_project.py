@@ -146,6 +146,7 @@ def test_no_file_is_too_large_for_git_or_dockers_context():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     for name in (".git", ".venv*", "runs", "**/*.lmdb", "**/*.pt", "**/*.pth", "**/*.safetensors"):
         assert name in lines
+    assert lines.index("!configs/*.pt") > lines.index("**/*.pt")  # the networks that the quickstart starts from
 
 
 def dry_run(folder: Path, target: str) -> str:

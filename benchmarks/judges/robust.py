@@ -70,18 +70,23 @@ def kept(study: Path, arm: str) -> dict[str, Path]:
     return found
 
 
+def spread(count: int, n: int) -> np.ndarray:
+    """n of `count` records, evenly: files are often packed class by class."""
+    return np.linspace(0, count - 1, min(n, count)).astype(np.int64)
+
+
 def judge(run: Path, test: Path, options: Any) -> dict[str, np.ndarray]:
     """Of one run: hits by budget, bool [n], and the mean accuracy on spoiled images, [1]."""
     torch.manual_seed(0)  # of the random starts
     checkpoint = load(resolve(str(run)))
     classifier = classifier_from(checkpoint, choose_device(options.device))
     with dataset_for_model(str(test), checkpoint) as reader:
-        chosen = read_batch(reader, np.linspace(0, len(reader) - 1, min(options.n, len(reader))).astype(np.int64))
-        limit = min(options.spoiled, len(reader))
+        some, records = (spread(len(reader), n) for n in (options.n, options.spoiled))
+        chosen = read_batch(reader, some)
         with torch.autocast(device_of(classifier).type, torch.bfloat16, enabled=options.bf16):
             hits = withstood(classifier, chosen.images, chosen.labels, budgets=options.budgets, steps=options.steps)
-            spoiled = corrupted_hits(classifier, reader, seed=0, limit=limit, batch_size=BATCH)
-        return hits | {SPOILED: np.array([float(spoiled.double().mean()) / limit])}
+            spoiled = corrupted_hits(classifier, reader, seed=0, records=records, batch_size=BATCH)
+        return hits | {SPOILED: np.array([float(spoiled.double().mean()) / len(records)])}
 
 
 def effects(found: dict[str, list[dict[str, np.ndarray]]], base: str) -> list[dict[str, Any]]:

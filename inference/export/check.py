@@ -27,9 +27,11 @@ from duetgan.inference.export.subject import (
     classifier_subject,
     generator_subject,
 )
+from duetgan.metrics.lineage import data_of
 from duetgan.models.restore import NETWORKS
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.files import check_writable, replace_file, writing
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import columns
 
@@ -182,6 +184,9 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
     several = "thresholds" in checkpoint["state"].get(NETWORKS["classifier"], {})
     if several and (form.folder or job.format == "int8"):
         raise UserError(f"--format {job.format} is for one label an image; choose safetensors, torch-export or onnx")
+    spec = ImageSpec.read(checkpoint["shape"])
+    if form.folder and (spec.alpha or spec.deep):
+        raise UserError(f"--format {job.format} is for 8-bit images without alpha, the model's are {spec.words}")
     for package in form.needs:
         import_extra(package)
     check_writable(job.out.parent)
@@ -191,12 +196,12 @@ def open_subject(job: Namespace, checkpoint: dict[str, Any]) -> Subject:
     """The network and what it is checked with; a classifier's images are read here."""
     if checkpoint["task"] == "gan":
         return generator_subject(checkpoint, batch_size=job.batch_size)
-    config = checkpoint["config"].get("data") or {}
+    trained, held_out = (data_of(checkpoint, key) for key in ("path", "val_path"))
     with ExitStack() as stack:
-        images = stack.enter_context(_readable(checkpoint, job.data, (config.get("val_path"), config.get("path"))))
+        images = stack.enter_context(_readable(checkpoint, job.data, (held_out, trained)))
         calibration = None
         if job.format == "int8":
-            places = (config.get("path"), job.data, config.get("val_path"))
+            places = (trained, job.data, held_out)
             calibration = stack.enter_context(_readable(checkpoint, job.calibration, places, option="--calibration"))
         sizes = {"count": job.n, "batch_size": job.batch_size, "calibrated": job.calibrated}
         return classifier_subject(checkpoint, images, calibration=calibration, **sizes)

@@ -5,7 +5,7 @@ So they depend neither on batches nor on processes. Calibration is Guo et al.'s,
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -162,6 +162,7 @@ class Answers:
     logits: Tensor  # float32 [n, K]
     labels: Tensor  # int64 [n]
     names: Sequence[str]  # [K], of the classes
+    records: np.ndarray | None = field(default=None, kw_only=True)  # int64 [n] in the file; None: 0 to n - 1
 
     def __post_init__(self) -> None:
         count, classes = len(self.labels), len(self.names)
@@ -172,6 +173,10 @@ class Answers:
             raise UserError("there is no image to evaluate the classifier on; give some with --data")
         if self.labels.ndim == 1 and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes:
             raise UserError(f"a label of the data lies beyond the classifier's {classes} classes; give its data")
+
+    def places(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The records of some of the images."""
+        return np.asarray(rows) if self.records is None else self.records[rows]
 
     @cached_property
     def probabilities(self) -> Tensor:

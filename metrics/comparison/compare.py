@@ -176,7 +176,7 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
     """
     if len(groups) < 2:
         raise UserError("--compare needs two runs or more: --compare RUN RUN; the others are compared with the first")
-    loaded = [[Evaluated(run) for run in group.split(",")] for group in groups]
+    loaded = [[Evaluated(run) for run in ([group] if Path(group).is_dir() else group.split(","))] for group in groups]
     first = loaded[0][0]
     for run in (run for group in loaded for run in group):
         _check_alike(first, run)

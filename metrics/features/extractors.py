@@ -121,7 +121,11 @@ def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
 
 FILE_NAME = "resnet50-imagenet.safetensors"
 CHECKOUT = Path(__file__).resolve().parents[2]
-PLACES = (CHECKOUT / "weights" / FILE_NAME, CHECKOUT.parent / "shared" / "weights" / FILE_NAME)
+PLACES = (
+    Path("weights") / FILE_NAME,
+    CHECKOUT / "weights" / FILE_NAME,
+    CHECKOUT.parent / "shared" / "weights" / FILE_NAME,
+)
 
 
 def find_weights(given: str | Path | None = None) -> Path | None:

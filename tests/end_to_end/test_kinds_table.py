@@ -91,6 +91,7 @@ ROWS: dict[str, Callable[[Path], Any] | Command] = {
         ],
     ),
     "`export.py --format nvidia`": (export.main, ["--checkpoint", "{0}/gan", "--format", "nvidia"]),
+    "`export.py --format folder`": (export.main, ["--checkpoint", "{0}/gan", "--format", "folder"]),
     "`evaluate.py --robustness`": (
         evaluate.main,
         ["--checkpoint", "{0}/classifier", "--robustness", "--data", "{0}/val_path.lmdb", "--n", "6"],
@@ -105,7 +106,7 @@ ROWS: dict[str, Callable[[Path], Any] | Command] = {
     "`explore.py`": explored,
     "studies": studied,
 }
-REFUSED = re.compile("is for 8-bit grey or RGB|several labels|one label|for squares")
+REFUSED = re.compile("is for 8-bit (grey or RGB|images)|several labels|one label|for squares")
 OUT = {"project": "p.png", "edit": "e.png", "nvidia": "w.safetensors"}
 
 

@@ -12,7 +12,7 @@ import torch
 from duetgan.data.reading.dataset import Dataset
 from duetgan.explorer import models
 from duetgan.explorer.app import MOST_DRAWN
-from duetgan.explorer.models import FRAMES, Source, address, training_images
+from duetgan.explorer.models import FRAMES, Source, address
 from duetgan.inference.editing import Editor
 from duetgan.inference.influence_scores import influence, passes, snapshot
 from duetgan.inference.samples import Sampler
@@ -180,11 +180,11 @@ def test_training_images_are_gathered_once(client, monkeypatch):
     assert all(a["score"] == pytest.approx(b["score"], rel=1e-5) for a, b in pairs)
 
 
-def test_training_images_that_are_not_there_or_others(shown, tmp_path):
-    run = replace(shown[CLASSIFIER], path=tmp_path / "x")
-    assert training_images(run) == "elsewhere/train.lmdb"
+def test_training_images_that_are_not_there(shown):
+    run = shown[CLASSIFIER]
+    lost = replace(run, checkpoint=run.checkpoint | {"config": {}})
     with pytest.raises(ValueError, match="start with --data"):
-        training_images(replace(run, checkpoint={"config": {}}))
+        models.spoke_for(lost, grey())
 
 
 def test_nearest_image(client, monkeypatch):

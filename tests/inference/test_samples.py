@@ -70,6 +70,7 @@ def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
     assert chosen_classes("all", names) == [0, 1, 2]
     assert chosen_classes("light, dark", names) == [2, 0]
     assert chosen_classes("all", []) == []
+    assert chosen_classes("x, y", ["x, y", "z"]) == [0]
     for text, classes, message in (
         ("drak", names, "did you mean 'dark'"),
         ("dark,dark", names, "named twice"),

@@ -11,7 +11,14 @@ from tqdm import tqdm
 import evaluate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
-from duetgan.metrics.evaluate_classifier import answers_of, classify, corrupted_hits, evaluate_classifier, logits_of
+from duetgan.metrics.evaluate_classifier import (
+    answers_of,
+    classify,
+    corrupted_hits,
+    drawn,
+    evaluate_classifier,
+    logits_of,
+)
 from duetgan.metrics.figures import CLASSIFIER, history
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
@@ -19,6 +26,8 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from tests.metrics.conftest import CLASSES, SIDE, pack, read_json
 from tests.metrics.test_scripts import call
+
+FIRST = np.arange(20)
 
 
 class ByBrightness(Classifier):
@@ -37,12 +46,12 @@ class ByBrightness(Classifier):
 
 
 def test_every_image_counts_once_at_any_batch_size(test_reader):
-    """And at any number of ranks: tests/distributed/test_evaluation.py. A limit takes the first images."""
+    """And at any number of ranks: tests/distributed/test_evaluation.py. Records are taken as asked."""
     logits = classify(ByBrightness(), test_reader)
     assert len(logits) == 60
     for batch_size in (1, 7, 64, 500):
         assert torch.equal(logits, classify(ByBrightness(), test_reader, batch_size=batch_size))
-    answers = answers_of(ByBrightness(), test_reader, classify(ByBrightness(), test_reader, limit=20))
+    answers = answers_of(ByBrightness(), test_reader, classify(ByBrightness(), test_reader, records=FIRST), FIRST)
     assert answers.labels.tolist() == [0] * 20  # packed in the order of classes
     assert answers.names == CLASSES
 
@@ -82,7 +91,7 @@ def test_data_without_its_labels_no_image_and_outputs_that_are_not_finite_are_to
             evaluate_classifier(ByBrightness(), reader)
     model = ByBrightness()
     with pytest.raises(UserError, match="no image"):
-        answers_of(model, test_reader, classify(model, test_reader, limit=0))
+        answers_of(model, test_reader, classify(model, test_reader, records=FIRST[:0]), FIRST[:0])
     model.gain.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         evaluate_classifier(model, test_reader)
@@ -97,7 +106,7 @@ def others(tmp_path_factory):
 def test_corrupted_images_are_counted_one_by_one(test_reader):
     """Against a slow loop over images, corruptions and strengths, at any batch size."""
     model = ByBrightness()
-    found, other = (corrupted_hits(model, test_reader, seed=3, limit=20, batch_size=size) for size in (64, 7))
+    found, other = (corrupted_hits(model, test_reader, seed=3, records=FIRST, batch_size=size) for size in (64, 7))
     assert torch.equal(found, other)
     images, labels = test_reader.read(np.arange(20))
     for row, corruption in enumerate(CORRUPTIONS.values()):
@@ -107,6 +116,29 @@ def test_corrupted_images_are_counted_one_by_one(test_reader):
             assert int(found[row, strength - 1]) == hits.sum()
     brightness = found[list(CORRUPTIONS).index("brightness")]
     assert int(brightness[-1]) < int(brightness[0])  # dark images are named by their brightness
+
+
+def test_a_part_of_a_file_that_is_packed_class_by_class_has_every_class(runs, files, others, tmp_path):
+    options = ["--checkpoint", runs["classifier"], "--n", 20, "--robustness", "--ood", others, "--out", tmp_path]
+    assert call(evaluate, *options, "--json") == 0
+    document = read_json(tmp_path / "metrics.json")
+    with Dataset(files["val_path"]) as reader:
+        records = drawn(reader, 20, 0)
+        assert [len(set(records)), np.all(np.diff(records) > 0), drawn(reader, None, 0).tolist()] == [
+            20,
+            True,
+            [*range(60)],
+        ]
+        assert [row["support"] for row in document["per_class"].values()] == np.bincount(
+            reader.labels()[records]
+        ).tolist()
+        model = classifier_from(load(resolve(runs["classifier"])))
+        answers = answers_of(model, reader, classify(model, reader, records=records), records)
+        assert answers.labels.tolist() == reader.labels()[records].tolist()
+        assert answers.places([1, 3]).tolist() == records[[1, 3]].tolist()
+    assert document["accuracy"] == pytest.approx(float(answers.hits.double().mean()))
+    assert min(row["support"] for row in document["per_class"].values()) > 0
+    assert document["ood"]["n"] == 20
 
 
 def test_both_options_by_the_command_line(runs, files, others, tmp_path, capsys):

@@ -15,8 +15,8 @@ from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
 from duetgan.utils.provenance import Lineage, recorded
 from tests.data.test_inspect import PASSPORT, pack_samples
-from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
-from tests.metrics.test_scripts import answers, evaluated, refused
+from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
+from tests.metrics.test_scripts import answers, call, evaluated, refused
 
 
 def judge_of(folder, *, data=None, **more):
@@ -168,3 +168,19 @@ def test_relative_paths_of_a_run_are_found_from_another_folder(tmp_path, files, 
     assert data_of(checkpoint, "val_path") == "gone.lmdb"
     shutil.copy(files["path"], elsewhere / "train.lmdb")
     assert data_of(checkpoint, "path") == "train.lmdb"  # the current folder comes first
+    (elsewhere / "train.lmdb").unlink()
+    (project / "train.lmdb").rename(project / "train-0.lmdb")
+    shard = gan_run(project / "runs" / "b", data={"path": "train-*.lmdb"})
+    assert data_of(load(resolve(shard)), "path") == str(project / "train-*.lmdb")
+    assert data_of(checkpoint, "path") == "train.lmdb"
+    (project / "runs" / "data").mkdir()  # where a quickstart has it
+    shutil.copy(files["path"], project / "runs" / "data" / "train.lmdb")
+    assert data_of(checkpoint, "path") == str(project / "runs" / "data" / "train.lmdb")
+
+
+def test_a_judge_whose_images_are_gone_is_taken_with_a_warning(tmp_path, runs, files, capsys):
+    judge = classifier_run(tmp_path / "judge", data={"path": "gone.lmdb"}, content_hash="f00d")
+    evaluated(runs["gan"], tmp_path / "out", "--n", 20, "--extractor", "pixels", "--classifier", judge)
+    assert "warning: whether the judge saw test images, pixel for pixel, is not known: " in capsys.readouterr().err
+    assert call(evaluate, "--checkpoint", judge, "--data", files["val_path"], "--out", tmp_path / "alone") == 0
+    assert "gone.lmdb: no such file" in read_json(tmp_path / "alone" / "metrics.json")["notes"]["leaks"]

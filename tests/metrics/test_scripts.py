@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import shutil
 import threading
 import zipfile
 from functools import partial
@@ -347,6 +349,15 @@ class TestPredict:
         assert bad["file"] == str(photos / "broken.jpg")
         assert "not an image" in bad["error"]
 
+    def test_names_that_are_no_text_are_written_and_read(self, runs, photos, tmp_path):
+        odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
+        shutil.copy(photos / "b.png", odd)
+        (tmp_path / "list.txt").write_bytes(odd + b"\n")
+        assert (
+            call(predict, "--checkpoint", runs["classifier"], tmp_path / "list.txt", "--csv", tmp_path / "x.csv") == 0
+        )
+        assert "caf\\udce9.png" in (tmp_path / "x.csv").read_text()
+
     def test_images_are_sorted_by_class(self, runs, photos, files, tmp_path):
         with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
             archive.write(photos / "b.png", "x/b.png")
@@ -355,9 +366,11 @@ class TestPredict:
         placed = sorted(path for path in (tmp_path / "sorted").rglob("*") if not path.is_dir())
         assert {path.parent.name for path in placed} <= set(CLASSES)
         links = [path for path in placed if path.is_symlink()]
-        assert sorted(path.name for path in links) == ["b-3.png", "b.png", "c.png", "d.png", "e.PNG"]
+        assert sorted(path.name for path in links) == ["b.png", "c.png", "d.png", "e.PNG"]
         assert all(path.resolve().is_file() for path in links)
-        assert len(placed) == 4 + 1 + 1 + len(Dataset(files["val_path"]))
+        assert len(placed) == 4 + 1 + len(Dataset(files["val_path"]))
+        assert call(predict, *options, photos) == 2  # again: the same links
+        assert len([path for path in (tmp_path / "sorted").rglob("*") if path.is_symlink()]) == 4
 
     @pytest.mark.parametrize("label", ["..", ".", "../../x", "a/b", "\0"])
     def test_no_class_leads_out_of_the_folder_of_sorted_images(self, label, photos, tmp_path):

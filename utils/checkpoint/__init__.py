@@ -332,6 +332,8 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     file and a ready-made network's name as they are. Raises UserError for none.
     """
     path = Path(run_or_file)
+    if which not in ("last", "best"):
+        raise UserError(f"which: {which!r} is neither last nor best")
     if path.is_file() or str(path).startswith(READY_MADE):
         return path
     for name in HUB_WEIGHTS:

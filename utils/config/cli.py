@@ -172,7 +172,7 @@ def file(*suffixes: str) -> Callable[[str], Path]:
 
     def read(text: str) -> Path:
         path = Path(text)
-        if path.suffix.lower() not in suffixes:
+        if not text or path.suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"{text}: its name must end in {' or '.join(filter(None, suffixes))}")
         return path
 

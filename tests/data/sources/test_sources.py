@@ -17,6 +17,7 @@ from duetgan.data.pack import pack
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import READERS, Source, open_source
 from duetgan.data.sources.base import ArraySource, SourceOptions
+from duetgan.data.sources.files import LocalSource
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.data.conftest import CLASSES, change, flip, sample_images, save
@@ -75,6 +76,7 @@ def test_wrapping_and_linked_folders_and_splits_that_are_not_there(photos: Path,
         (photos / "dog" / name).symlink_to(target)
     (photos / "emu" / "back").symlink_to(photos)
     with open_source(str(photos)) as source:
+        assert isinstance(source, LocalSource)
         assert [source.names[0], source.names[2], len(source)] == ["cat/a.png", "cat/more/e.png", 6]
         assert source.ignored == ["cat/more/back", "dog/all", "dog/gone", "dog/self", "emu/back"]
     refused(photos, "no split folders: leave --split out", split="test")

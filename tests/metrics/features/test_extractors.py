@@ -159,6 +159,13 @@ def test_precision_and_modes_come_back():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
         assert inside == ["highest", False]
         assert [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32] == ["high", True]
+        first, second = full_float32("cpu"), full_float32("cpu")  # of two threads: the first to come is the first to go
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "highest"
+        second.__exit__(None, None, None)
+        assert [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32] == ["high", True]
     finally:
         torch.set_float32_matmul_precision("highest")
     on, off = nn.Linear(1, 1).train(), nn.Linear(1, 1).eval()
