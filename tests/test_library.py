@@ -184,7 +184,7 @@ def test_the_model_that_is_loaded_is_of_its_kind_and_its_network(generator, runs
     assert isinstance(duetgan.load(runs["classifier"]), duetgan.Classifier)
     assert isinstance(duetgan.load(runs["gan"]), duetgan.Generator)
     for wrong, told in (
-        (lambda: duetgan.load(runs["gan"], which="Best"), "which: 'Best' is neither last nor best"),
+        (lambda: duetgan.load(runs["gan"], which="Best"), "which: 'Best' is neither last nor best"),  # type: ignore[arg-type]
         (lambda: generator.sample(0), "sample: 0 images with noise 'random'; give 1 or more, random, const, none"),
         (lambda: generator.sample(noise="foo"), "noise 'foo'"),
         (lambda: generator.sample(classes=[]), "classes: none is named"),

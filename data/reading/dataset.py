@@ -74,6 +74,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
             shard.first = end - len(shard)
         self._labels: np.ndarray | None = None
+        self._places: np.ndarray | None = None  # of the files' labels among other classes
         self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
 
     def __len__(self) -> int:
@@ -101,11 +102,19 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self.label_numbers()
 
     def label_numbers(self) -> np.ndarray:
-        """All labels as they are stored, of classes or of `meta.sets`: int64 [count], read-only. Raises DamageError."""
+        """All labels, places in `classes` or of `meta.sets`: int64 [count], read-only. Raises DamageError."""
         if self._labels is None:
-            self._labels = np.concatenate([shard.labels() for shard in self.shards])
+            labels = np.concatenate([shard.labels() for shard in self.shards])
+            self._labels = labels if self._places is None else self._places[labels]
             self._labels.setflags(write=False)
         return self._labels
+
+    def relabel(self, classes: Sequence[str]) -> None:
+        """Labels become those of their names among `classes`, which hold all of the files'. Raises DamageError."""
+        self._places = np.array([classes.index(name) for name in self.classes])
+        self._labels = None
+        histogram = np.bincount(self.labels(), minlength=len(classes)).tolist()
+        self.meta = self.meta.model_copy(update={"classes": list(classes), "histogram": histogram})
 
     def signatures(self) -> np.ndarray:
         """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
@@ -253,7 +262,8 @@ class Dataset(AbstractContextManager["Dataset"]):
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
     """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one, else as they are
     stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's resolution
-    unasked; others are to be refused where they do not fit. Raises UserError for values of another kind or range.
+    unasked; others are to be refused where they do not fit. Classes in another order, and a classifier's where some
+    have no images, are put into the model's order. Raises UserError for values of another kind or range.
     """
     trained, resolution = (checkpoint["config"].get("data") or {}).get("resolution"), checkpoint["shape"]["resolution"]
     dataset = Dataset(path)
@@ -264,9 +274,13 @@ def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Datase
     stored = [found.at(side).resolution for side in dataset.meta.resolutions]
     if trained is None and (stored == [0] or resolution in stored):
         trained = resolution
-    if trained is None:
-        return dataset
-    return Dataset(path, resolution=trained, workers=cores())
+    if trained is not None:
+        dataset = Dataset(path, resolution=trained, workers=cores())
+    classes, given = checkpoint.get("classes", []), set(dataset.classes)
+    fits = given == set(classes) or (checkpoint.get("task") == "classifier" and given < set(classes))
+    if given and fits and dataset.classes != classes and dataset.meta.sets is None:
+        dataset.relabel(classes)
+    return dataset
 
 
 # --- progressive growing

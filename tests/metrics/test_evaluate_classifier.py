@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 import evaluate
 from duetgan.data.reading.dataset import Dataset
+from duetgan.data.records import pack_arrays
 from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.metrics.evaluate_classifier import (
     answers_of,
@@ -24,8 +25,9 @@ from duetgan.models.classifier import Classifier
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
+from tests.data.conftest import sample_images
 from tests.metrics.conftest import CLASSES, SIDE, pack, read_json
-from tests.metrics.test_scripts import call
+from tests.metrics.test_scripts import call, evaluated, refused
 
 FIRST = np.arange(20)
 
@@ -139,6 +141,22 @@ def test_a_part_of_a_file_that_is_packed_class_by_class_has_every_class(runs, fi
     assert document["accuracy"] == pytest.approx(float(answers.hits.double().mean()))
     assert min(row["support"] for row in document["per_class"].values()) > 0
     assert document["ood"]["n"] == 20
+
+
+def test_classes_in_another_order_or_without_images_are_put_into_the_models(runs, tmp_path, capsys):
+    images, found = sample_images(9, 1, side=SIDE), {}
+    for name, rows, labels, classes in (
+        ("whole", range(9), [0, 1, 2] * 3, CLASSES),
+        ("turned", range(9), [2, 1, 0] * 3, CLASSES[::-1]),
+        ("part", [0, 2], [1, 0], [CLASSES[2], CLASSES[0]]),
+    ):
+        pack_arrays(tmp_path / f"{name}.lmdb", images[rows], labels, classes)
+        found[name] = evaluated(runs["classifier"], tmp_path / name, "--data", tmp_path / f"{name}.lmdb")
+    assert found["turned"]["confusion"] == found["whole"]["confusion"]
+    assert [row["support"] for row in found["part"]["per_class"].values()] == [1, 0, 1]
+    pack_arrays(tmp_path / "strange.lmdb", images, [0, 1, 2] * 3, ["a", *CLASSES[:2]])
+    told = refused(capsys, evaluate, "--checkpoint", runs["classifier"], "--data", tmp_path / "strange.lmdb")
+    assert "a only here" in told or "a missing here" in told
 
 
 def test_both_options_by_the_command_line(runs, files, others, tmp_path, capsys):
