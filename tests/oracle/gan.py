@@ -240,15 +240,13 @@ class GanReference:
         """gamma / 2 E |grad D|^2 at images (R1, 1801.04406) and samples (R2), of the images before augmentation; and
         (|grad D| - 1)^2 between both (1704.00028).
         """
-        loss, stage = self.loss, self.stage(step)
-        scale = 1.0
-        if loss["gamma_final"] is not None:
-            scale = half_cosine(1.0, loss["gamma_final"] / loss["r1_gamma"], stage.seen / self.over)
-        total = torch.zeros([])
+        loss, stage, total = self.loss, self.stage(step), torch.zeros([])
         for gamma, (logits, images) in ((loss["r1_gamma"], real), (loss["r2_gamma"], fake)):
             if gamma:
+                if loss["gamma_final"] is not None:
+                    gamma = half_cosine(gamma, loss["gamma_final"], stage.seen / self.over)
                 (slope,) = torch.autograd.grad(logits.sum(), images, create_graph=True)
-                total = total + scale * gamma / 2 * (slope**2).sum((1, 2, 3)).mean()
+                total = total + gamma / 2 * (slope**2).sum((1, 2, 3)).mean()
         if loss["gradient_penalty_weight"]:
             share = self.draws.shares(step, stage.batch)[:, None, None, None]
             mixed = (share * real[1] + (1 - share) * fake[1]).detach().requires_grad_()

@@ -91,6 +91,9 @@ class FineTuning:
             begin = "let a part begin at 0, e.g. head: 0"
             raise UserError(f"finetune.unfreeze: nothing trains before step {first}; {begin}")
         self.ends: dict[str, int | None] = {name: self._last(stops, name, None) for name in self.parameters}
+        for step in sorted(filter(None, self.ends.values())):
+            if not any(self.trains(name, step) for name in self.parameters):
+                raise UserError(f"finetune.freeze_at: nothing trains from step {step} on; leave a part out of it")
         layer = model.block_of if config.layer_decay_by == "block" else {n: model.stage_of(n) for n in model.block_of}
         above = list(reversed(dict.fromkeys(layer.values())))  # layers, the head first
         self.factors = {

@@ -154,6 +154,7 @@ class ClassifierTask(Task):
 
             probe, said, self.probe.seconds = collectives.from_main_process(fitted)
             self.probe.take(probe, [self.model.head, self.ema.model.head])
+            self.updater.reset()  # a schedule-free optimizer holds the weights as they were
             if self.unlabelled is not None and said is not None:
                 self.unlabelled.said = said
             say_main(f"probe: {self.probe}; training begins there")

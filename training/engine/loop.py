@@ -117,7 +117,7 @@ class Loop(Fields):
         StoppedBySignal after a signal has been obeyed, TrainingHalted at the non-finite cap.
         """
         target = min(self.config.steps, max_steps or self.config.steps)
-        self.log.open(self.step, going_on=self.step < target and not self.stopping.reached)
+        self.log.open(self.step, target, going_on=self.step < target and not self.stopping.reached)
         with handling(self._receive, obeyed_signals()):
             try:
                 if self.step == 0:
@@ -299,7 +299,7 @@ class Loop(Fields):
         raise TrainingHalted(reason, rank_specific=rank_specific)
 
     def _samples(self) -> None:
-        if not collectives.is_main():
+        if not collectives.is_main() or not self.config.log.samples_every:
             return
         image = self.task.sample_grid(self.step)
         if image is not None:

@@ -15,7 +15,7 @@ from duetgan.training.engine import health, lr_find, preflight, speed, transfer
 from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.tasks import TASKS, build_run_config
-from duetgan.utils import seeding
+from duetgan.utils import seeding, threads
 from duetgan.utils.checkpoint import newest_first
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import to_tree
@@ -92,6 +92,8 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
     began = collectives.from_main_process(lambda: folder.saved_config() or {})
     kept = {key: began[key] for key in ("precision", "threads") if key in began and getattr(config, key) == "auto"}
+    if isinstance(kept.get("threads"), int):  # begun on a machine of more cores
+        kept["threads"] = min(kept["threads"], threads.most())
     config = config.changed(**kept)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     entry = TASKS[config.task].task
@@ -171,6 +173,8 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
     """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
     _resume(loop, "searching from")
     try:
+        if loop.step == 0:
+            loop.task.begin(loop.folder.path)
         curve = lr_find.search(loop, sweep)
     finally:
         loop.loader.close()

@@ -140,6 +140,8 @@ class GanConfig(RunConfig):
                 raise UserError(f"conditional false: loss.{key} needs the classes; leave it out")
         if "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name):
             raise UserError("optimizer muon is for classifiers: take adam or muon-adam for a GAN")
+        if self.generator_optimizer.schedule_free or self.discriminator_optimizer.schedule_free:
+            raise UserError("schedule-free optimizers are for classifiers: a GAN has an average of its own (ema)")
         if self.data.synthetic.weight != 1:
             raise UserError("data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone")
         if self.data.synthetic.on and self.progressive.start is not None:

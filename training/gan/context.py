@@ -106,7 +106,7 @@ class StepShare(NamedTuple):
 
     def micro_batches(self) -> list[slice]:
         stop = self.first + self.size
-        return [slice(start, start + self.micro) for start in range(self.first, stop, self.micro)]
+        return [slice(start, min(start + self.micro, stop)) for start in range(self.first, stop, self.micro)]
 
     def is_last(self, rows: slice) -> bool:
         return rows.stop == self.first + self.size

@@ -68,13 +68,11 @@ class DiscriminatorStep:
 
     def penalty_weights(self, share: StepShare) -> dict[str, float]:
         """The penalties of this step, each with its weight before the gain of the interval, which `_backward` gives."""
-        loss, scale = self.loss, 1.0
+        loss, seen = self.loss, (share.images_seen, self.context.schedule_images)
         if not loss.penalty_due(share.step):
             return {}
-        if loss.gamma_final is not None and loss.r1_gamma:
-            end = loss.gamma_final / loss.r1_gamma
-            scale = cosine(1.0, end, share.images_seen, self.context.schedule_images)
-        weights = {"r1": scale * loss.r1_gamma / 2, "r2": scale * loss.r2_gamma / 2}
+        gammas, end = {"r1": loss.r1_gamma, "r2": loss.r2_gamma}, loss.gamma_final
+        weights = {key: (g if end is None else cosine(g, end, *seen)) / 2 for key, g in gammas.items() if g}
         weights["gradient_penalty"] = loss.gradient_penalty_weight
         return {name: weight for name, weight in weights.items() if weight > 0}
 

@@ -247,7 +247,7 @@ class GanTask(Task):
             return self.discriminator(floats, labels).flatten().cpu()  # labels may count for nothing
 
         def work(rows: range) -> Tensor:
-            held_out, real = (read_batch(part, np.arange(rows.start, rows.stop)) for part in readers)
+            held_out, real = (read_batch(part, each[rows.start : rows.stop]) for part, each in records)
             for part, batch in zip(readers, (held_out, real), strict=True):
                 batch.labels = torch.from_numpy(part.meta.conditions(batch.labels.numpy()))
             labels = real.labels if self.generator.classes else None
@@ -255,6 +255,8 @@ class GanTask(Task):
             return torch.stack([logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))])
 
         readers, size = (self.val_reader, self.reader), self.config.evaluation.batch_size
+        # spread over the files, which are often packed class by class
+        records = [(part, np.linspace(0, len(part) - 1, count).astype(np.int64)) for part in readers]
         with evaluating(self.discriminator):
             logits = list(shared_pass(count, work, side=self.reader.spec.side, batch_size=size, multiple=group))
         means = collectives.from_main_process(lambda: torch.cat(logits, 1).double().mean(1).tolist())

@@ -33,7 +33,8 @@ def ended(run: Path, max_steps: int | None = None) -> bool:
     """Whether a run's training came to its end, or to the step where it was to stop."""
     file = run / "status.json"
     status = json.loads(file.read_text()) if file.is_file() else {"state": None}
-    return status["state"] == "finished" or (max_steps is not None and status.get("step") == max_steps)
+    arrived = max_steps is not None and status.get("step") == max_steps
+    return status["state"] == "finished" or (arrived and status["state"] != "running")
 
 
 class RunFolder:

@@ -122,8 +122,11 @@ class RunLog:
         self._bar: Bar | None = None
         self._refused: set[str] = set()  # by the disk
 
-    def open(self, step: int, *, going_on: bool = True) -> None:
-        """Begin at `step`: later rows, of a run that died after its checkpoint, go; if `going_on` partial ones too."""
+    def open(self, step: int, total: int | None = None, *, going_on: bool = True) -> None:
+        """Begin at `step` of `total` (None: as before): later rows, of a run that died after its checkpoint, go; if
+        `going_on` partial ones too.
+        """
+        self._total = total or self._total
         if not self._active:
             return
         cut_back(self._path, step, partial=going_on)

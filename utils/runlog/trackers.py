@@ -9,6 +9,7 @@ leaves this machine unless the tracker's own settings say so: WANDB_MODE=online,
 import importlib.util
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -78,7 +79,7 @@ def _mlflow(run: Path, config: dict[str, Any], known: str | None) -> Session:
 
     def log(step: int, values: Values) -> None:
         for key, value in values.items():
-            client.log_metric(name, key, value, step=step)
+            client.log_metric(name, re.sub(r"[^\w./ -]", "_", key), value, step=step)
 
     return Session(name, log, lambda: client.set_terminated(name))
 
