@@ -118,6 +118,11 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
     ("config", "bad", "problem"),
     [
         (GanConfig, {"discriminator_optimizer": {"name": "muon"}}, "muon is for classifiers: take adam"),
+        (
+            GanConfig,
+            {"generator_optimizer": FREE | {"betas": [0.9, 0.99]}},
+            "schedule-free optimizers are for classif",
+        ),
         (GanConfig, {"data": {"synthetic": DRAWN | {"weight": 0.5}}}, r"data\.synthetic\.weight is of a classifier's"),
         (GanConfig, {"data": {"synthetic": DRAWN}, "progressive": {"start": 8}}, r"set progressive\.start to null"),
         (ClassifierConfig, {"early_stopping": {"patience": 1}, "evaluation": {"every": 0}}, r"set evaluation\.every"),

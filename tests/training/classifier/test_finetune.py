@@ -96,6 +96,7 @@ def test_parts(part, name, fits, network):
         ({"freeze": ["backbone", "head"]}, r"nothing is left to train"),
         ({"unfreeze": {"head": 3}}, r"nothing trains before step 3; let a part begin at 0, e\.g\. head: 0"),
         ({"unfreeze": {"head": -1}}, r"^unfreeze\.head -1: must be a whole number at least 0"),
+        ({"freeze": ["backbone"], "freeze_at": {"head": 5}}, r"nothing trains from step 5 on; leave a part out of it"),
         ({"stage_lr": {"head": 0.0}}, r"^stage_lr\.head 0\.0: must be a number above 0"),
         ({"stage_lr": {"head": float("nan")}}, r"^stage_lr\.head nan"),
         ({"layer_decay": 1.5}, r"^layer_decay 1\.5"),

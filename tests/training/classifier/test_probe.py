@@ -13,8 +13,11 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.training.classifier import probe
 from duetgan.training.classifier.frozen import image_features
+from duetgan.training.engine.lr_find import Sweep
+from duetgan.training.engine.run import _find_rate, prepare
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.end_to_end.helpers import differing
@@ -81,6 +84,7 @@ def donor(packed, tmp_path, slim):
 def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, donor, capsys):
     frozen = {"finetune": {"freeze": ["backbone"], "probe": True}} | donor
     task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
+    assert not list((tmp_path / "one").rglob("*.png"))  # log.samples_every is 0
     assert task.frozen.begin == 5  # the regression needs all outputs, however few steps follow
     task.model.begin = 0
     expected = probe.fit(*image_features(task.model, task.reader), 10, seed=0, groups=probe.alike(task.reader))
@@ -89,6 +93,14 @@ def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, dono
         torch.testing.assert_close(head.bias.detach(), expected.bias, rtol=1e-4, atol=1e-5)
     assert (state["probe"]["accuracy"], state["probe"]["images"]) == (expected.accuracy, 200)
     assert f"accuracy {expected.accuracy:.3f}" in capsys.readouterr().err
+    free = {"name": "schedulefree-sgd", "lr": 1e-12, "schedule": "constant"}  # which holds weights of its own
+    task, _ = train(config_of(packed, **frozen, steps=1, optimizer=free), tmp_path / "free")
+    torch.testing.assert_close(task.ema.model.head.weight, expected.weight, rtol=1e-4, atol=1e-5)
+    search = prepare(config_of(packed, **frozen), RunFolder(tmp_path / "search"), torch.device("cpu"))
+    capsys.readouterr()
+    with pytest.raises(UserError, match="the loss falls at no rate"):  # the head's best is where it begins
+        _find_rate(search, Sweep(steps=12))
+    assert "training begins there" in capsys.readouterr().err
     options = ["--checkpoint", str(tmp_path / "one"), "--data", str(packed / "test.lmdb"), "--device", "cpu"]
     assert run_cli(evaluate.main, options) == 0
     document = json.loads((tmp_path / "one" / "eval" / "metrics.json").read_text())

@@ -9,7 +9,7 @@ from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build, to_tree
 from duetgan.utils.errors import UserError
-from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_folder import RunFolder, ended
 from duetgan.utils.script import run_cli
 
 
@@ -138,6 +138,9 @@ def test_harmless_changes_are_taken_with_a_notice(tmp_path, key, value):
 def test_status(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_status("running", 3)
+    assert not ended(tmp_path, 3)  # its checkpoint may still be written
+    folder.write_status("stopped", 3)
+    assert [ended(tmp_path, 3), ended(tmp_path, 4), ended(tmp_path)] == [True, False, False]
     folder.write_status("failed", 7, "non-finite gradients", 4)
     status = json.loads((tmp_path / "status.json").read_text())
     expected = {"state": "failed", "step": 7, "reason": "non-finite gradients", "exit_code": 4, "pid": os.getpid()}
