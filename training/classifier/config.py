@@ -47,8 +47,10 @@ class ClassifierConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        if self.model.normalise == "auto" and self.model.weights and trained_symmetric(self.model.weights):
-            self.model = self.model.changed(normalise="symmetric")
+        model = self.model
+        if model.normalise == "auto":  # said, so that a resume with other weights, or none, is another network
+            imagenet = model.imagenet_normalised and not trained_symmetric(str(model.weights))
+            self.model = model.changed(normalise="imagenet" if imagenet else "symmetric")
         if self.model.split != "off" and self.compile == "on":
             reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
             raise UserError(f"compile on cannot be combined with model.split: {reason}")

@@ -108,7 +108,7 @@ class RunFolder:
         if saved is None:
             return []
         changed = differences(_filled(saved, defaults or {}), config)
-        breaking = {key: pair for key, pair in changed.items() if BREAKING.match(key)}
+        breaking = {key: pair for key, pair in changed.items() if BREAKING.match(key) and pair[0] != "auto"}
         if breaking:
             text = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(breaking.items())[:4])
             rest = f" and {len(breaking) - 4} more" if len(breaking) > 4 else ""

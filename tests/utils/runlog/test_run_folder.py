@@ -98,6 +98,7 @@ def holding(tmp_path, tree):
         (GanConfig, "generator.channel_max", 9),
         (GanConfig, "discriminator.architecture", "plain"),
         (ClassifierConfig, "model.stem", "small"),
+        (ClassifierConfig, "model.normalise", "imagenet"),
         (ClassifierConfig, "optimizer.name", "adam"),
         (GanConfig, "generator_optimizer.name", "sgd"),
         (GanConfig, "discriminator_optimizer.name", "sgd"),
@@ -108,6 +109,16 @@ def test_changes_that_break_the_state_are_refused(tmp_path, config_class, key, v
     with pytest.raises(UserError, match=rf"holds another run \({key}: .* there, {value!r} now") as error:
         folder.accept_config(to_tree(build(config_class, {}, [f"--{key}", str(value)])))
     assert "\n" not in str(error.value)
+
+
+def test_other_weights_do_not_change_how_images_are_normalised_unseen(tmp_path):
+    given, none = (to_tree(build(ClassifierConfig, {}, more)) for more in (["--model.weights", "IMAGENET1K_V2"], []))
+    for saved, now in ((given, none), (none, given)):
+        with pytest.raises(UserError, match=r"model.normalise: '\w+' there, '\w+' now"):
+            holding(tmp_path, saved).accept_config(now)
+    before = given | {"model": given["model"] | {"normalise": "auto"}}  # as it was saved
+    (notice,) = holding(tmp_path, before).accept_config(given)
+    assert notice.endswith("model.normalise was 'auto', is 'imagenet'")
 
 
 def test_another_task_is_refused_and_many_differences_are_counted(tmp_path):
