@@ -51,6 +51,8 @@ def test_an_old_run_goes_on_as_the_old_version_did(old, run, monkeypatch):
     later = [row for row in rows(old / run) if row["step"] > STOPPED]
     assert len(later) == len(after["rows"])
     for found, expected in zip(later, after["rows"], strict=True):
+        for key in ("val/logits/real", "val/logits/fake"):  # of images of every class since, where it took the first
+            expected.pop(key, None)
         assert found | expected == pytest.approx(found, rel=rtol * 10, abs=atol * 10)
 
 
