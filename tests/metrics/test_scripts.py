@@ -206,7 +206,7 @@ class TestEvaluate:
     def test_refusals(self, runs, files, tmp_path, capsys):
         gan, classifier = ["--checkpoint", runs["gan"]], ["--checkpoint", runs["classifier"]]
         other = classifier_run(tmp_path / "other", classes=["dark", "light", "grey"])
-        two = pack(tmp_path / "two.lmdb", classes=["dark", "light"])
+        two, pink = (pack(tmp_path / f"{b}.lmdb", classes=["dark", b]) for b in ("light", "pink"))
         pixel = ["--extractor", "pixels"]
         for argv, told in (
             ([*gan, "--classifier", other, *pixel], "class 1 is 'grey' here and 'light' there"),
@@ -222,7 +222,7 @@ class TestEvaluate:
             ([*classifier, "--per-class", "3"], "--per-class is for a GAN"),
             ([*classifier, "--searched", "0"], "--searched is for a GAN"),
             ([*gan, *pixel, "--searched", "-1"], "--searched"),
-            ([*classifier, "--data", two], "the classifier: its classes are not those of the images: grey only here"),
+            ([*classifier, "--data", pink], "grey, light only here"),
             ([*classifier, "--ood", files["val_path"]], "these are the test images themselves"),
             ([*classifier, "--ood", tmp_path / "absent.lmdb"], "absent.lmdb"),
             ([*gan, *pixel, "--ood", files["path"]], "--ood is for a classifier"),
