@@ -203,6 +203,11 @@ def test_an_operation_without_a_deterministic_form_is_explained(packed):
     assert health.explain(RuntimeError("something else"), config, 3, 16) is None
 
 
+def test_one_sample_at_a_batchnorm_is_explained(train_here):
+    outcome = train_here("classifier", "--model.stem", "imagenet", "--micro-batch", "1")
+    outcome.error("BatchNorm needs more than one value a channel; give a larger micro_batch")
+
+
 def lines(errors: str) -> list[str]:
     """What is told of faults."""
     assert "Traceback" not in errors, errors

@@ -77,6 +77,8 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int 
             f"deterministic true: {operation.strip()} has no deterministic form on this device; switch off what needs "
             "it (augmentations that turn or scale images do), or set deterministic false"
         )
+    if "more than 1 value per channel" in str(error):
+        return "BatchNorm needs more than one value a channel; give a larger micro_batch, or batch_size"
     return None
 
 

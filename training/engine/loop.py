@@ -194,7 +194,7 @@ class Loop(Fields):
                 health.check_equal(self.task.registry(), self.step, self.loader.device)
         except TrainingHalted as error:
             self._halt(str(error))
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, ValueError) as error:
             reason = health.explain(error, self.config, self.step, self.task.shape["resolution"])
             if reason is None:
                 raise
