@@ -6,6 +6,7 @@ study.json and a page, report.html. `python study.py page FOLDER...` prints what
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from duetgan.utils.config.build import build, to_tree
 from duetgan.utils.config.cli import Parser, UnknownKey, entry, number, positive
 from duetgan.utils.config.recipes import CONFIGS, recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.errors import explained
+from duetgan.utils.errors import StoppedBySignal, explained
 from duetgan.utils.script import exit_cli
 
 WEEK = 7 * 24 * 60  # minutes
@@ -36,10 +37,12 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Make what is missing of a study, and print what it found."""
-    if argv[:1] == ["page"] and argv[1:]:
+    if argv[:1] == ["page"]:
         from duetgan.reporting.verdicts import verdicts
 
-        print(verdicts([Path(folder) for folder in argv[1:]]))
+        folders = Parser(prog="study.py page", description="Print what studies found, as Markdown.")
+        folders.add_argument("folders", metavar="FOLDER", type=Path, nargs="+")
+        print(verdicts(folders.parse_args(argv[1:]).folders))
         return 0
     options, overrides = parser().parse_known(argv)
     entry(SUBJECTS, options.subject, "study")
@@ -56,9 +59,15 @@ def main(argv: list[str]) -> int:
     with explained(UnknownKey, lambda error: error.among(sorted(parser()._option_string_actions))):
         config: Any = build(config_class, quickened(tree) if options.quick else tree, overrides, source=str(file))
     folder = Path(out).resolve()
-    document = Study(options.subject, subject_class(config, folder, options.device)).run(options.minutes)
+    study = Study(options.subject, subject_class(config, folder, options.device))
     command = shlex.join(["python", "study.py", *argv])
-    page = write_study_page(folder, document, command=command, config=to_tree(config))
+    write = partial(write_study_page, folder, command=command, config=to_tree(config))
+    try:
+        document = study.run(options.minutes)
+    except StoppedBySignal:
+        write(study.write())
+        raise
+    page = write(document)
     if options.json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:

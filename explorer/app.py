@@ -235,7 +235,7 @@ class App:
             raise NotFound("there is nothing here")
         answer = ask(Asked(request, self.runs))
         if isinstance(answer, str):
-            return Response(answer, content_type="text/html; charset=utf-8")
+            return Response(answer.encode(errors="replace"), content_type="text/html; charset=utf-8")
         return Response(json.dumps(answer, allow_nan=False), content_type="application/json")
 
     # --- what is asked; all that needs a model runs in its thread

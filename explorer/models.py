@@ -81,7 +81,7 @@ def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list
     """Load the models, GANs first; a folder that is no run stands for the runs in it, and no name for the quickstart's.
     Raises UserError for what holds no checkpoint.
     """
-    paths = list(dict.fromkeys(run for name in named or [str(QUICKSTART)] for run in _runs_in(Path(name))))
+    paths = [*{run.resolve(): run for name in named or [str(QUICKSTART)] for run in _runs_in(Path(name))}.values()]
     if not named and not QUICKSTART.is_dir():
         raise UserError(f"there is no {QUICKSTART}; name a run with --checkpoint RUN, or run quickstart.py first")
     names = _told_apart(paths)

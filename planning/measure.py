@@ -213,15 +213,17 @@ def make_plan(source: str, minutes: float, weights: Sequence[str], quick: bool) 
     images = survey(source)
     print(f"images: {images.text()}", flush=True)
     if quick:
-        return choose(images, Machine(), minutes=minutes, quick=True)
+        machine = Machine()
+        machine.weights = weights_at_hand(weights) if weights else ()
+        return choose(images, machine, minutes=minutes, quick=True)
     print("measuring this machine:", flush=True)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         tuning = bool(weights) or source != "sample"
-        machine = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
+        here = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
         others = threads.seen()  # since this process began
-        choose(images, machine, minutes=minutes)  # measures
-        plan = choose(images, machine, minutes=minutes, spent=time.perf_counter() - begun)
+        choose(images, here, minutes=minutes)  # measures
+        plan = choose(images, here, minutes=minutes, spent=time.perf_counter() - begun)
     if others > threads.ROOM:
         plan.notes.append(
             f"{threads.others_text(others)}: the plan reckons with the rest; for a longer training stop them, remove "

@@ -33,7 +33,9 @@ def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
         beside = "" if real is None else f"; of 100 real images of that size, {100 * real:.0f}"
         found.append(f"Of 100 images that the GAN draws, {100 * gan['recognised']:.0f} are recognised{beside}.")
         shares = gan.get("recognised_by_class") or {}
-        bad = [name for name, share in shares.items() if share is not None and share < LEARNT * (real or 1.0)]
+        recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
+        known = {name: min(each for each in (real, recalls.get(name), 1.0) if each is not None) for name in shares}
+        bad = [name for name, share in shares.items() if share is not None and share < LEARNT * known[name]]
         few = f"; {smallest:,} images in the smallest class are few" if smallest < FEW else ""
         found += [f"Of its classes, {listed(bad, 5)} {'are' if len(bad) > 1 else 'is'} not learnt{few}."] if bad else []
     if memorisation := gan.get("memorisation"):

@@ -4,6 +4,7 @@ The figures and their tests are those of `evaluate.py --compare`: image by image
 corrected for their number. Beside them stand the runs' images and their curves.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
         images=_images(runs),
         curves=shared_charts(runs),
         notes=[f"{key}: {note}" for key, note in document["notes"].items()],
-        command=" ".join(["python -m reporting.compare", *names]),
+        command=shlex.join(["python", "-m", "reporting.compare", *names]),
     )
 
 

@@ -5,10 +5,12 @@ drawn by matplotlib, coloured by the page's CSS, light or dark.
 import base64
 import io
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 from PIL import Image
@@ -147,15 +149,15 @@ def samples(run: Run) -> list[Picture]:
     return [picture(path, f"step {number(int(path.stem.removeprefix('step-')))}") for path in picked]
 
 
-def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str]]]:
+def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
     """What other commands have written into the run folder: Grad-CAM maps, grids, projections; and links, (address seen
-    from the page in `folder`, size), of films, exports and more images.
+    from the page in `folder`, name, size), of films, exports and more images.
     """
     shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in run.outputs if path not in shown}
     links = [
-        (address, f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB")
-        for address, size in sizes.items()
+        (quote(os.fsencode(name)), name, f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB")
+        for name, size in sizes.items()
     ]
     return [picture(path, str(path.relative_to(run.folder))) for path in shown], links
 

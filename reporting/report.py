@@ -178,7 +178,7 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
 
 
 def _control(row: Mapping[str, Any]) -> list[str]:
-    share, came = row["figure"] is None, "as it must" if row["ok"] else "WRONG"
+    share, came = row["figure"] is None, {True: "as it must", False: "WRONG", None: "not known yet"}[row["ok"]]
     words = [row["arm"], row["against"], row["expected"], row["found"], signed(row["difference"], share=share)]
     return [*words, span(row["interval"], share=share), came, row["why"]]
 

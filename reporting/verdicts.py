@@ -34,7 +34,7 @@ def _section(folder: Path, study: dict[str, Any]) -> list[str]:
     made = f"{len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
     state = f"Study `{study['subject']}`, {folder.name}: {made}"
     cost = f", {duration(seconds)}" if seconds else ""
-    void = [f"{row['arm']}: {row['found']}, not: {row['expected']}" for row in study["controls"] if not row["ok"]]
+    void = [f"{row['arm']}: {row['found']}, not: {row['expected']}" for row in study["controls"] if row["ok"] is False]
     failed = f" Void, for a control came out wrong: {'; '.join(void)}." if void else ""
     shown = [line for each in study["pictures"][:1] for line in (f"![{each['caption']}]({folder / each['file']})", "")]
     table = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]

@@ -24,6 +24,7 @@ from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.seeding import numpy_generator
+from duetgan.utils.text import listed
 
 Tail = Annotated[float, Interval(ge=1, le=1e6)]
 
@@ -115,6 +116,8 @@ def tokens(overrides: dict[str, Any]) -> list[str]:
 
 def _text(value: Any) -> str:
     """A value as YAML on one line. What YAML reads as a boolean is the word again, which fits `mode: off` as well."""
+    if isinstance(value, str):  # a key of text takes it as it is
+        return value
     if isinstance(value, bool):
         return "on" if value else "off"
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
@@ -140,6 +143,11 @@ def make_parts(data: StudyData, place: Path) -> dict[str, Any]:
             each.spec.need_plain("a study")
             if not each.resolution:
                 raise UserError(f"{each.path}: its images have sizes of their own; pack with --size N")
+        untested = [name for name, count in zip(tested.classes, tested.meta.histogram, strict=True) if not count]
+        if untested:
+            raise UserError(
+                f"{test}: has no image of {listed(untested)}; add some, or leave the class out of both files"
+            )
         chosen = divide(usable(reader, tested), reader.labels(), len(reader.classes), data)
         metas = {name: write_subset(reader, rows, place / f"{name}.lmdb") for name, rows in chosen.items()}
         metas[TEST] = write_subset(tested, np.arange(len(tested)), place / f"{TEST}.lmdb")
@@ -231,14 +239,15 @@ def write_first(source: Path, counts: Sequence[int], out: Path, seed: int) -> No
 
 def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[int]]:
     """Sets of labels by name: `all`; for classes of unequal size `many`, `medium` and `few`, a third of the classes
-    each by the number of training images (`medium` takes what does not divide); and every class by its name.
+    each by the number of training images (`medium` takes what does not divide); then every class by its name, "class
+    NAME" where a group has it.
     """
     groups = {"all": list(range(len(counts)))}
     order = sorted(groups["all"], key=lambda label: (-counts[label], label))
     third = len(order) // 3
     if third and not even(counts):
         groups |= {"many": order[:third], "medium": order[third : len(order) - third], "few": order[-third:]}
-    return groups | {name: [label] for label, name in enumerate(classes) if name not in groups}
+    return groups | {f"class {name}" if name in groups else name: [label] for label, name in enumerate(classes)}
 
 
 def even(counts: Sequence[int]) -> bool:

@@ -141,13 +141,14 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[s
 
 def checked(results: Results, controls: Sequence[Comparison]) -> list[dict[str, Any]]:
     """The controls and how they came out: the declaration, `difference`, `interval`, `p` (of each alone), `found` and
-    `ok`. A control that could not be computed has failed.
+    `ok`: None where one seed cannot tell. A control that could not be computed has failed.
     """
     rows = []
     for each in controls:
         found, told = difference(results, each.first, each.second, each.group, each.figure), asdict(each)
         verdict = answer(found.difference, found.p, larger_is_better=each.larger_is_better) if found else None
-        fine = {"helps": verdict == HELPS, "not helps": verdict in (HURTS, OPEN), "same": verdict == OPEN}
+        fine: dict[str, bool | None] = {"not helps": verdict in (HURTS, OPEN), "same": verdict == OPEN}
+        fine["helps"] = None if found and found.p is None else verdict == HELPS
         row = {"arm": each.second, "against": each.first, "found": verdict or OPEN, "ok": fine[str(each.expected)]}
         row |= {key: told[key] for key in ("expected", "why", "group", "figure", "larger_is_better")}
         rows.append(row | (asdict(found) if found else {"difference": None, "interval": None, "p": None}))

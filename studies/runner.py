@@ -21,7 +21,7 @@ from duetgan.reporting.figures import percent, plain
 from duetgan.studies.images import TEST
 from duetgan.studies.results import Result, Results, checked, compared, in_words, packed, unpacked
 from duetgan.studies.subject import Job, Subject, of_seed, record
-from duetgan.utils.distributed.launch import handling
+from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import as_json, check_writable, hold, write_atomic
 from duetgan.utils.runlog.run_log import say
@@ -70,7 +70,7 @@ def document(
         comparisons = compared(table, [row for row in declared if not row.expected])
         controls = checked(table, [row for row in declared if row.expected])
     asked = [row for row in comparisons if row["asked"]]
-    failed = [row for row in controls if not row["ok"]]
+    failed = [row for row in controls if row["ok"] is False]
     words = ["unfinished: the answers are of the seeds that are done"] * (done < wanted)
     words += [VOID] * bool(failed)
     words += [f"{row['arm']} against {row['against']}: {row['found']}, not: {row['expected']}" for row in failed]
@@ -105,12 +105,11 @@ def document(
 
 
 DISCARDED = "checkpoints"  # folders of a run that go once it is judged
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # a choice to go on that depends on what was seen: the chance of an error is larger than the intervals and p say
-SEEDS_ADDED = (
-    "The study was begun with {} seeds, and raised to {} when results were there: if that was done because of them, "
-    "p is too small. A study in earnest fixes its seeds before."
+SEEDS_CHANGED = (
+    "Results were made when the study was of {} seeds; now it is of {}. If that was changed because of them, p is too "
+    "small. A study in earnest fixes its seeds before."
 )
 
 
@@ -194,17 +193,17 @@ class Study:
     def write(self) -> dict[str, Any]:
         """study.json of the results that there are, and its document."""
         results: dict[str, dict[int, Result]] = {}
-        at_first = len(self.seeds)
+        others = set()
         for arm in self.subject.arms:
             results[arm.name] = {}
             for seed in self.seeds:
                 if (file := record(of_seed(arm.place, seed))).is_file():
                     tree = _read(file)
                     results[arm.name][seed] = unpacked(tree["told"])
-                    at_first = min(at_first, tree["seeds"])
+                    others |= {tree["seeds"]} - {len(self.seeds)}
         made = document(self.name, self.subject, results, self.seeds)
-        if at_first < len(self.seeds):
-            made["notes"].insert(0, SEEDS_ADDED.format(at_first, len(self.seeds)))
+        if others:
+            made["notes"].insert(0, SEEDS_CHANGED.format(" and ".join(map(str, sorted(others))), len(self.seeds)))
         write_atomic(self.folder / "study.json", as_json(made))
         return made
 
@@ -225,7 +224,7 @@ def _stopping(minutes: float | None) -> Iterator[None]:
 
     timer = threading.Timer(60 * (minutes or 0), os.kill, (os.getpid(), signal.SIGTERM))
     timer.daemon = True
-    with handling(leave, STOPS):
+    with handling(leave, obeyed_signals()):
         try:
             if minutes is not None:
                 timer.start()

@@ -114,7 +114,8 @@ class Subject(ABC):
 
     def compared(self, results: Results) -> list[Comparison]:
         """The comparisons, one for each group or class that is meant."""
-        groups = {GROUPS: self.class_groups(results), CLASSES: self.classes()}
+        of = self.class_groups(results)
+        groups = {GROUPS: of, CLASSES: tuple(results.groups)[len(of) :]}
         return [replace(row, group=of) for row in self.comparisons for of in groups.get(row.group, (row.group,))]
 
     def labels(self) -> dict[str, np.ndarray]:
@@ -131,7 +132,7 @@ class Subject(ABC):
 
     def class_groups(self, results: Results) -> tuple[str, ...]:
         """The names of the groups that are no single class."""
-        return tuple(name for name in results.groups if name not in self.classes())
+        return tuple(results.groups)[: len(results.groups) - len(self.classes())]
 
     # --- places and outcomes
 

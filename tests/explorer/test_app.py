@@ -239,11 +239,11 @@ def test_history_is_in_order_and_follows_a_training(client, shown, folder):
 
 
 def test_compare(client, folder):
-    (folder / "gan" / "status.json").write_text('{"state": "<b>finished", "step": 7}')
+    (folder / "gan" / "status.json").write_text('{"state": "<b>finished\\udcff", "step": 7}')  # no UTF-8 has it
     try:
         text = client.get("/api/compare", query_string={"a": GAN, "b": CLASSIFIER}).text
     finally:
         (folder / "gan" / "status.json").unlink()
-    assert "<td>&lt;b&gt;finished</td><td>-</td>" in text
+    assert "<td>&lt;b&gt;finished?</td><td>-</td>" in text
     assert text.count('<figure class="chart">') == 1  # `only` is no figure of a report
     assert re.search(r"gan <b>3</b>.*classifier <b>4</b>", text)

@@ -50,7 +50,8 @@ def test_serves_until_ctrl_c(folder):
 
 
 def test_a_folder_stands_for_its_runs_once_each_and_equal_names_are_told_apart(folder):
-    runs = open_runs([str(folder), str(folder / "gan")], which="last", device=torch.device("cpu"))
+    again = [str(folder / "gan"), str(folder / ".." / folder.name / "gan")]
+    runs = open_runs([str(folder), *again], which="last", device=torch.device("cpu"))
     assert [run.name for run in runs] == ["gan", "plain", "classifier"]
     paths = [Path("/a/x/gan"), Path("/b/x/gan"), Path("/b/y/gan"), Path("/b/cnn")]
     assert _told_apart(paths) == ["a/x/gan", "b/x/gan", "y/gan", "cnn"]

@@ -129,3 +129,5 @@ def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, 
 def test_weights_that_are_given_are_taken_for_the_sample_too(tmp_path, nothing_at_hand):
     with pytest.raises(UserError, match="no such file"):
         make_plan("sample", 15.0, [str(tmp_path / "missing.safetensors")], quick=False)
+    file = str(write_weights(tmp_path / "w.safetensors", "resnet18"))
+    assert make_plan("sample", 15.0, [file], quick=True).trainings["classifier"].weights == file

@@ -41,6 +41,15 @@ GAN = {"recognised": 0.71, "judge": {"accuracy": 0.9}, "recognised_by_class": {"
                 "There is no sign of copied images.",
             ],
         ),
+        (  # a class that the judge does not know of real images either
+            {"accuracy": 0.9, "per_class": {"cat": {"recall": 0.5}, "dog": {"recall": None}}},
+            GAN,
+            100,
+            [
+                "The classifier names 90 of 100 new images rightly (0 to 100, from 0 held-out ones).",
+                "Of 100 images that the GAN draws, 71 are recognised; of 100 real images of that size, 90.",
+            ],
+        ),
         (
             {},
             {"recognised": 0.2, "recognised_by_class": dict.fromkeys("abcdefg", 0.2), "memorisation": {"copies": True}},

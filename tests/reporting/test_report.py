@@ -291,16 +291,16 @@ def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
 def test_what_other_commands_wrote_into_the_run_is_shown_or_linked(tmp_path):
     run = make_told_run(tmp_path / "gan")
     save_grid(run / "maps" / "cat.png")
-    write(run / "out" / "a film.mp4", "x" * 2048)
+    write(run / "out" / "a film\udcff.mp4", "x" * 2048)  # a name that is not UTF-8
     write(run / "model.onnx", "x")
     before = page(write_report(run)).tags.count("img")
     found = page(run / "report.html")
     assert before == 3 + 2 + 1
     assert "maps/cat.png" in found.text
-    assert "a film.mp4, 2.0 KiB" in found.text
-    assert [a for a in found.addresses if not a.startswith("data:")] == ["model.onnx", "out/a%20film.mp4"]
+    assert "a film?.mp4, 2.0 KiB" in found.text
+    assert [a for a in found.addresses if not a.startswith("data:")] == ["model.onnx", "out/a%20film%FF.mp4"]
     whole = page(write_quickstart_report(tmp_path))
-    assert [a for a in whole.addresses if not a.startswith("data:")] == ["gan/model.onnx", "gan/out/a%20film.mp4"]
+    assert [a for a in whole.addresses if not a.startswith("data:")] == ["gan/model.onnx", "gan/out/a%20film%FF.mp4"]
 
 
 def test_heartbeats_which_other_ranks_remove_meanwhile_are_not_looked_at(tmp_path, monkeypatch):

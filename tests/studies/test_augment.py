@@ -181,7 +181,7 @@ def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp
     assert (found["complete"], found["runs"]) == (True, {"done": 11, "planned": 11})
     assert [arm["name"] for arm in found["arms"]][8:] == ["samples 0.5, selected", UNTRAINED, HELD]
     assert set(found["choices"]) == {"best classic arm", "best arm with samples"}
-    assert found["void"] == any(not row["ok"] for row in found["controls"])
+    assert found["void"] == any(row["ok"] is False for row in found["controls"])
     assert ("This study is void." in shown.text) == found["void"]
     assert shown.tags.count("img") == 3
     for log in (tmp_path / "whole").glob("runs/*/run.log"):

@@ -124,6 +124,14 @@ def test_a_study_that_was_killed_goes_on_and_ends_in_the_same_table(tmp_path, ca
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_under_nohup_a_terminal_that_is_closed_stops_nothing(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert study(tmp_path, before=lambda call: os.kill(os.getpid(), signal.SIGHUP))[0].run()["complete"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_after_the_minutes_it_ends_with_what_there_is(tmp_path):
     slow, _ = study(tmp_path, before=lambda call: time.sleep(10 if call == ("real", 1) else 0))
     found = slow.run(minutes=1 / 60)
@@ -137,7 +145,9 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
     more, subject = study(tmp_path, seeds=3)
     found = more.run()
     assert found["seeds"] == [0, 1, 2]
-    assert found["notes"][0].startswith("The study was begun with 2 seeds, and raised to 3 when results were there")
+    assert found["notes"][0].startswith("Results were made when the study was of 2 seeds; now it is of 3. If that was")
+    fewer = study(tmp_path, seeds=1)[0].run()["notes"]
+    assert fewer[0].startswith("Results were made when the study was of 2 seeds; now it is of 1.")
     assert [call for call in subject.calls if call[1] != 2] == []
     with pytest.raises(UserError, match="made or begun with other settings, or by an earlier version; remove it and"):
         study(tmp_path, setting=2)[0].run()
@@ -218,8 +228,9 @@ def test_the_verdicts_of_several_studies_make_a_page(tmp_path, capsys):
     assert told[5:] == [span(row["interval"], share=True), chance(row["p"]), "**cannot tell**"]
     assert "Void, for a control came out wrong: held back: cannot tell, not: helps." in second
     assert "Void" not in first
-    assert run_cli(script.main, ["page", str(tmp_path)]) == 2
-    assert "give a study's folder, with a study.json" in capsys.readouterr().err
+    for folders, refused in (([str(tmp_path)], "give a study's folder, with a study.json"), ([], "required: FOLDER")):
+        assert run_cli(script.main, ["page", *folders]) == 2
+        assert refused in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [{"untrained": 0.7}, {"held back": 0.5}])
@@ -282,6 +293,7 @@ def test_groups_are_thirds_with_the_mean_recall_of_their_classes():
         **{name: [label] for label, name in enumerate("stuvwxy")},
     }
     assert list(groups_of([9, 10, 11], list("abc"))) == ["all", "a", "b", "c"]  # even
+    assert groups_of([9, 10], ["b", "all"]) == {"all": [0, 1], "b": [0], "class all": [1]}
     labels = np.array([0, 0, 0, 1, 2, 2])
     hits = np.array([1, 1, 0, 1, 0, 1], bool)
     groups = {"all": [0, 1, 2], "few": [2, 1]}
@@ -408,3 +420,5 @@ def test_figures_are_compared_by_seeds():
         "distance: helps (taught against plain: -1,234, 95 % interval -2,000 to +31, p "
     )
     assert checked(results, [Comparison("plain", "gone", figure="distance", expected="not helps")])[0]["ok"] is False
+    one = Results([0], {arm: of[:1] for arm, of in by_arm.items()}, {}, {"all": []})  # nothing is known, nothing failed
+    assert checked(one, [Comparison("plain", "taught", figure="distance", expected="helps")])[0]["ok"] is None

@@ -203,6 +203,9 @@ def test_the_files_hold_the_images_and_no_twins(tmp_path):
     kept = [(images[i].tobytes(), int(labels[i])) for i in range(60) if i not in (7, 10)]
     assert sorted(together) == sorted(kept)
     assert len(set(together)) == 58
+    pack_arrays(tmp_path / "test.lmdb", test[:1], [1], "abc", overwrite=True)
+    with pytest.raises(UserError, match=r"test.lmdb: has no image of a, c; add some"):
+        make_parts(data, tmp_path)
 
 
 def test_quick_merges_mappings_and_replaces_the_rest():
@@ -221,6 +224,8 @@ def test_overrides_become_options_and_off_stays_off():
     given = yaml.safe_load("{ada.mode: off, deterministic: on}")  # false and true to YAML
     config: Any = build_run_config(read_yaml(REPOSITORY / recipe), tokens(given), recipe)
     assert (config.ada.mode, config.deterministic) == ("off", True)
+    for path in ("/home/josé/x.lmdb", "/a #b", "null.lmdb", "[a]", "yes"):  # text is taken as it is
+        assert build_run_config(read_yaml(REPOSITORY / recipe), tokens({"data.path": path}), recipe).data.path == path
 
 
 @pytest.mark.parametrize(
