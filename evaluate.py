@@ -24,7 +24,7 @@ NOT_FOR = {  # what is evaluated: options that it does not take and their defaul
         {"audit": False} | dict.fromkeys(("classifier", "extractor", "weights", "per_class", "searched")),
         "for a GAN, this checkpoint is a classifier's",
     ),
-    "audit": (SPEED | dict.fromkeys(("classifier", "per_class")), "not for --audit"),
+    "audit": (SPEED | {"robustness": False} | dict.fromkeys(("ood", "classifier", "per_class")), "not for --audit"),
 }
 
 
@@ -74,16 +74,41 @@ def main(argv: list[str]) -> int:
         return evaluate_here(options, argv)
 
 
+def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, Any]:
+    """The checkpoint, what is to be evaluated of it, and the test images. Raises UserError."""
+    from duetgan.data.reading.dataset import dataset_for_model
+    from duetgan.metrics.lineage import data_of, run_folder
+    from duetgan.models.restore import read
+    from duetgan.reporting.run_files import Run
+    from duetgan.utils.runlog.run_log import say_main
+
+    checkpoint = read(path)
+    data = options.data or data_of(checkpoint, "val_path")
+    if not data:
+        raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
+    task = checkpoint["task"]
+    if task not in ("gan", "classifier"):
+        raise UserError(f"{path}: its task {task!r} is neither gan nor classifier; update Duet")
+    kind = "audit" if options.audit and task == "gan" else task
+    unwanted, whose = NOT_FOR[kind]
+    for option, default in unwanted.items():
+        if getattr(options, option) != default:
+            raise UserError(f"--{option.replace('_', '-')} is {whose}; leave it out")
+    reader = dataset_for_model(data, checkpoint)
+    then = Run(run_folder(path)).data.get("held-out")
+    if not options.data and isinstance(then, dict) and then.get("content_hash") != reader.meta.content_hash:
+        say_main(f"warning: {data} holds other images than when the run began; --data X.lmdb names the test images")
+    return checkpoint, kind, reader
+
+
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process, which may be one of several: rank 0 writes and prints."""
-    from duetgan.data.reading.dataset import dataset_for_model
     from duetgan.metrics.evaluate_audit import audit_gan_run
     from duetgan.metrics.evaluate_classifier import evaluate_classifier_run
     from duetgan.metrics.evaluate_gan import evaluate_gan_run
     from duetgan.metrics.lineage import data_of, run_folder
     from duetgan.metrics.samples.membership_inference import audit_table
     from duetgan.metrics.tables import classifier_table, gan_table
-    from duetgan.models.restore import read
     from duetgan.utils.distributed import collectives
 
     evaluations: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
@@ -95,19 +120,8 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     if not (options.out or path.is_file()):
         raise UserError(f"--checkpoint {path}: a name has no folder for the results; give one with --out DIR")
     with collectives.raising_together():
-        checkpoint = read(path)
-        data = options.data or data_of(checkpoint, "val_path")
-        if not data:
-            raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
-        task = checkpoint["task"]
-        if task not in evaluations:
-            raise UserError(f"{path}: its task {task!r} is neither gan nor classifier; update Duet")
-        kind = "audit" if options.audit and task == "gan" else task
-        unwanted, whose = NOT_FOR[kind]
-        for option, default in unwanted.items():
-            if getattr(options, option) != default:
-                raise UserError(f"--{option.replace('_', '-')} is {whose}; leave it out")
-        reader = dataset_for_model(data, checkpoint)
+        checkpoint, kind, reader = opened(path, options)
+    task, data = checkpoint["task"], options.data or data_of(checkpoint, "val_path")
     evaluate, table = evaluations[kind]
     name = "audit.json" if options.audit else "metrics.json"
     out = Path(options.out) if options.out else run_folder(path) / "eval"

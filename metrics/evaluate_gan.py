@@ -117,9 +117,7 @@ def gather(
     train, notes = _second_real_set(reader, train_reader)
     real = real or RealFeatures(batch_size=batch_size, show=show)
     with collectives.raising_together():
-        n = min(n, len(reader), len(train) if train is not None and floor else len(reader))
-        if n < 2:
-            raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
+        n = _count(n, reader, train if floor else None, notes)
         hot = reader.meta.multi_hot if generator.classes and reader.meta.sets is not None else None
         labels = _fitting_labels(generator, reader, "test")
         side = select(labels, n=n, seed=seed, role="test", per_class=per_class, hot=hot)
@@ -191,6 +189,17 @@ def _second_real_set(reader: Dataset, train: Dataset | None) -> tuple[Dataset | 
     if train.meta.content_hash == reader.meta.content_hash:
         return None, {"floor": "training and test images are the same; the floor needs two disjoint real sets"}
     return train, {}
+
+
+def _count(n: int, reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> int:
+    """Images of each set: n, or as many as the smallest has, which is noted. Raises UserError for fewer than 2."""
+    most = min(n, len(reader))
+    n = min(most, most if train is None else len(train))
+    if n < most:
+        notes["training_images"] = f"n is {n:,}, not {most:,}: there are no more training images"
+    if n < 2:
+        raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
+    return n
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
@@ -281,8 +290,8 @@ def flattered(extractors: Sequence[Extractor], generator: Lineage) -> dict[str, 
     """A note for each extractor in whose features samples look better than they are."""
     notes = {}
     for extractor in extractors:
-        if extractor.source in generator.teachers:
-            why = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
+        if not {extractor.source, *extractor.lineage.teachers}.isdisjoint(generator.teachers):
+            why = "this classifier, or one that taught it, supplied a loss to the generator: the distance is flattered"
         elif extractor.lineage.synthetic:
             why = "this classifier was trained on samples, which seem more real in its features than they are"
         elif extractor.lineage.related(generator):

@@ -83,9 +83,14 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     if not path:
         return None, NONE_NAMED
     try:
-        return dataset_for_model(path, checkpoint), ""
+        train = dataset_for_model(path, checkpoint)
     except UserError as error:
         return None, f"the training images cannot be read: {error}"
+    content = (checkpoint.get("data") or {}).get("content_hash")
+    if content and content != train.meta.content_hash:
+        train.close()
+        return None, f"{train.path} holds other images by now"
+    return train, ""
 
 
 def leaks(reader: Dataset, train: Dataset | None, why: str = "") -> dict[str, str]:
@@ -190,9 +195,8 @@ def shared(judge: Checkpoint, reader: Dataset) -> float:
     """
     content, (trained, why) = (judge.get("data") or {}).get("content_hash"), training_images(judge)
     with trained or nullcontext():
-        if trained is not None and content and trained.meta.content_hash == content:
+        if trained is not None and content:
             return overlap(reader, trained) / len(reader)
     if content:
-        why = why or "its training file is another one by now"
         say(f"warning: whether the judge saw test images, pixel for pixel, is not known: {why}")
     return 0.0

@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out}: exists; give a new folder")
     from duetgan.utils import checkpoint as checkpoints
+    from duetgan.utils.files import writing
 
     converted = read(options.file)
     count = converted.shape["classes"]
@@ -40,8 +41,9 @@ def main(argv: list[str]) -> int:
         if len(names) != count or len(set(names)) != count or not all(names):
             raise UserError(f"--classes has {len(set(names))} different names, the networks have {count} classes")
     content = checkpoint_of(converted, names)
-    path = checkpoints.save(folder, content)
-    checkpoints.point(folder, "last", path)
+    with writing(folder):
+        path = checkpoints.save(folder, content)
+        checkpoints.point(folder, "last", path)
     side, channels = converted.shape["resolution"], converted.shape["channels"]
     of = f"{len(names)} classes" if names else "without classes"
     print(f"{converted.architecture}, {side}x{side} px, {channels} channels, {of}: {', '.join(converted.state)}")

@@ -5,6 +5,7 @@ The last is `torchvision:NAME` or `torchvision:NAME.WEIGHTS`, `timm:NAME`, eithe
 network of torchvision's; or a folder as timm writes it for its hub (config.json, model.safetensors).
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duetgan.models.backbones import timm
 from duetgan.models.classifier import Classifier, ModelConfig
@@ -35,7 +36,7 @@ from duetgan.utils.checkpoint.state_schema import FAULTS, loaded
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
 from duetgan.utils.errors import UserError, explained
-from duetgan.utils.provenance import recorded
+from duetgan.utils.provenance import Lineage, join, recorded
 
 
 def _restored(
@@ -105,6 +106,23 @@ def classifier_from(
     model = _restored(checkpoint, "model", "model_ema", device, several)
     model.lineage = recorded(checkpoint)
     return model
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A short hash of a module's weights: two modules with one fingerprint give the same features."""
+    digest = hashlib.sha256()
+    for key, value in module.state_dict().items():
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return f"sha256:{digest.hexdigest()[:12]}"
+
+
+def passed_on(checkpoint: Checkpoint) -> Lineage:
+    """The lineage of weights that begin as a checkpoint's: a classifier is then one of their teachers."""
+    known = recorded(checkpoint)
+    if checkpoint["task"] != "classifier":
+        return known
+    return join(known, Lineage.of(teachers=[fingerprint(classifier_from(checkpoint, several=True))]))
 
 
 OPTION = "--checkpoint"

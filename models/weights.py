@@ -28,7 +28,7 @@ from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import downloading
-from duetgan.utils.provenance import Lineage, recorded
+from duetgan.utils.provenance import Lineage
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use
@@ -117,7 +117,9 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     with explained(ValueError, lambda why: f"{path}: {why}; give another checkpoint"):
         check_tensors("state.model_ema", content["state"].get("model_ema"))
     about = _built(content["config"].get("model", {}), path)
-    about["duet"] = json.dumps({"lineage": recorded(content).document()})  # as an export has it
+    from duetgan.models.restore import passed_on  # which reads weights by this module
+
+    about["duet"] = json.dumps({"lineage": passed_on(content).document()})  # as an export has it
     return _plain_names(content["state"]["model_ema"]), about
 
 

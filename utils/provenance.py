@@ -28,7 +28,7 @@ class Lineage(Stored):
 
     trained_on: list[str]  # content hashes, and fingerprints where there are any, of files of images
     synthetic: list[Generated]  # those of them that hold samples
-    teachers: list[str] = []  # fingerprints of classifiers whose answers were in the loss
+    teachers: list[str] = []  # fingerprints of classifiers whose answers were in the loss, or that they began as
     pretrained: list[str] = []  # hashes of others' weights files that they, or their teachers, began with
 
     @classmethod
@@ -45,7 +45,7 @@ class Lineage(Stored):
         if weights in generator.teachers:
             return "supplied a loss to this generator, so it cannot judge it; give another"
         if not set(self.teachers).isdisjoint(generator.teachers):
-            return "learnt from a classifier that supplied a loss to this generator; give another"
+            return "learnt from a classifier, or began as one, that supplied a loss to this generator; give another"
         if self.synthetic:
             whose = ", ".join(dict.fromkeys(each.generator for each in self.synthetic))[:200]
             return (

@@ -24,13 +24,13 @@ from duetgan.metrics.features.extractors import classifier_input
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.gan import ImageGenerator, draw
-from duetgan.models.restore import ENTRY, KEYS, NETWORKS, classifier_from, generator_from
+from duetgan.models.restore import ENTRY, KEYS, NETWORKS, classifier_from, generator_from, passed_on
 from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
 
 SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
-MORE = ("stage", "teachers", "lineage", "sets")  # keys that not every checkpoint has
+MORE = ("stage", "teachers", "sets")  # keys that not every checkpoint has
 
 
 def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
     sections["data"] = {"resolution": (config.get("data") or {}).get("resolution")}
     data = {"resize_filter": checkpoint.get("data", {}).get("resize_filter", "none")}
     about = {name: checkpoint[name] for name in (*KEYS, *MORE) if name in checkpoint}
-    return about | {"config": sections, "data": data}
+    return about | {"config": sections, "data": data, "lineage": passed_on(checkpoint).document()}
 
 
 def interface(checkpoint: dict[str, Any]) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Five ways to spoil an image, each at five strengths: pure functions of the image, the strength and a key.
 
-After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px, at other sizes scaled
-(`power`) so that an image is spoiled about as much to the eye.
+After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px, but for
+brightness (ImageNet-C's), at other sizes scaled (`power`) so that an image is spoiled about as much to the eye.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +28,11 @@ class Corruption:
     unit: str  # what an amount is
     power: float  # an amount grows with (side / SIDE) to this power
     corrupt: Corrupt
+    most: float = math.inf
 
     def amount(self, strength: int, side: int) -> float:
         """The amount of a strength from 1 to 5 at images of `side` px."""
-        return self.amounts[strength - 1] * (side / SIDE) ** self.power
+        return min(self.most, self.amounts[strength - 1] * (side / SIDE) ** self.power)
 
     def __call__(self, image: np.ndarray, strength: int, *, seed: int, index: int) -> np.ndarray:
         """The spoiled image, uint8 [C, H, W]; the same whatever batch and process it is in."""
@@ -55,12 +57,11 @@ def _noise(image: np.ndarray, deviation: float, seed: int, index: int) -> np.nda
 
 
 def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndarray:
-    """What is left after a JPEG file of a quality from 1 to 95, colours at half the resolution."""
+    """What is left after a JPEG file of a quality, colours at half the resolution."""
     space = "RGB" if len(image) == 3 else "GRAY"
     pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
     colours = "420" if len(image) == 3 else "Gray"
-    whole = min(95, max(1, round(quality)))
-    encoded = simplejpeg.encode_jpeg(pixels, quality=whole, colorspace=space, colorsubsampling=colours)
+    encoded = simplejpeg.encode_jpeg(pixels, quality=max(1, round(quality)), colorspace=space, colorsubsampling=colours)
     return simplejpeg.decode_jpeg(encoded, colorspace=space).transpose(2, 0, 1)
 
 
@@ -78,7 +79,7 @@ def _contrast(image: np.ndarray, share: float, _seed: int, _index: int) -> np.nd
 CORRUPTIONS = {
     "blur": Corruption((0.4, 0.6, 0.7, 0.8, 1.0), "px", 1.0, _blur),
     "noise": Corruption((0.04, 0.06, 0.08, 0.09, 0.10), "of the range", 0.5, _noise),
-    "jpeg": Corruption((80, 65, 58, 50, 40), "quality", -0.6, _jpeg),
+    "jpeg": Corruption((80, 65, 58, 50, 40), "quality", -0.6, _jpeg, 95),
     "brightness": Corruption((0.1, 0.2, 0.3, 0.4, 0.5), "of the range", 0.0, _brightness),
     "contrast": Corruption((0.75, 0.5, 0.4, 0.3, 0.15), "of the distance from the mean", 0.0, _contrast),
 }

@@ -2,7 +2,6 @@
 taken, and passes over them that all processes share.
 """
 
-import hashlib
 import importlib
 import os
 from argparse import Namespace
@@ -22,7 +21,7 @@ from duetgan.metrics.features.selection import Selection
 from duetgan.models.backbones.base import normalize
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, fit_images
-from duetgan.models.restore import classifier_from, read
+from duetgan.models.restore import classifier_from, fingerprint, read
 from duetgan.models.weights import file_hash, fitted, read_state_dict
 from duetgan.utils.checkpoint import resolve
 from duetgan.utils.config.cli import did_you_mean
@@ -96,15 +95,6 @@ def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
 
     about = device_of(classifier), fingerprint(classifier), classifier.lineage
     return Extractor(name, classifier.feature_dim, compute, *about)
-
-
-def fingerprint(module: nn.Module) -> str:
-    """A short hash of a module's weights: two modules with one fingerprint give the same features."""
-    digest = hashlib.sha256()
-    for key, value in module.state_dict().items():
-        digest.update(key.encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return f"sha256:{digest.hexdigest()[:12]}"
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:

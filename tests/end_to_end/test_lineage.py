@@ -8,6 +8,8 @@ import pytest
 import export
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
+from duetgan.metrics.features.extractors import fingerprint
+from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.script import run_cli
 from tests.data.test_inspect import PASSPORT
@@ -69,6 +71,7 @@ def test_who_starts_from_such_weights_has_seen_them_too(tmp_path, seen, samples,
     assert run_cli(export.main, exported) == 0
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     expected = {"trained_on": [hash_of(packed), hash_of(samples)], "synthetic": lineage_at(seen)["synthetic"]}
+    expected["teachers"] = [fingerprint(classifier_from(load(resolve(seen))))]  # whom `seen` guides they may not judge
     for name, more in (
         ("init", ["--init-from", str(seen)]),
         ("checkpoint", ["--model.weights", str(seen)]),  # J24: normalise auto is as they say
@@ -83,4 +86,5 @@ def test_who_starts_from_such_weights_has_seen_them_too(tmp_path, seen, samples,
         assert lineage_at(run) == expected, name
     grandchild = tmp_path / "grandchild"
     assert train_in_process(config, grandchild, "--max-steps", "1", "--init-from", str(tmp_path / "init")) == 0
-    assert lineage_at(grandchild) == expected
+    parent = fingerprint(classifier_from(load(resolve(tmp_path / "init"))))
+    assert lineage_at(grandchild) == expected | {"teachers": [*expected["teachers"], parent]}

@@ -163,7 +163,9 @@ def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, 
     found = evaluate(generator, test_reader, n=5000, train_reader=train_reader)
     assert found["n"] == found["distances"][0]["n"] == len(test_reader) == 60
     with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
-        assert evaluate(generator, test_reader, n=5000, train_reader=small)["n"] == 12
+        found = evaluate(generator, test_reader, n=5000, train_reader=small)
+        told = "n is 12, not 60: there are no more training images"
+        assert (found["n"], found["notes"]["training_images"]) == (12, told)
         found = evaluate(generator, test_reader, n=5000, train_reader=small, floor=False)
         silent = evaluate(generator, test_reader, train_reader=small, floor=False, searched=0)
     assert (found["n"], found["memorisation"]["searched"]) == (60, 12)

@@ -184,3 +184,24 @@ def test_a_judge_whose_images_are_gone_is_taken_with_a_warning(tmp_path, runs, f
     assert "warning: whether the judge saw test images, pixel for pixel, is not known: " in capsys.readouterr().err
     assert call(evaluate, "--checkpoint", judge, "--data", files["val_path"], "--out", tmp_path / "alone") == 0
     assert "gone.lmdb: no such file" in read_json(tmp_path / "alone" / "metrics.json")["notes"]["leaks"]
+
+
+def test_files_that_hold_other_images_by_now_are_told(tmp_path, files, capsys):
+    """Training images are those of the checkpoint's hash, held-out ones of the run's data.json, or --data's."""
+    run = gan_run(tmp_path / "run", data=files, content_hash="another")
+    (run / "data.json").write_text('{"held-out": {"content_hash": "another"}}')
+    found = evaluated(run, tmp_path / "out", "--n", 20, "--extractor", "pixels")
+    assert (found["memorisation"], found["notes"]["floor"]) == (None, f"{files['path']} holds other images by now")
+    warning = f"warning: {files['val_path']} holds other images than when the run began"
+    assert warning in capsys.readouterr().err
+    evaluated(run, tmp_path / "out", "--n", 20, "--extractor", "pixels", "--data", files["val_path"])
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_judge_that_began_as_the_guide_is_refused_and_its_features_told(tmp_path, files, capsys):
+    began = {"trained_on": [], "synthetic": [], "teachers": ["sha256:0123456789ab"]}
+    gan, judge = gan_run(tmp_path / "gan", data=files, lineage=began), classifier_run(tmp_path / "judge", lineage=began)
+    told = refused(capsys, evaluate, "--checkpoint", gan, "--classifier", judge, "--extractor", "pixels")
+    assert "began as one, that supplied a loss to this generator" in told
+    found = evaluated(gan, tmp_path / "out", "--n", 20, "--extractor", f"classifier:{judge}")
+    assert "or one that taught it, supplied a loss" in found["notes"][f"classifier:{judge}"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from duetgan.models.registry import DEFAULT
+from duetgan.models.restore import passed_on
 from duetgan.training.base.config import RunConfig
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Updater
@@ -24,7 +25,7 @@ from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.provenance import Lineage, recorded
+from duetgan.utils.provenance import Lineage
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import listed
@@ -96,7 +97,7 @@ def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
                 f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
                 f"checkpoint of {here!r}, or set architecture to {there!r}"
             )
-        return str(path), Donor(str(path), content["step"], checkpoints.file_sha256(path), recorded(content))
+        return str(path), Donor(str(path), content["step"], checkpoints.file_sha256(path), passed_on(content))
 
     config.init_from, donor = collectives.from_main_process(find)
     return donor

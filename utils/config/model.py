@@ -280,6 +280,8 @@ def _read(hint: Any, value: Any, place: str = "") -> Any:
     if isinstance(value, dict):
         keys, items = inside(hint, dict) or (Any, Any)
         named = keys is str  # a class or a layer may be called 1
+        if named and (odd := [key for key in value if isinstance(key, bool)]):
+            raise Unfit(place, odd[0], "a name; write yes, no, on, off, true and false in quotes")
         return {
             str(key) if named and type(key) in (int, float) else _read(keys, key): _read(items, item, f"{place}.{key}")
             for key, item in value.items()

@@ -85,6 +85,7 @@ def test_jpeg_is_pillows(channels):
     found = CORRUPTIONS["jpeg"](image, 5, seed=0, index=0).transpose(1, 2, 0)
     assert distance(found, expected) < 2
     assert [round(CORRUPTIONS["jpeg"].amount(strength, 224)) for strength in (1, 5)] == [25, 12]
+    assert CORRUPTIONS["jpeg"].amount(1, 16) == 95  # and not 121
 
 
 def test_robustness_is_a_table_of_shares():

@@ -63,6 +63,7 @@ def nvidia(tmp_path_factory):
 def test_nvidias_networks_draw_and_judge_as_they_did(nvidia, tmp_path):
     path, average, _ = nvidia
     assert main([str(path), str(tmp_path / "run"), "--classes", "a,b,c"]) == 0
+    assert_raises(UserError, "cannot write /proc/x", main, [str(path), "/proc/x"])
     checkpoint = load(resolve(tmp_path / "run"))
     assert checkpoint["classes"] == ["a", "b", "c"]
     generator = generator_from(checkpoint).double()

@@ -290,6 +290,9 @@ def test_a_class_that_yaml_reads_as_a_number(tmp_path, tokens):
     config = build(ClassifierConfig, read_yaml(str(recipe)), tokens)
     found = class_weights(np.array([0, 1]), ["0", "1"], config.data.class_rates)
     np.testing.assert_array_equal(found, [1, 2])
+    if tokens:
+        with pytest.raises(UserError, match="class_rates false: must be a name; write yes, no"):
+            build(ClassifierConfig, {}, ["--data.class_rates", "{no: 2.0}"])
 
 
 def test_values_of_more_than_8_bits_are_told_and_must_mean_the_same(folder):
