@@ -187,7 +187,7 @@ class TestEvaluate:
         told = refused(capsys, evaluate, "--checkpoint", run, *options, "--classifier", copy)
         assert "supplied a loss" in told
         notes = evaluated(run, tmp_path / "out", *options, "--classifier", other)["notes"]
-        assert notes.keys() == {"n", "intra_class_frechet"}
+        assert notes.keys() == {"n", "intra_class_frechet", "recognised"}  # of a judge that names one class always
         features = ["--extractor", f"classifier:{copy},classifier:{other}"]  # its features are taken, with a word
         notes = evaluated(run, tmp_path / "out", *options, *features)["notes"]
         assert "flattered" in notes[f"classifier:{copy}"]
