@@ -80,6 +80,18 @@ def slim_module() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def slim_resnet18() -> Iterator[None]:
+    """ResNet-18 is slim, other networks are whole."""
+    from duetgan.models.backbones import base
+    from tests.slim import SlimResNet
+
+    make = base.make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "make", lambda name, **more: SlimResNet() if name == "resnet18" else make(name, **more))
+        yield
+
+
 def sample_images(split: str, per_class: int) -> tuple[Any, Any, list[str]]:
     """The first `per_class` images of each class of the sample at 16 px: uint8 [n, 1, 16, 16], labels, names."""
     import numpy as np

@@ -18,6 +18,11 @@ DCGAN: dict[str, Any] = {"architecture": "dcgan", "sizes": {"z_dim": 4, "width":
 R3: dict[str, Any] = {"z_dim": 4, "width": 8, "cardinality": 2, "blocks": 1}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slim_classifiers(slim_resnet18):
+    """Nothing here depends on its size."""
+
+
 def styled(*, classes=3, channels=1, side=SIDE):
     """A StyleGAN2 generator whose noise counts and whose w_avg is about the mean of w."""
     with forked(0, "init", "styled"):
@@ -57,8 +62,8 @@ def gan_run(folder, generator, *, architecture="stylegan2", sizes=TINY, resize_f
     return make_run(folder, task="gan", config=config, shape=shape, state=state, **more)
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, slim_classifiers):
     """Run folders: grey with three classes, RGB without any, R3GAN, DCGAN, and a classifier."""
     folder = tmp_path_factory.mktemp("runs")
     return {
@@ -70,7 +75,7 @@ def runs(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checkpoint(runs):
     return load(resolve(runs["grey"]))
 

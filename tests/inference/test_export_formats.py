@@ -35,6 +35,11 @@ from tests.inference.conftest import R3, gan_run, styled
 from tests.metrics.conftest import CLASSES, pack
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slim_classifiers():
+    """None here: the convolutions of the whole network are quantized, and its file is smaller."""
+
+
 @pytest.fixture(scope="module")
 def sample_images(tmp_path_factory):
     """A packed file in the order of classes."""

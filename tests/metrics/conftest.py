@@ -11,13 +11,11 @@ from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image
-from duetgan.models.backbones import base
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.checkpoint import point, save
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import forked
-from tests.slim import SlimResNet
 
 CLASSES = ["dark", "grey", "light"]
 SIDE = 8
@@ -93,12 +91,8 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def slim_resnet18():
-    """That of the runs: no figure depends on its size. Other networks are whole."""
-    make = base.make
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "make", lambda name, **more: SlimResNet() if name == "resnet18" else make(name, **more))
-        yield
+def slim_classifiers(slim_resnet18):
+    """No figure depends on its size."""
 
 
 @pytest.fixture(scope="module")
