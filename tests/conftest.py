@@ -30,6 +30,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 REPOSITORY = Path(__file__).parents[1]
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: no search for garbage needs to look at it again, which takes a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where indices of shards are kept, of child processes too."""
