@@ -99,7 +99,7 @@ def document(
             for picture, caption in subject.captions.items()
             if whole and subject.picture(picture).is_file()
         ],
-        "notes": [*subject.notes] * bool(whole)
+        "notes": [*(subject.notes if whole else ())]  # they need the images to be divided
         + [LEFT_OUT.format("; ".join(subject.left_out))] * bool(subject.left_out),
     }
 

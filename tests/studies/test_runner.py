@@ -258,6 +258,12 @@ def test_the_page_shows_the_answer_and_what_it_rests_on(tmp_path):
     assert "No seed is complete" in page(write_study_page(tmp_path, begun, command="", config={})).text
 
 
+def test_a_study_that_is_stopped_leaves_a_page_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(Study, "_perform", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert run_cli(script.main, ["augment", "--out", str(tmp_path)]) == StoppedBySignal.exit_code
+    assert "unfinished: 0 of " in page(tmp_path / "report.html").text
+
+
 def test_a_result_is_kept_to_the_bit():
     hits = np.random.default_rng(0).random(1001) < 0.3
     back = unpacked(json.loads(json.dumps(packed(Result({"x": 0.1, "y": None}, {"test": hits})))))
