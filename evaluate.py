@@ -74,8 +74,8 @@ def main(argv: list[str]) -> int:
         return evaluate_here(options, argv)
 
 
-def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, Any]:
-    """The checkpoint, what is to be evaluated of it, and the test images. Raises UserError."""
+def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, Any]:
+    """The checkpoint, what is to be evaluated of it, and the test images: where they are, and opened. Raises UserError."""
     from duetgan.data.reading.dataset import dataset_for_model
     from duetgan.metrics.lineage import data_of, run_folder
     from duetgan.models.restore import read
@@ -95,10 +95,10 @@ def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, Any]:
         if getattr(options, option) != default:
             raise UserError(f"--{option.replace('_', '-')} is {whose}; leave it out")
     reader = dataset_for_model(data, checkpoint)
-    then = Run(run_folder(path)).data.get("held-out")
-    if not options.data and isinstance(then, dict) and then.get("content_hash") != reader.meta.content_hash:
+    then = None if options.data else Run(run_folder(path)).data.get("held-out")
+    if isinstance(then, dict) and then.get("content_hash") != reader.meta.content_hash:
         say_main(f"warning: {data} holds other images than when the run began; --data X.lmdb names the test images")
-    return checkpoint, kind, reader
+    return checkpoint, kind, str(data), reader
 
 
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
@@ -106,7 +106,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     from duetgan.metrics.evaluate_audit import audit_gan_run
     from duetgan.metrics.evaluate_classifier import evaluate_classifier_run
     from duetgan.metrics.evaluate_gan import evaluate_gan_run
-    from duetgan.metrics.lineage import data_of, run_folder
+    from duetgan.metrics.lineage import run_folder
     from duetgan.metrics.samples.membership_inference import audit_table
     from duetgan.metrics.tables import classifier_table, gan_table
     from duetgan.utils.distributed import collectives
@@ -120,15 +120,14 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     if not (options.out or path.is_file()):
         raise UserError(f"--checkpoint {path}: a name has no folder for the results; give one with --out DIR")
     with collectives.raising_together():
-        checkpoint, kind, reader = opened(path, options)
-    task, data = checkpoint["task"], options.data or data_of(checkpoint, "val_path")
+        checkpoint, kind, data, reader = opened(path, options)
     evaluate, table = evaluations[kind]
     name = "audit.json" if options.audit else "metrics.json"
     out = Path(options.out) if options.out else run_folder(path) / "eval"
     collectives.from_main_process(lambda: check_writable(out))
     with reader:
         figures = evaluate(checkpoint, reader, out, options)
-    head = {"checkpoint": str(path), "step": checkpoint["step"], "task": task, "data": str(data)}
+    head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": data}
     document = {**head, "seed": options.seed, **figures}
     if kind == "gan" and collectives.is_main():
         from duetgan.inference.samples import draw_style_tables

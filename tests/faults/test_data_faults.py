@@ -214,12 +214,12 @@ def test_fault_20_other_classes_in_the_held_out_images(command, recipe, packed, 
     pack_arrays(tmp_path / "test.lmdb", images[kept], labels[kept], others)
     command(*recipe, "--data.val-path", tmp_path / "test.lmdb").refusal("test.lmdb: its classes are not those of", told)
     assert not (tmp_path / "run").exists()
-    refusal = command("data.pack", tmp_path / "test.lmdb", tmp_path / "y.lmdb", "--against", packed / "train.lmdb")
+    outcome = command("data.pack", tmp_path / "test.lmdb", tmp_path / "y.lmdb", "--against", packed / "train.lmdb")
     if change_of == "fewer":  # it has none of a class, whose name it takes over
-        refusal.success()
+        outcome.success()
         command(*recipe, "--data.val-path", tmp_path / "y.lmdb", "--steps", "1").success()
         return
-    refusal.refusal("its classes are not those of", "labels would not mean the same")
+    outcome.refusal("its classes are not those of", "labels would not mean the same")
     assert not (tmp_path / "y.lmdb").exists()
 
 

@@ -194,6 +194,7 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, capsys):
         (run, ["--precision", "bf16"], "is not for --audit"),
         (run, ["--fold"], "is not for --audit"),
         (run, ["--robustness"], "is not for --audit"),
+        (run, ["--ood", "x.lmdb"], "is not for --audit"),
     ):
         common = ["--audit", "--extractor", "pixels", "--n", 30, "--out", tmp_path / "out"]
         assert told in refused(capsys, evaluate, "--checkpoint", checkpoint, *common, *more)
