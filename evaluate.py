@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], str, str, Any]:
-    """The checkpoint, what is to be evaluated of it, and the test images: where they are, and opened. Raises UserError."""
+    """The checkpoint, what is to be evaluated of it, and the test images: their place and they. Raises UserError."""
     from duetgan.data.reading.dataset import dataset_for_model
     from duetgan.metrics.lineage import data_of, run_folder
     from duetgan.models.restore import read
