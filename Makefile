@@ -10,7 +10,7 @@ UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 
 WINGS := data explorer inference metrics models planning reporting studies training utils
 LINKS := $(addprefix duetgan/,$(WINGS))
 
-.PHONY: help setup quickstart test test-all fuzz lint format bench gpu gpu-bundle docs lock clean
+.PHONY: help setup quickstart test test-all fuzz mutants lint format bench gpu gpu-bundle docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -64,6 +64,9 @@ test-all: $(STAMP) $(LINKS) ## All tests, the slow ones too
 
 fuzz: $(STAMP) ## Try mutated files for MINUTES=60 (FIRST=1000, the seed to begin with); cases that fail: build/fuzz/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),60) --first $(or $(FIRST),1000)
+
+mutants: $(STAMP) ## Plant N=100 small faults (SEED=1, ONLY="training models") and print those that no fast test notices
+	$(BIN)/python -m tests.mutation --n $(or $(N),100) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY))
 
 lint: $(STAMP) $(LINKS) ## ruff and mypy
 	$(BIN)/ruff check .
