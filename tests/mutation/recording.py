@@ -105,8 +105,8 @@ def update(root: Path, folder: Path, processes: int) -> Recording:
     if changed:
         everything = not recording.test_files
         _run(root, folder, [] if everything else changed, processes)
-        _read(root, folder, recording)
-        recording.test_files.update({name: test_files[name] for name in changed})
+        finished = _read(root, folder, recording)  # not those of a process that was killed
+        recording.test_files.update({name: test_files[name] for name in changed if name in finished})
     recording.save(path)
     return recording
 
@@ -124,7 +124,8 @@ def _run(root: Path, folder: Path, test_files: Sequence[str], processes: int) ->
         subprocess.run(command, cwd=root, env=environment, stdout=log, stderr=log, check=False)
 
 
-def _read(root: Path, folder: Path, recording: Recording) -> None:
+def _read(root: Path, folder: Path, recording: Recording) -> set[str]:
+    """Add what a run wrote to the recording; return the test files whose results were written."""
     tests: dict[str, dict[str, Any]] = {}
     for path in folder.glob("tests-*.json"):
         tests |= json.loads(path.read_text())
@@ -144,6 +145,7 @@ def _read(root: Path, folder: Path, recording: Recording) -> None:
                     masks = recording.lines[name]
                     masks[test] = masks.get(test, 0) | mask
         path.unlink()
+    return {test.split("::")[0] for test in tests}
 
 
 def _masks(path: Path, root: Path) -> list[tuple[str, str, int]]:
