@@ -22,7 +22,6 @@ context = ${{{context}-}}
 source = {root}
 omit = {root}/tests/*
 patch = _exit, fork
-sigterm = true
 disable_warnings = no-data-collected, module-not-measured, trace-changed, module-not-imported
 """
 
