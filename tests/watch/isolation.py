@@ -33,28 +33,37 @@ def isolate() -> dict[str, float] | None:
     home = folder / "home"
     home.mkdir()
     (home / ".gitconfig").write_text("[safe]\n\tdirectory = *\n")  # whoever the checkout belongs to
-    (folder / "rules").write_text("".join(f"{rights}\t{path}\n" for path, rights in rules()))
+    lines = [f"{rights}\t{path}\n" for path, rights in rules(folder / "runs")]
+    (folder / "rules").write_text("".join(lines))
     if (HOME / ".npmrc").is_file():  # how this machine reaches npm, for a test that does
         os.environ.setdefault("NPM_CONFIG_USERCONFIG", str(HOME / ".npmrc"))
     for name in (*PLACES, *MOVED):
         os.environ.pop(name, None)
-    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {
         FOLDER: str(folder),
         "HOME": str(home),
         "DUET_RUNS": str(folder / "runs"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": on_path(os.environ.get("PYTHONPATH", "")),
     }
     return before
 
 
-def rules() -> Iterator[tuple[str, str]]:
-    """Yield folders and what may be done there: r, rw or nothing; of two rules for a folder the first counts."""
+def on_path(*folders: str | Path) -> str:
+    """Return a PYTHONPATH of these folders for a process that is watched, too."""
+    return os.pathsep.join(filter(None, [str(SITE), *map(str, folders)]))
+
+
+def rules(runs: Path) -> Iterator[tuple[str, str]]:
+    """Yield folders and what may be done there: r, rw or nothing; of two rules for a folder the first counts.
+
+    The default `runs` must not be used either: one test would see what another has left there.
+    """
     temporary = (tempfile.gettempdir(), os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir())
-    writable = (*temporary, *SYSTEM, *(REPOSITORY / name for name in TOOLS))
-    readable = (REPOSITORY, REPOSITORY.parent / "shared", sys.prefix, sys.base_prefix, *filter(None, sys.path))
-    forbidden = (*(REPOSITORY / name for name in OURS), *PRIVATE, *([HOME] if Path("/") != HOME else []))
+    writable = [Path(path) for path in (*temporary, *SYSTEM)] + [REPOSITORY / name for name in TOOLS]
+    python = [Path(path) for path in (sys.prefix, sys.base_prefix, *filter(None, sys.path))]
+    readable = [REPOSITORY, REPOSITORY.parent / "shared", *python]
+    forbidden = [runs, *(REPOSITORY / name for name in OURS), *PRIVATE, *([HOME] if Path("/") != HOME else [])]
     for paths, rights in ((writable, "rw"), (readable, "r"), (forbidden, "")):
         for path in paths:
             yield os.path.abspath(path), rights
