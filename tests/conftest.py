@@ -43,7 +43,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest makes its cache in the checkout
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session where a test left its folder: as the watch recorded, or as the checkout shows."""
     gc.unfreeze()
