@@ -1,13 +1,12 @@
 """Records the files that a process opens where tests have no business: runs/, the home folder, the user's caches.
 
 It is on the path of all processes that the tests start, so that Python imports it first, and `tests.conftest` imports
-it for the tests' own. An audit hook does the work; it changes nothing and costs a microsecond an opened file. What
+it for the tests' own. An audit hook does the work; it changes nothing and costs three microseconds an opened file. What
 Python does not open (a library in C, git) it does not see: `tests.watch.isolation` compares names, before and after.
 """
 
 import os
 import sys
-from typing import Any
 
 FOLDER = "DUET_TESTS"  # the environment's variable for the folder of the rules, the records and the tests' home
 RULES, RECORDS = "rules", "records"
@@ -20,7 +19,7 @@ CHANGES = {  # event -> the arguments that are changed paths, and the one that i
     "os.symlink": ((1,), 2),
     "os.link": ((1,), 3),
 }
-LISTINGS = ("os.listdir", "os.scandir")
+EVENTS = frozenset(("open", "os.listdir", "os.scandir", *CHANGES))
 
 
 class Watch:
@@ -40,7 +39,7 @@ class Watch:
                 return right in rights or "__pycache__" in path
         return right == "r"
 
-    def check(self, name: Any, right: str) -> None:
+    def check(self, name: int | str | bytes | None, right: str) -> None:
         """Record a path that must not be used so."""
         if isinstance(name, int):
             return
@@ -52,21 +51,19 @@ class Watch:
         with open(records(self.folder), "ab") as file:
             file.write(os.fsencode(f"{line}\n"))
 
-    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Check what an audit event opens or changes."""
-        if event == "open":
-            name, mode, flags = arguments
-            right = "w" if flags & WRITING else "r"
-            # os.open, as shutil.rmtree calls it: relative to a folder whose descriptor is not among the arguments
-            if mode is not None or right == "w" or os.path.isabs(name):
-                self.check(name, right)
-        elif event in LISTINGS:
-            self.check(arguments[0], "r")
-        elif event in CHANGES:
-            paths, descriptor = CHANGES[event]
-            if arguments[descriptor] == -1:
-                for number in paths:
-                    self.check(arguments[number], "w")
+    def opened(self, arguments: tuple) -> None:
+        """Check a file that is opened."""
+        name, mode, flags = arguments
+        right = "w" if flags & WRITING else "r"
+        # os.open, as shutil.rmtree calls it: relative to a folder whose descriptor is not among the arguments
+        if mode is not None or right == "w" or os.path.isabs(name):
+            self.check(name, right)
+
+    def changed(self, paths: tuple[int, ...], descriptor: int, arguments: tuple) -> None:
+        """Check what is made, moved or removed."""
+        if arguments[descriptor] == -1:
+            for number in paths:
+                self.check(arguments[number], "w")
 
 
 def records(folder: str) -> str:
@@ -76,15 +73,22 @@ def records(folder: str) -> str:
 
 def install() -> None:
     """Watch this process from now on."""
-    hook = Watch(os.environ[FOLDER]).hook
+    watch = Watch(os.environ[FOLDER])
 
-    def quiet(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event: str, arguments: tuple) -> None:
+        if event not in EVENTS:  # nearly all of them
+            return
         try:
-            hook(event, arguments)
+            if event == "open":
+                watch.opened(arguments)
+            elif event in CHANGES:
+                watch.changed(*CHANGES[event], arguments)
+            else:
+                watch.check(arguments[0], "r")
         except (OSError, TypeError, ValueError):  # a folder that is gone, or no path: the call itself says so
             return
 
-    sys.addaudithook(quiet)
+    sys.addaudithook(hook)
 
 
 if os.path.isfile(os.path.join(os.environ.get(FOLDER, ""), RULES)):
