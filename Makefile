@@ -10,7 +10,7 @@ UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 
 WINGS := data explorer inference metrics models planning reporting studies training utils
 LINKS := $(addprefix duetgan/,$(WINGS))
 
-.PHONY: help setup quickstart test test-all fuzz mutants lint format bench gpu gpu-bundle docs lock clean
+.PHONY: help setup quickstart test test-all test-used fuzz mutants lint format bench gpu gpu-bundle docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -61,6 +61,9 @@ test: $(STAMP) $(LINKS) ## The fast tests
 
 test-all: $(STAMP) $(LINKS) ## All tests, the slow ones too
 	$(PYTEST)
+
+test-used: $(STAMP) $(LINKS) ## The tests that start scripts, in a clone of the last commit that is in use: .ci/used
+	VENV="$(VENV)" TESTS="$(TESTS)" .ci/used
 
 fuzz: $(STAMP) ## Try mutated files for MINUTES=60 (FIRST=1000, the seed to begin with); cases that fail: build/fuzz/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),60) --first $(or $(FIRST),1000)

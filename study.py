@@ -16,6 +16,7 @@ from duetgan.utils.config.cli import Parser, UnknownKey, entry, number, positive
 from duetgan.utils.config.recipes import CONFIGS, recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import StoppedBySignal, explained
+from duetgan.utils.runlog.run_folder import runs_folder
 from duetgan.utils.script import exit_cli
 
 WEEK = 7 * 24 * 60  # minutes
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     entry(SUBJECTS, options.subject, "study")
     file = Path(recipe_file(options.config)) if options.config else CONFIGS / f"study_{options.subject}.yaml"
     overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]
-    out = options.out or str(Path("runs") / (file.stem + "_quick" * options.quick))
+    out = options.out or str(runs_folder() / (file.stem + "_quick" * options.quick))
     tree = read_yaml(file)
 
     from duetgan.reporting.report import write_study_page

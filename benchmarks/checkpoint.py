@@ -30,7 +30,7 @@ from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.memory import tune_malloc
-from duetgan.utils.runlog.run_folder import RunFolder
+from duetgan.utils.runlog.run_folder import RunFolder, runs_folder
 from duetgan.utils.script import run_cli
 
 SIZE = 32  # px of the quickstart's images
@@ -128,7 +128,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--every", type=int, default=500, help="steps from one checkpoint to the next")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=32, help="a segment; a multiple of the penalties' intervals")
-    parser.add_argument("--folder", default="runs", help="where a run would be: checkpoints are written to its disk")
+    where = "where a run would be: checkpoints are written to its disk"
+    parser.add_argument("--folder", default=str(runs_folder()), help=where)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)

@@ -35,6 +35,7 @@ from duetgan.utils.checkpoint import file_name, load
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.config.yaml_files import save_yaml
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import runs_folder
 from duetgan.utils.script import die_with_parent, process_state, run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -327,7 +328,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
-    parser.add_argument("--out", default="runs/soak", metavar="DIR", help="logs and result (default: runs/soak)")
+    results = "logs and result (default: runs/soak)"
+    parser.add_argument("--out", default=str(runs_folder() / "soak"), metavar="DIR", help=results)
     parser.add_argument("--no-mount", action="store_true", help="a limit of the size of files instead of a full disk")
     parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)

@@ -37,8 +37,7 @@ from duetgan.utils.checkpoint import resolve_for_people
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
-
-QUICKSTART = Path("runs/quickstart")  # what is shown where nothing is named
+from duetgan.utils.runlog.run_folder import runs_folder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,9 +80,10 @@ def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list
     """Load the models, GANs first; a folder that is no run stands for the runs in it, and no name for the quickstart's.
     Raises UserError for what holds no checkpoint.
     """
-    paths = [*{run.resolve(): run for name in named or [str(QUICKSTART)] for run in _runs_in(Path(name))}.values()]
-    if not named and not QUICKSTART.is_dir():
-        raise UserError(f"there is no {QUICKSTART}; name a run with --checkpoint RUN, or run quickstart.py first")
+    quickstart = runs_folder() / "quickstart"
+    paths = [*{run.resolve(): run for name in named or [str(quickstart)] for run in _runs_in(Path(name))}.values()]
+    if not named and not quickstart.is_dir():
+        raise UserError(f"there is no {quickstart}; name a run with --checkpoint RUN, or run quickstart.py first")
     names = _told_apart(paths)
     opened = [_open(path, name, which, device) for path, name in zip(paths, names, strict=True)]
     return sorted(opened, key=lambda shown: shown.task != "gan")

@@ -19,7 +19,7 @@ from duetgan.planning.replan import spent_before_gan
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
-from duetgan.utils.runlog.run_folder import ended
+from duetgan.utils.runlog.run_folder import ended, runs_folder
 from duetgan.utils.script import die_with_parent
 from duetgan.utils.text import duration, listed
 
@@ -344,7 +344,7 @@ def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
 
 
 def default_folder(source: str, quick: bool) -> Path:
-    """runs/quickstart for the sample, runs/quickstart_NAME for one's own images."""
+    """Return quickstart in the folder of runs for the sample, quickstart_NAME for one's own images."""
     name = "" if source == SAMPLE else "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
-    base = ROOT if CHECKOUT else Path.cwd()
-    return base / "runs" / f"quickstart{name}{'_quick' * quick}"
+    runs = runs_folder(ROOT if CHECKOUT else Path.cwd()).absolute()
+    return runs / f"quickstart{name}{'_quick' * quick}"

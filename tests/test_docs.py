@@ -21,7 +21,7 @@ from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from tests.test_project import PROJECT
+from tests.test_project import PROJECT, project_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -38,7 +38,8 @@ SCRIPTS += ["inference.pseudo_labels"]
 SCRIPTS += ["study", "data.pack", "data.inspect", "data.duplicates", "benchmarks.scaling"]
 FOREIGN = {"--shm-size", "--init", "--user", "--time", "--signal", "--build-arg"}  # of docker and SLURM
 FOREIGN |= {"--resume"}  # which docs say does not exist
-FOLDERS = {path.parent.name for path in ROOT.glob("*/*") if path.suffix in {".py", ".md", ".yaml", ".sh"}}
+TEXTS = [path for path in project_files() if path.suffix in {".py", ".md", ".yaml", ".sh"}]
+FOLDERS = {path.parent.name for path in TEXTS if path.parent.parent == ROOT}
 
 
 @functools.cache

@@ -223,6 +223,7 @@ def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
 
 def test_commands_are_shown_as_they_are_typed_and_the_folder_is_named_by_the_images(monkeypatch, tmp_path):
     names = {("sample", False): "quickstart", ("sample", True): "quickstart_quick"}
+    monkeypatch.delenv("DUET_RUNS")  # the tests' own
     names |= {("/tmp/my photos/", False): "quickstart_my_photos", ("cats.zip", True): "quickstart_cats_quick"}
     for (source, quick), name in names.items():
         assert steps.default_folder(source, quick) == ROOT / "runs" / name
@@ -234,6 +235,10 @@ def test_commands_are_shown_as_they_are_typed_and_the_folder_is_named_by_the_ima
     assert steps.typed(train) == "duet train --config configs/quickstart_gan.yaml"
     assert steps.typed(["-m", "planning.replan", "out"]) == "python -m duetgan.planning.replan out"
     assert steps.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
+    for checkout in (True, False):
+        monkeypatch.setattr(steps, "CHECKOUT", checkout)
+        monkeypatch.setenv("DUET_RUNS", "scratch")
+        assert steps.default_folder("sample", False) == tmp_path / "scratch" / "quickstart"
 
 
 def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):

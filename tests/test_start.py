@@ -1,7 +1,9 @@
 """What the scripts import before their options are known to be right: nothing that takes seconds."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from tests.conftest import REPOSITORY
 SCRIPTS = ["train.py", "evaluate.py", "generate.py", "predict.py", "export.py"]
 MODULES = ["inference.influence", "data.pack", "data.inspect", "data.duplicates", "reporting.compare"]
 NOWHERE = ["--checkpoint", "runs/nothing-here"]
-OUT = ["--out", "x.png"]
+OUT = ["--out", os.path.join(tempfile.gettempdir(), "x.png")]
 MISSING = {
     "evaluate.py": NOWHERE,
     "predict.py": [*NOWHERE, "x.png"],

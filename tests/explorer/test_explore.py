@@ -78,9 +78,10 @@ def test_bad_options_are_one_line(options, words, capsys):
 
 
 def test_nothing_named_and_no_quickstart(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DUET_RUNS", str(tmp_path))
     assert run_cli(main, ["--port", "0"]) == 2
-    assert "name a run with --checkpoint RUN, or run quickstart.py first" in capsys.readouterr().err
+    told = f"there is no {tmp_path}/quickstart; name a run with --checkpoint RUN, or run quickstart.py first"
+    assert told in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken():

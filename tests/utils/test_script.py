@@ -15,6 +15,7 @@ from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
+from tests.watch.isolation import on_path
 
 LOST = "error: standard output: {}; what was to be printed is lost\n"
 CLOSED, FULL = LOST.format("it is closed"), LOST.format("No space left on device")
@@ -22,7 +23,7 @@ CLOSED, FULL = LOST.format("it is closed"), LOST.format("No space left on device
 
 def script(*command: str | Path, streams: str = "", path: str = "", **options: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `python command...`, started by a shell with its `streams` redirected."""
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": on_path(path)}
     line = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, *map(str, command)]
     done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     return done.returncode, done.stdout, done.stderr
@@ -86,7 +87,10 @@ def test_training_goes_on_where_the_terminal_is_gone(tmp_path: Path, packed: Pat
 @pytest.mark.parametrize(
     "command", ["-m data.pack", "-m data.inspect", "-m data.duplicates", "quickstart.py"], ids=lambda c: c.split()[-1]
 )
-def test_an_interruption_while_a_script_imports_is_one_line(tmp_path: Path, command: str) -> None:
+def test_an_interruption_while_a_script_imports_is_one_line(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUET_RUNS", str(tmp_path))
     slow = tmp_path / "numpy" / "__init__.py"
     slow.parent.mkdir()
     slow.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")

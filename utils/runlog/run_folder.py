@@ -19,14 +19,20 @@ BREAKING = re.compile(
     r"(generator|discriminator|model)\.(?!weights$|inplace$|activation_|split\b)|"
     r"finetune\.(freeze$|unfreeze)|(\w+_)?optimizer\.name$"
 )
+RUNS = "DUET_RUNS"  # the environment's variable for the folder that default run folders are in
 SEARCHED = ("lr_find.png", "lr_find.json")  # what a search of the learning rate leaves: no run yet
 
 
+def runs_folder(home: Path = Path()) -> Path:
+    """Return the folder that default run folders are in: $DUET_RUNS, else runs/ in `home`."""
+    return Path(os.environ.get(RUNS) or home / "runs")
+
+
 def default_folder(config_file: Path) -> Path:
-    """runs/<name of the config>; for a run's own config.yaml that run."""
+    """Return <name of the config> in the folder of runs; for a run's own config.yaml return that run."""
     folder = config_file.parent
     of_a_run = config_file.name == "config.yaml" and any((folder / m).exists() for m in ("checkpoints", "status.json"))
-    return folder if of_a_run else Path("runs") / config_file.stem
+    return folder if of_a_run else runs_folder() / config_file.stem
 
 
 def ended(run: Path, max_steps: int | None = None) -> bool:

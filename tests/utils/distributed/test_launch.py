@@ -11,6 +11,7 @@ from duetgan.utils.distributed import launch as launcher
 from duetgan.utils.distributed.launch import launch, parse_gpus, under_launcher
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
+from tests.watch.isolation import on_path
 
 # Python 3.12 warns of a fork where torch has threads; train.py launches before it imports torch
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -141,7 +142,7 @@ def started(script):
 
     def start(text):
         command = [sys.executable, "-c", CALLER, *script(text)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": on_path(ROOT)}
         processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return processes[-1]
 
