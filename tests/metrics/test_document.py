@@ -5,6 +5,7 @@ Logits, features and samples come from the networks alone; values are scikit-lea
 
 import hashlib
 import html
+import json
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from prdc import compute_prdc
-from safetensors.numpy import load_file
+from safetensors import safe_open
 from scipy.optimize import minimize_scalar
 from scipy.spatial.distance import cdist, pdist
 from scipy.stats import binomtest
@@ -33,50 +34,113 @@ from duetgan.utils.seeding import numpy_generator
 from tests.metrics.conftest import SIDE, read_json
 from tests.metrics.samples.test_neighbours import oracle as clipped
 from tests.metrics.test_scripts import call
-from tests.metrics.trained import (
-    BEST,
-    COUNT,
-    NAMES,
-    PROBE,
-    SETS,
-    Trained,
-    as_bytes,
-    assert_pixels,
-    fitted,
-    pictures,
-    samples_of,
-    styles_of,
-    to_float,
-    trained,
-    two_checkpoints,
-)
+from tests.metrics.trained import BEST, COUNT, NAMES, PROBE, SETS, Trained, as_bytes, assert_pixels, fitted
+from tests.metrics.trained import pictures, samples_of, styles_of, to_float, trained, two_checkpoints
 
 __all__ = ["pictures", "trained"]  # fixtures
-N, SEED, Z = 47, 5, 1.959964
-PERCENT = {"accuracy", "balanced_accuracy", "top5_accuracy", "ece", "macro_f1", "micro_f1", "exact_match"}
-PERCENT |= {"recognised", "precision", "recall", "coverage", "clipped_density", "clipped_coverage", "f1", "threshold"}
-TITLES = {row.key: (row.title, row.digits, row.meaning) for row in FIGURES if row.place != "column"}
+N, SEED, Z, KINDS = 47, 5, 1.959964, len(NAMES)
+PERCENT = {"accuracy", "balanced_accuracy", "top5_accuracy", "ece", "macro_f1", "micro_f1", "exact_match", "f1"}
+PERCENT |= {
+    "recognised",
+    "precision",
+    "recall",
+    "coverage",
+    "clipped_density",
+    "clipped_coverage",
+    "threshold",
+    "fpr95",
+}
+COLUMNS = ["precision", "recall", "f1", "auroc", "average_precision"]  # of a class, as they are printed
 
 
 def assert_document(found: Any, expected: Any, place: str = "") -> None:
     """Every key has an oracle, and its value is the oracle's."""
+    if isinstance(expected, list) and any(isinstance(each, dict | list | str) for each in expected):
+        found, expected = dict(enumerate(found)), dict(enumerate(expected))
     if isinstance(expected, dict):
         assert set(found) == set(expected), place
         for key, value in expected.items():
             assert_document(found[key], value, f"{place}.{key}")
-    elif isinstance(expected, list) and any(isinstance(each, (dict, list, str)) for each in expected):
-        assert len(found) == len(expected), place
-        for index, value in enumerate(expected):
-            assert_document(found[index], value, f"{place}.{index}")
-    elif expected is None or isinstance(expected, (bool, str)):
+    elif expected is None or isinstance(expected, bool | str):
         assert found == expected, place
     else:
         assert found == pytest.approx(expected, rel=1e-3, abs=2e-6), place
 
 
+def shown(key: str, value: float | None, digits: int | None = None) -> str:
+    """A figure as the page has it, or with `digits` as it is printed."""
+    if value is None or key == "support":
+        return "-" if value is None else str(value)
+    if digits is not None:
+        return f"{value:.{digits}f}"
+    return f"{100 * value:.1f} %" if key in PERCENT else f"{value:.3g}" if value >= 1e-4 else f"{value:.2g}"
+
+
+class Written:
+    """What an evaluation of a run's best checkpoint wrote and printed."""
+
+    def __init__(self, trained: Trained, run: str, capsys: Any, options: str = "") -> None:
+        argv = f"--checkpoint {trained[run]} --which best --n {N} --seed {SEED} --batch-size 7 {options}"
+        assert call(evaluate, *argv.split()) == 0
+        self.run, self.folder, self.printed = trained[run], trained[run] / "eval", capsys.readouterr().out
+        self.document = read_json(self.folder / "metrics.json")
+        self.text = html.unescape((self.run / "report.html").read_text())
+        page = self.text.partition("<h3>Evaluation at step 7</h3>")[2].partition("<h2>")[0]
+        self.tiles = re.findall(r"<b>(.*?)</b><span>(.*?)</span>", page)
+        self.rows = [re.findall(r"<t[hd]>(.*?)</t", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+
+    def check(self, expected: dict[str, Any], columns: dict[str, Any], data: Any, judge: str | None = None) -> None:
+        """The document and the predictions beside it; `columns` of these."""
+        file, task = self.folder / "predictions.safetensors", "gan" if "distances" in expected else "classifier"
+        with Dataset(data) as reader:
+            data_hash, classes = reader.meta.content_hash, list(reader.classes)
+        path = self.run / "checkpoints" / f"step-{BEST:08d}.pt"
+        about = {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        head = {"checkpoint": str(path), "step": BEST, "task": task, "data": str(data), "seed": SEED, "n": N}
+        assert_document(self.document, expected | head | {"data_hash": data_hash, "predictions": about})
+        with safe_open(file, "np") as kept:
+            assert_document({name: kept.get_tensor(name) for name in kept.keys()}, columns)  # noqa: SIM118
+            about = json.loads(kept.metadata()["about"])
+        head = {"schema": 1, "task": task, "data": data_hash, "n": N, "seed": SEED, "training_seed": 11}
+        assert about == head | {"classes": classes, "judge": judge}
+
+    def check_figures(self, more: dict[str, str]) -> None:
+        """Table and page have every figure with its interval in its unit; `more` ends the words of a tile."""
+        lines = [re.split(r" {2,}", line, maxsplit=1) for line in self.printed.splitlines()]
+        for row in FIGURES:
+            value, interval = self.document.get(row.key), self.document.get(f"{row.key}_interval")
+            if row.place == "column" or value is None or isinstance(value, str):
+                assert not [words for _, words in self.tiles if words.startswith(f"{row.meaning} (")]
+                continue
+            low, high = (shown(row.key, end) for end in interval or (None, None))
+            words = [f"95 % interval {low.removesuffix(' %')} to {high}"] if interval else []
+            words += [more[row.key]] if row.key in more else []
+            assert (
+                shown(row.key, value),
+                f"{row.meaning} ({'; '.join(words)})" if words else row.meaning,
+            ) in self.tiles
+            words = ["  (95 %: {:.4f} to {:.4f})".format(*interval)] if interval else []
+            assert [row.title, "".join([shown(row.key, value, row.digits), *words])] in lines
+
+    def check_row(self, name: str, figures: list[tuple[str, Any]], printed: list[tuple[str, Any]]) -> None:
+        """A row of a table of the page, and of one that is printed."""
+        assert [name, *(shown(*pair) for pair in figures)] in self.rows
+        assert [name, *(shown(*pair, 4) for pair in printed)] in map(str.split, self.printed.splitlines())
+
+
+def assert_pictures(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(found) == set(expected)
+    for name, (images, words) in expected.items():
+        assert found[name][1] == list(words), name
+        assert_pixels(found[name][0], [np.asarray(image) for image in images])
+
+
+def few(interval: list[float], more: str = "") -> str:
+    return f"few images ({N}): its share is known to {100 * (interval[1] - interval[0]):.0f} points only{more}"
+
+
 def share(hits: Any) -> tuple[float, list[float]]:
-    limits = binomtest(int(np.sum(hits)), len(hits)).proportion_ci(method="wilson")
-    return float(np.mean(hits)), [limits.low, limits.high]
+    return float(np.mean(hits)), [*binomtest(int(np.sum(hits)), len(hits)).proportion_ci(method="wilson")]
 
 
 def jackknife(statistic: Any, count: int = N, high: float = 1.0, step: float = 1e-5) -> tuple[float, list[float], Any]:
@@ -89,41 +153,47 @@ def jackknife(statistic: Any, count: int = N, high: float = 1.0, step: float = 1
 
 def keys(**figures: Any) -> dict[str, Any]:
     """Values and intervals as a document has them."""
-    return {name + end: part for name, pair in figures.items() for end, part in zip(("", "_interval"), pair)}  # noqa: B905
+    values = {name: figure[0] for name, figure in figures.items()}
+    return values | {f"{name}_interval": figure[1] for name, figure in figures.items()}
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(logits).log_softmax(1).numpy()
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(logits).softmax(1).numpy()
 
 
 def bins(confidence: np.ndarray) -> np.ndarray:
     return np.digitize(confidence, np.arange(1, 15) / 15, right=True)
 
 
-def calibration(confidence: np.ndarray, hits: np.ndarray) -> Any:
-    place = bins(confidence)
-    return lambda w: sum(abs((w * (confidence - hits))[place == k].sum()) for k in range(15)) / w.sum()
+def calibration(p: np.ndarray, labels: np.ndarray) -> Any:
+    place, gaps = bins(p.max(1)), p.max(1) - (p.argmax(1) == labels)
+    return lambda w: sum(abs((w * gaps)[place == k].sum()) for k in range(15)) / w.sum()
 
 
-def average(figure: Any, hot: np.ndarray, scores: np.ndarray) -> Any:
-    """A figure of scikit-learn's, its mean over the classes as a function of the images' weights."""
-    return lambda w: float(np.mean([figure(*pair, sample_weight=w) for pair in zip(hot.T, scores.T, strict=True)]))
+def divergence(p: np.ndarray) -> Any:
+    """The class score as a function of the images' weights."""
+    return lambda w: np.exp(np.average((p * np.log(p / np.average(p, axis=0, weights=w))).sum(1), weights=w))
 
 
 def ranked(hot: np.ndarray, scores: np.ndarray) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    figures = {"auroc": theirs.roc_auc_score, "average_precision": theirs.average_precision_score}
-    means = {name: jackknife(average(figure, hot, scores)) for name, figure in figures.items()}
-    columns = zip(hot.T, scores.T, strict=True)
-    rows = [{name: figure(*pair) for name, figure in figures.items()} for pair in columns]
-    return means, {name: [row[name] for row in rows] for name in figures}
+    """Means over the classes, and the classes' values, of AUROC and average precision."""
+    figures: Any = {"auroc": theirs.roc_auc_score, "average_precision": theirs.average_precision_score}
+    pairs = list(zip(hot.T, scores.T, strict=True))
+    means = {
+        name: jackknife(lambda w, figure=figure: np.mean([figure(*pair, sample_weight=w) for pair in pairs]))
+        for name, figure in figures.items()
+    }
+    return means, {name: [figure(*pair) for pair in pairs] for name, figure in figures.items()}
 
 
-def classes_of(hot: np.ndarray, named: np.ndarray, names: list[str], **more: Any) -> dict[str, Any]:
+def classes_of(hot: np.ndarray, named: np.ndarray, **more: Any) -> dict[str, Any]:
     """A row a class."""
     columns = theirs.precision_recall_fscore_support(hot, named, zero_division=np.nan)
-    each = dict(zip(("precision", "recall", "f1", "support"), columns, strict=True)) | more
-    each = {key: [None if np.isnan(value) else value for value in column] for key, column in each.items()}
-    return {name: {key: column[place] for key, column in each.items()} for place, name in enumerate(names)}
+    each = dict(zip((*COLUMNS[:3], "support"), columns, strict=True)) | more
+    rows = [
+        {key: None if np.isnan(column[k]) else column[k] for key, column in each.items()} for k in range(len(hot.T))
+    ]
+    return dict(zip(NAMES, rows, strict=False))
 
 
 def logits_of(network: Any, images: torch.Tensor) -> np.ndarray:
@@ -136,279 +206,153 @@ def drawn(count: int) -> np.ndarray:
     return np.sort(numpy_generator(SEED, "eval", "classifier").permutation(count)[:N])
 
 
-def head_of(trained: Trained, run: str, folder: Any, test: str = "test.lmdb") -> dict[str, Any]:
-    """What every document begins with, and what it says of the predictions beside it."""
-    content = (folder / "predictions.safetensors").read_bytes()
-    with Dataset(trained[test]) as reader:
-        found = {"data": str(trained[test]), "data_hash": reader.meta.content_hash, "seed": SEED, "n": N}
-    path = trained[run] / "checkpoints" / f"step-{BEST:08d}.pt"
-    about = {"file": "predictions.safetensors", "sha256": hashlib.sha256(content).hexdigest()}
-    found["task"] = "gan" if run == "gan" else "classifier"
-    return found | {"checkpoint": str(path), "step": BEST, "predictions": about}
-
-
-def assert_pictures(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert set(found) == set(expected)
-    for name, (images, words) in expected.items():
-        assert found[name][1] == words, name
-        assert_pixels(found[name][0], [np.asarray(image) for image in images])
-
-
-def few(interval: list[float], more: str = "") -> str:
-    return f"few images ({N}): its share is known to {100 * (interval[1] - interval[0]):.0f} points only{more}"
-
-
-def tiles_and_tables(path: Any) -> tuple[list[tuple[str, str]], list[list[str]]]:
-    """The evaluation's part of a page: value and words of each tile, cells of each row."""
-    page = re.search(r"<h3>Evaluation at step 7</h3>(.*?)<h2>", path.read_text(), re.DOTALL)
-    assert page
-    text = html.unescape(page[1])
-    rows = re.findall(r"<tr>(.*?)</tr>", text)
-    return re.findall(r"<b>(.*?)</b><span>(.*?)</span>", text), [re.findall(r"<t[hd]>(.*?)</t", row) for row in rows]
-
-
-def shown(key: str, value: float | None, digits: int | None = None) -> str:
-    """A figure as the page has it, or with `digits` as it is printed."""
-    if value is None:
-        return "-"
-    if digits is not None:
-        return f"{value:.{digits}f}"
-    return (
-        f"{100 * value:.1f} %"
-        if key in PERCENT
-        else f"{value:.3g}"
-        if value == 0 or abs(value) >= 1e-4
-        else f"{value:.2g}"
-    )
-
-
-def assert_shown(document: dict[str, Any], printed: str, page: Any, *, more: dict[str, str]) -> list[list[str]]:
-    """Table and page have every figure of a document, with its interval in its unit; `more` ends a tile's words."""
-    tiles, rows = tiles_and_tables(page)
-    found = dict(
-        line for line in (re.split(r" {2,}", line, maxsplit=1) for line in printed.splitlines()) if len(line) == 2
-    )
-    for key, (title, digits, meaning) in TITLES.items():
-        value, interval = document.get(key), document.get(f"{key}_interval")
-        if value is None or isinstance(value, str):
-            assert not [words for _, words in tiles if words.startswith(f"{meaning} (")]
-            continue
-        words = f"  (95 %: {interval[0]:.4f} to {interval[1]:.4f})" if interval else ""
-        assert found[title] == shown(key, value, digits) + words
-        ends = [shown(key, end) for end in interval or ()]
-        words = [f"95 % interval {ends[0].removesuffix(' %')} to {ends[1]}"] if interval else []
-        words += [more[key]] if key in more else []
-        assert (shown(key, value), meaning + (f" ({'; '.join(words)})" if words else "")) in tiles
-    return rows
-
-
-def divergence(p: np.ndarray) -> Any:
-    """The class score as a function of the images' weights."""
-    return lambda w: np.exp(np.average((p * np.log(p / np.average(p, axis=0, weights=w))).sum(1), weights=w))
-
-
 def of_one_label(labels: np.ndarray, logits: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures of a classifier, and the columns of its predictions."""
-    hot, p, count = np.eye(len(NAMES), dtype=int)[labels], np.exp(log_softmax(logits)), len(NAMES)
-    predicted, confidence, losses = p.argmax(1), p.max(1), -log_softmax(logits)[np.arange(N), labels]
-    hits, confusion = predicted == labels, theirs.confusion_matrix(labels, predicted)
+    hot, p, confusion = np.eye(KINDS, dtype=int)[labels], probabilities(logits), np.zeros((KINDS, KINDS), int)
+    predicted, confidence, losses = p.argmax(1), p.max(1), -np.log(p[np.arange(N), labels])
+    np.add.at(confusion, (labels, predicted), 1)
+    hits, place, of_class = predicted == labels, bins(confidence), [labels == label for label in range(KINDS)]
     means, by_class = ranked(hot, p)
     means["nll"] = jackknife(lambda w: np.average(losses, weights=w), high=np.inf)
-    means["ece"] = jackknife(calibration(confidence, hits))
-    of_class = [labels == label for label in range(count)]
+    means["ece"] = jackknife(calibration(p, labels))
     balanced = jackknife(lambda w: np.mean([np.average(hits[row], weights=w[row]) for row in of_class]))
-    off = np.array([np.abs(np.subtract(*share(hits[row]))) for row in of_class])
-    limits = balanced[0] + np.sqrt(np.square(off).sum(0)) / count * [-1, 1]
+    off = np.array([np.subtract(*share(hits[row])) for row in of_class])
+    limits = balanced[0] + np.sqrt(np.square(off).sum(0)) / KINDS * [-1, 1]
     top5 = share([label in row for label, row in zip(labels, p.argsort(1)[:, -5:], strict=True)])
     figures = keys(accuracy=share(hits), balanced_accuracy=(balanced[0], limits), top5_accuracy=top5, **means)
     pairs = sorted((-n, i, j) for (i, j), n in np.ndenumerate(confusion) if n and i != j)[:10]
     figures["confused"] = [{"true": NAMES[i], "predicted": NAMES[j], "n": -n} for n, i, j in pairs]
-    figures["confusion"], place = confusion.tolist(), bins(confidence)
-    figures["reliability"] = [{"n": 0, "confidence": None, "accuracy": None} for _ in range(15)]
-    for k in set(place):
-        rows = place == k
-        figures["reliability"][k] = {
-            "n": rows.sum(),
-            "confidence": confidence[rows].mean(),
-            "accuracy": hits[rows].mean(),
-        }
+    figures["confusion"], figures["reliability"] = confusion.tolist(), []
+    for k in range(15):
+        both = [each[place == k].mean() if k in place else None for each in (confidence, hits)]
+        figures["reliability"].append({"n": (place == k).sum(), "confidence": both[0], "accuracy": both[1]})
     fit, judged = halves(labels, SEED)
-    at = minimize_scalar(
-        lambda t: theirs.log_loss(labels[fit], np.exp(log_softmax(logits[fit] / np.exp(t)))), (-1, 1)
-    ).x
-    found = {"value": np.exp(at), "fitted_on": len(fit), "judged_on": len(judged)}
-    for name, divisor in (("before", 1.0), ("after", found["value"])):
-        p = np.exp(log_softmax(logits[judged] / divisor))
-        error = jackknife(calibration(p.max(1), p.argmax(1) == labels[judged]), len(judged))
-        found |= {
-            f"ece_{name}": error[0],
-            f"ece_interval_{name}": error[1],
-            f"nll_{name}": theirs.log_loss(labels[judged], p),
-        }
-    more = {"temperature": found, "per_class": classes_of(hot, np.eye(count, dtype=int)[predicted], NAMES, **by_class)}
+    loss = lambda t, rows: theirs.log_loss(labels[rows], probabilities(logits[rows] / np.exp(t)))  # noqa: E731
+    best = minimize_scalar(loss, (-1, 1), args=(fit,)).x
+    figures["temperature"] = {"value": np.exp(best), "fitted_on": len(fit), "judged_on": len(judged)}
+    for name, at in (("before", 0.0), ("after", best)):
+        error = jackknife(calibration(probabilities(logits[judged] / np.exp(at)), labels[judged]), len(judged))
+        values = {f"ece_{name}": error[0], f"ece_interval_{name}": error[1], f"nll_{name}": loss(at, judged)}
+        figures["temperature"] |= values
+    figures["per_class"] = classes_of(hot, np.eye(KINDS, dtype=int)[predicted], **by_class)
     columns = {"label": labels, "prediction": predicted, "confidence": confidence, "loss": losses}
-    means["balanced_accuracy"] = balanced
-    return figures | more, columns | {name: each[2] for name, each in means.items()}
+    return figures, columns | {name: each[2] for name, each in means.items()} | {"balanced_accuracy": balanced[2]}
 
 
 def test_a_classifier(trained, pictures, capsys, monkeypatch):
     charts: dict[str, Any] = {}
     for name in ("save_confusion", "save_reliability"):
         monkeypatch.setattr(evaluate_classifier, name, lambda *given: charts.update({given[-1].name: given[:-1]}))
-    options = [
-        "--which",
-        "best",
-        "--n",
-        N,
-        "--seed",
-        SEED,
-        "--tta",
-        "flip",
-        "--fold",
-        "--batch-size",
-        7,
-        "--robustness",
-    ]
-    assert call(evaluate, "--checkpoint", trained["classifier"], *options, "--ood", trained["others.lmdb"]) == 0
-    folder, printed = trained["classifier"] / "eval", capsys.readouterr().out
-    document, records = read_json(folder / "metrics.json"), drawn(COUNT)
+    outliers, records = trained["others.lmdb"], drawn(COUNT)
+    found = Written(trained, "classifier", capsys, f"--tta flip --fold --robustness --ood {outliers}")
     images, labels = trained.images["test"][records], trained.labels["test"][records]
-    logits, outside = (logits_of(trained.network, each) for each in (images, trained.images["others"][drawn(61)]))
+    logits, others = (logits_of(trained.network, each) for each in (images, trained.images["others"][drawn(61)]))
     expected, columns = of_one_label(labels, logits)
-    assert_document(load_file(folder / "predictions.safetensors"), columns)
-    corruptions = {}
+    corruptions: dict[str, Any] = {}
     for name, corruption in CORRUPTIONS.items():
         corruptions[name] = {"unit": corruption.unit, "strengths": []}
         for strength in range(1, 6):
             each = zip(images.numpy(), records.tolist(), strict=True)
             spoiled = np.stack([corruption(image, strength, seed=SEED, index=record) for image, record in each])
             hits = logits_of(trained.network, torch.from_numpy(spoiled)).argmax(1) == labels
-            row = {"amount": corruption.amount(strength, SIDE)} | keys(accuracy=share(hits))
-            corruptions[name]["strengths"].append(row)
+            amount = {"amount": corruption.amount(strength, SIDE)}
+            corruptions[name]["strengths"].append(amount | keys(accuracy=share(hits)))
     mean = np.mean([row["accuracy"] for each in corruptions.values() for row in each["strengths"]])
     expected |= {"robustness": {"n": N, "accuracy": mean, "corruptions": corruptions}}
-    expected["ood"] = {"data": str(trained["others.lmdb"]), "n": N}
-    for name, score in (
-        ("max_probability", lambda x: np.exp(log_softmax(x)).max(1)),
-        ("energy", lambda x: np.log(np.exp(x).sum(1))),
-    ):
-        both, own = np.r_[score(logits), score(outside)], np.arange(2 * N) < N
-        area = jackknife(lambda w, own=own, both=both: theirs.roc_auc_score(own, both, sample_weight=w), 2 * N)
-        passed = (score(outside) >= np.sort(score(logits))[int(0.05 * N)]).mean()
+    expected["ood"] = {"data": str(outliers), "n": N}
+    own, both = np.arange(2 * N) < N, np.concatenate([logits, others])
+    for name, scores in (("max_probability", probabilities(both).max(1)), ("energy", np.log(np.exp(both).sum(1)))):
+        area = jackknife(lambda w, scores=scores: theirs.roc_auc_score(own, scores, sample_weight=w), 2 * N)
+        passed = np.mean(scores[N:] >= np.sort(scores[:N])[N // 20])
         expected["ood"][name] = keys(auroc=area) | {"fpr95": passed}
     sure = "it began as a logistic regression on its features: 0.613 (0.504 to 0.711) by cross-validation"
     expected |= {"probe": PROBE, "notes": {"n": few(expected["accuracy_interval"]), "probe": sure}}
     names = ["confusion", "reliability", "mistakes", "confused", "evidence", "robustness"]
     expected |= {"precision": "fp32", "fold": True, "tta": "flip", "images": [f"{name}.png" for name in names]}
-    assert_document(document, expected | head_of(trained, "classifier", folder))
+    found.check(expected, columns, trained["test.lmdb"])
 
-    order = np.argsort(-columns["confidence"])
     true, named = ([NAMES[label] for label in columns[key]] for key in ("label", "prediction"))
-    both = [(f"{records[i]}: {true[i]}", f"named {named[i]} {columns['confidence'][i]:.2f}") for i in range(N)]
-    wrong, right = ([i for i in order if (true[i] != named[i]) == which] for which in (True, False))
-    surest = {(pair["true"], pair["predicted"]): [] for pair in expected["confused"]}
-    for i in wrong:
-        surest.get((true[i], named[i]), []).append(i)
-    chosen = [*wrong[:4], *right[:4]]
+    words = [(f"{records[i]}: {true[i]}", f"named {named[i]} {columns['confidence'][i]:.2f}") for i in range(N)]
+    order = np.argsort(-columns["confidence"])
+    wrong, right = ([i for i in order if (true[i] != named[i]) == mistaken] for mistaken in (True, False))
+    chosen, confused = [*wrong[:4], *right[:4]], []
+    for pair in expected["confused"]:
+        confused += [i for i in wrong if (true[i], named[i]) == (pair["true"], pair["predicted"])][:8]
+    heads = ["{true} as {predicted} ({n})".format(**pair) for pair in expected["confused"]]
     heats = image_heat(trained.network, images[chosen], torch.from_numpy(columns["prediction"][chosen]))
-    first = trained.images["test"][0].numpy()
-    rows = [[first, *(each(first, k, seed=SEED, index=0) for k in range(1, 6))] for each in CORRUPTIONS.values()]
-    heads = [f"{pair['true']} as {pair['predicted']} ({pair['n']})" for pair in expected["confused"]]
-    assert_pictures(
-        pictures,
-        {
-            "mistakes.png": (images[wrong[:24]], [line for i in wrong[:24] for line in both[i]]),
-            "confused.png": (images[[i for row in surest.values() for i in row[:8]]], heads),
-            "evidence.png": (
-                [each for i, heat in zip(chosen, heats, strict=True) for each in overlay(images[i], heat)],
-                [line for i in chosen for line in both[i]],
-            ),
-            "robustness.png": (
-                [image for row in rows for image in row],
-                [*CORRUPTIONS, "as it is", *(f"strength {k}" for k in range(1, 6))],
-            ),
-        },
-    )
+    first, strengths = trained.images["test"][0].numpy(), range(1, 6)
+    spoiled = [[first, *(each(first, k, seed=SEED, index=0) for k in strengths)] for each in CORRUPTIONS.values()]
+    maps = [overlay(images[i], heat) for i, heat in zip(chosen, heats, strict=True)]
+    drawings = {"mistakes.png": (images[wrong[:24]], sum((words[i] for i in wrong[:24]), ()))}
+    drawings |= {
+        "confused.png": (images[confused], heads),
+        "evidence.png": (sum(maps, ()), sum((words[i] for i in chosen), ())),
+    }
+    drawings["robustness.png"] = sum(spoiled, []), [*CORRUPTIONS, "as it is", *(f"strength {k}" for k in strengths)]
+    assert_pictures(pictures, drawings)
     assert charts["confusion.png"] == (expected["confusion"], NAMES)
-    assert_document(charts["reliability.png"][0], expected["reliability"])
-    assert charts["reliability.png"][1] == document["ece"]
+    assert_document([*charts["reliability.png"]], [expected["reliability"], expected["ece"]])
 
-    rows = assert_shown(document, printed, trained["classifier"] / "report.html", more={"accuracy": "mean of 2 views"})
-    words = [line.split() for line in printed.splitlines()]
-    for name, row in document["per_class"].items():
-        assert [name, *(str(value) if key == "support" else shown(key, value) for key, value in row.items())] in rows
-        order = ["precision", "recall", "f1", "auroc", "average_precision"]
-        assert [name, *(shown(key, row[key], 4) for key in order), str(row["support"])] in words
-    for name, each in document["robustness"]["corruptions"].items():
-        values = [document["accuracy"], *(row["accuracy"] for row in each["strengths"])]
-        assert [name, *(shown("accuracy", value) for value in values)] in rows
-        assert [name, *(shown("accuracy", value, 4) for value in values)] in words
+    found.check_figures({"accuracy": "mean of 2 views"})
+    for name, row in expected["per_class"].items():
+        found.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "support")])
+    for name, each in corruptions.items():
+        values = [
+            ("accuracy", value) for value in (expected["accuracy"], *(row["accuracy"] for row in each["strengths"]))
+        ]
+        found.check_row(name, values, values)
     for key, title, short in (
         ("max_probability", "largest probability", "probability"),
         ("energy", "energy", "energy"),
     ):
-        row = document["ood"][key]
-        low, high = row["auroc_interval"]
-        assert [title, f"{row['auroc']:.3g}", f"{low:.3g} to {high:.3g}", f"{100 * row['fpr95']:.1f} %"] in rows
-        assert f"outliers by {short}" in printed
-        assert f"AUROC {row['auroc']:.4f}  (95 %: {low:.4f} to {high:.4f})" in printed
-    change = "ECE {ece_before:.4f} -> {ece_after:.4f} on the other half".format(**document["temperature"])
-    assert f"{document['temperature']['value']:.3f}  ({change})" in printed
-    assert ", ".join(heads[:3]) in printed
+        row = expected["ood"][key]
+        area, low, high = row["auroc"], *row["auroc_interval"]
+        assert [title, f"{area:.3g}", f"{low:.3g} to {high:.3g}", shown("fpr95", row["fpr95"])] in found.rows
+        printed = f"outliers by {short} AUROC {area:.4f} (95 %: {low:.4f} to {high:.4f})"
+        assert printed.split() in map(str.split, found.printed.splitlines())
+    change = "{value:.3f}  (ECE {ece_before:.4f} -> {ece_after:.4f} on the other half)"
+    for words in (change.format(**found.document["temperature"]), ", ".join(heads[:3])):
+        assert words in found.printed
 
 
 def test_a_classifier_of_several_labels(trained, pictures, capsys):
     numbers = {name: labels % len(SETS) for name, labels in trained.labels.items()}
-    every = np.array([[label in each for label in range(3)] for each in SETS])
-    networks = [
-        fitted(trained.images["train"], torch.from_numpy(every[numbers["train"]]), k, several=True) for k in (1, 0)
-    ]
-    pack_arrays(trained["sets.lmdb"], trained.images["test"].numpy(), numbers["test"], NAMES[:3], sets=SETS)
-    more = {"shape": {"channels": 1, "classes": 3, "resolution": SIDE}, "classes": NAMES[:3]}
-    config = {"model": {"stem": "small-stride2"}, "data": {"val_path": str(trained["sets.lmdb"])}}
+    every, data, records = np.array([np.isin([0, 1, 2], each) for each in SETS]), trained["sets.lmdb"], drawn(COUNT)
+    hot = torch.from_numpy(every[numbers["train"]])
+    networks = [fitted(trained.images["train"], hot, seed, several=True) for seed in (1, 0)]
+    pack_arrays(data, trained.images["test"].numpy(), numbers["test"], NAMES[:3], sets=SETS)
+    more: dict[str, Any] = {"shape": {"channels": 1, "classes": 3, "resolution": SIDE}, "classes": NAMES[:3]}
+    config = {"model": {"stem": "small-stride2"}, "data": {"val_path": str(data)}, "seed": 11}
     two_checkpoints(trained["several"], "model", networks, task="classifier", config=config, **more)
-    assert call(evaluate, "--checkpoint", trained["several"], "--which", "best", "--n", N, "--seed", SEED) == 0
-    folder, records = trained["several"] / "eval", drawn(COUNT)
-    document, images, hot = (
-        read_json(folder / "metrics.json"),
-        trained.images["test"][records],
-        every[numbers["test"][records]],
-    )
+    found = Written(trained, "several", capsys)
+    images, hot, levels = trained.images["test"][records], every[numbers["test"][records]], networks[1].thresholds
     with torch.no_grad():
         p = networks[1](to_float(images)).double().sigmoid().numpy()
-    levels = networks[1].thresholds.double().numpy()
-    named, (means, by_class) = p >= levels, ranked(hot, p)
-    for average in ("macro", "micro"):
-        means[f"{average}_f1"] = jackknife(
-            lambda w, how=average: theirs.f1_score(hot, named, average=how, sample_weight=w)
-        )
-    assert_document(load_file(folder / "predictions.safetensors"), {name: each[2] for name, each in means.items()})
+    named, (means, by_class) = p >= levels.numpy(), ranked(hot, p)
+    for mean in ("macro", "micro"):
+        f1 = lambda w, mean=mean: theirs.f1_score(hot, named, average=mean, sample_weight=w)  # noqa: E731
+        means[f"{mean}_f1"] = jackknife(f1)
     expected = keys(exact_match=share((hot == named).all(1)), **means)
     flattered = "they were chosen on these images, which flatters F1 and exact match; give others"
     expected["notes"] = {"n": few(expected["exact_match_interval"]), "thresholds": flattered}
-    expected["per_class"] = classes_of(hot, named, NAMES[:3], threshold=levels, **by_class)
+    expected["per_class"] = classes_of(hot, named, **by_class, threshold=levels.numpy())
     expected |= {"precision": "fp32", "fold": False, "tta": "off", "images": ["mistakes.png"]}
-    assert_document(document, expected | head_of(trained, "several", folder, "sets.lmdb"))
+    found.check(expected, {name: each[2] for name, each in means.items()}, data)
 
     doubt = (np.abs(p - hot) * (named != hot)).max(1)
-    wrong = np.argsort(-doubt)[: min(24, (doubt > 0).sum())]
+    wrong = [i for i in np.argsort(-doubt) if doubt[i]][:24]
     words = [["; ".join(np.array(NAMES[:3])[row]) or "no label" for row in rows] for rows in (hot, named)]
-    both = [line for i in wrong for line in (f"{records[i]}: {words[0][i]}", f"named {words[1][i]} {doubt[i]:.2f}")]
-    assert_pictures(pictures, {"mistakes.png": (images[wrong], both)})
-    printed = capsys.readouterr().out
-    rows = assert_shown(document, printed, trained["several"] / "report.html", more={})
-    for name, row in document["per_class"].items():
-        assert [name, *(str(value) if key == "support" else shown(key, value) for key, value in row.items())] in rows
-        order = ["precision", "recall", "f1", "auroc", "average_precision", "threshold"]
-        assert [name, *(shown(key, row[key], 4) for key in order), str(row["support"])] in map(
-            str.split, printed.splitlines()
-        )
+    both = [(f"{records[i]}: {words[0][i]}", f"named {words[1][i]} {doubt[i]:.2f}") for i in wrong]
+    assert_pictures(pictures, {"mistakes.png": (images[wrong], sum(both, ()))})
+    found.check_figures({})
+    for name, row in expected["per_class"].items():
+        found.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "threshold", "support")])
 
 
 def frechet(x: np.ndarray, y: np.ndarray) -> float:
-    (a, b), root = (each - each.mean(0) for each in (x, y)), np.sqrt((len(x) - 1) * (len(y) - 1))
-    spread = (a**2).sum() / (len(a) - 1) + (b**2).sum() / (len(b) - 1)
-    return ((x.mean(0) - y.mean(0)) ** 2).sum() + spread - 2 * np.linalg.norm(a @ b.T, "nuc") / root
+    a, b = ((each - each.mean(0)) / np.sqrt(len(each) - 1) for each in (x, y))
+    shift = x.mean(0) - y.mean(0)
+    return float(shift @ shift + (a**2).sum() + (b**2).sum() - 2 * np.linalg.norm(a @ b.T, "nuc"))
 
 
 def mmd(x: np.ndarray, y: np.ndarray) -> float:
@@ -416,181 +360,131 @@ def mmd(x: np.ndarray, y: np.ndarray) -> float:
     return sum((k.sum() - k.trace()) / len(k) / (len(k) - 1) for k in (xx, yy)) - 2 * xy.mean()
 
 
-def of_samples(
-    fake: np.ndarray, real: np.ndarray, training: np.ndarray, labels: np.ndarray, per_class: int
-) -> dict[str, Any]:
+def by_name(values: Any) -> dict[str, float]:
+    return dict(zip(NAMES, map(float, values), strict=True))
+
+
+def of_samples(fake: Any, real: Any, training: Any, labels: np.ndarray, per_class: int) -> dict[str, Any]:
     """The values of an extractor's figures."""
-    x, y, first = fake[:N], real[:N], labels[:N]
-    pairs = [[each[labels == label][:per_class] for each in (fake, real)] for label in range(len(NAMES))]
-    diversity = [float(pdist(a).mean() / pdist(b).mean()) for a, b in pairs]
-    within = [frechet(x[first == label], y[first == label]) for label in range(len(NAMES))]
-    found = {
-        "frechet": frechet(x, y),
-        "kernel": mmd(x, y),
-        "floor": frechet(training, y),
-        "kernel_floor": mmd(training, y),
-    }
-    found |= {"diversity_ratio": min(diversity), "diversity_by_class": dict(zip(NAMES, diversity, strict=True))}
-    found |= {
-        "intra_class_frechet": np.mean(within),
-        "intra_class_frechet_by_class": dict(zip(NAMES, within, strict=True)),
-    }
+    x, y, floor, of_class = fake[:N], real[:N], training[:N], [labels == label for label in range(KINDS)]
+    diversity = [pdist(fake[row][:per_class]).mean() / pdist(real[row][:per_class]).mean() for row in of_class]
+    within = [frechet(x[row[:N]], y[row[:N]]) for row in of_class]
+    found = {"frechet": frechet(x, y), "floor": frechet(floor, y), "kernel": mmd(x, y), "kernel_floor": mmd(floor, y)}
     for k, names in ((3, ("precision", "recall")), (5, ("density", "coverage"))):
         found |= {name: compute_prdc(y, x, nearest_k=k)[name] for name in names}
-    return found | dict(zip(("clipped_density", "clipped_coverage"), clipped(x, y), strict=True))
+    found["clipped_density"], found["clipped_coverage"] = clipped(x, y)
+    found |= {"diversity_ratio": min(diversity), "intra_class_frechet": np.mean(within)}
+    return found | {"diversity_by_class": by_name(diversity), "intra_class_frechet_by_class": by_name(within)}
 
 
+@torch.no_grad()
 def test_a_gan(trained, pictures, capsys):
     """Its judge is the last checkpoint of a run, whose best is another."""
-    judge, test, train, per_class, searched = trained.judge, trained.labels["test"], trained.labels["train"], 9, 67
-    options = [
-        "--checkpoint",
-        trained["gan"],
-        "--which",
-        "best",
-        "--classifier",
-        trained["classifier"],
-        "--seed",
-        SEED,
-        "--n",
-        N,
-    ]
-    options += ["--extractor", "classifier,pixels", "--per-class", per_class, "--searched", searched, "--batch-size", 7]
-    assert call(evaluate, *options) == 0
-    folder, printed = trained["gan"] / "eval", capsys.readouterr().out
-    document = read_json(folder / "metrics.json")
+    judge, test, per_class, searched, generator = trained.judge, trained.labels["test"], 9, 67, trained.generator
+    options = f"--classifier {trained['classifier']} --extractor classifier,pixels --per-class {per_class}"
+    found = Written(trained, "gan", capsys, f"{options} --searched {searched}")
     real = select(test, n=N, seed=SEED, role="test", per_class=per_class)
-    other = select(train, n=searched, seed=SEED, role="train")
-    labels, count = real.labels, len(real.labels)
-    samples = samples_of(trained.generator, labels.tolist(), list(range(count)), SEED)
-    sets = [samples, trained.images["test"][real.indices], trained.images["train"][other.indices]]
-    asked = {"labels": torch.from_numpy(labels), "n": N, "names": NAMES, "seed": SEED, "per_class": per_class}
-    expected: dict[str, Any] = {"distances": []}
-    spaces = {f"classifier:{trained['classifier']}": judge.features, "pixels": lambda x: (x.flatten(1) + 1) / 2}
-    with torch.no_grad():
-        p = judge(to_float(samples)).double().softmax(1).numpy()
-        places = [[make(to_float(each)) for each in sets] for make in spaces.values()]
-    hits = p.argmax(1) == labels
-    for name, place in zip(spaces, places, strict=True):
-        fake, y, training = place
-        record = Samples(fake=fake, real=y, training=training, probabilities=None, extractor=name, **asked)
-        row = {"extractor": name, "weights": fingerprint(judge) if ":" in name else "", "n": N}
-        for figure in GAN:
-            row |= {} if figure.by_judge else figure.keys(figure.measure(record), NAMES)
-        row |= of_samples(*(each.double().numpy() for each in (fake, y, training[:N])), labels, per_class)
-        expected["distances"].append(row)
-    first, columns = expected["distances"][0], ("extractor", "weights", "frechet", "kernel", "floor")
-    expected |= {key: value for key, value in first.items() if not key.startswith(columns)}
-    expected |= keys(recognised=share(hits[:N]), class_score=jackknife(divergence(p[:N]), high=7)[:2])
-    by_class = {name: float(hits[:N][labels[:N] == label].mean()) for label, name in enumerate(NAMES)}
-    sizes = [min(per_class, (labels == label).sum()) for label in range(len(NAMES))]
-    expected |= {
-        "recognised_by_class": by_class,
-        "diversity_images": min(sizes),
-        "diversity_extractor": first["extractor"],
-    }
-    near = [
-        RealSet(places[1][2], torch.from_numpy(other.labels)),
-        RealSet(places[1][1][:N], torch.from_numpy(labels[:N])),
-    ]
-    copies = memorisation(places[1][0][:N], *near)[0]
-    distances = cdist(places[1][0][:N], places[1][2])
-    pairs = [
-        {"sample": i, "label": labels[i], "train": other.indices[row.argmin()], "distance": row.min()}
-        for i, row in enumerate(distances)
-    ]
-    lists = {"closest": sorted(pairs, key=lambda pair: pair["distance"])[:12], "first": pairs[:12]}
-    copies["usual_distance"] = np.median(cdist(places[1][1][:N], places[1][2]).min(1)[:N])
-    expected["memorisation"] = copies | lists | {"extractor": "pixels", "weights": "", "searched": searched, "n": N}
-    judged = select(test, n=N, seed=SEED, role="judge")
-    with torch.no_grad():
-        q = judge(to_float(trained.images["test"][judged.indices])).double().softmax(1).numpy()
-    of_judge = keys(accuracy=share(q.argmax(1) == judged.labels), class_score=jackknife(divergence(q), high=7)[:2])
-    expected["judge"] = of_judge | {"n": N}
-    more = "; distances of fewer than 1,000 images are rough and depend on n: compare them only with figures of the same n, "
-    least = np.bincount(labels[:N]).min()
-    expected["notes"] = {
-        "n": few(expected["recognised_interval"], f"{more}and only large differences"),
-        "intra_class_frechet": f"a class has {least} images a side, so its distance is mostly the bias of small n: compare it "
-        "with figures of the same n alone",
-    }
-    names = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]
-    expected["images"] = [f"{name}.png" for name in names]
-    assert_document(document, expected | head_of(trained, "gan", folder))
-    kept = {"label": labels[:N], "prediction": p[:N].argmax(1), "confidence": p[:N].max(1)}
-    assert_document(load_file(folder / "predictions.safetensors"), kept)
-
-    own = p[np.arange(count), labels]
-    words = [
-        [f"{NAMES[labels[i]]} {own[i]:.2f}", *([] if hits[i] else [f"named {NAMES[p[i].argmax()]}"])]
-        for i in range(count)
-    ]
-    order = np.argsort(-own, kind="stable")[:24], np.argsort(own, kind="stable")[:24]
-    rows = [np.flatnonzero(of == label)[:10] for of in (labels, test) for label in range(len(NAMES))]
-    shown_pairs = lists["closest"] + lists["first"]
-    beside = [
-        samples[[pair["sample"] for pair in shown_pairs]],
-        trained.images["train"][[pair["train"] for pair in shown_pairs]],
-    ]
-    beside.insert(1, torch.full_like(beside[0][..., :1], 255))
-    about = "sample {sample} | record {train}"
-    ratio = [f"{pair['distance'] / copies['usual_distance']:.2f} of the usual distance" for pair in shown_pairs]
-    psis, ten = (0, 0.3, 0.5, 0.7, 1), [i % 7 for i in range(10)]
-    (a, a_maps), (b, b_maps) = (styles_of(trained.generator, ten[:6], list(range(k, k + 6)), SEED) for k in (0, 7))
-    table, coarse = [*as_bytes(trained.generator.synthesis(b, b_maps))], trained.generator.num_ws // 2
-    for i in range(6):
-        ws, maps = a[[i] * 6].clone(), [b_maps[k] if k < coarse else level[[i] * 6] for k, level in enumerate(a_maps)]
-        table += as_bytes(trained.generator.synthesis(a[i : i + 1], [level[i : i + 1] for level in a_maps]))
-        ws[:, :coarse] = b[:, :coarse]
-        table += as_bytes(trained.generator.synthesis(ws, maps))
-    assert_pictures(
-        pictures,
-        {
-            "samples.png": (samples[np.concatenate(rows[:7])], NAMES),
-            "real.png": (trained.images["test"][np.concatenate(rows[7:])], NAMES),
-            **{
-                f"recognised_{name}.png": (samples[at], [line for i in at for line in words[i]])
-                for name, at in zip(("best", "worst"), order, strict=True)
-            },
-            "neighbours.png": (
-                torch.cat(beside, -1),
-                [line for pair, far in zip(shown_pairs, ratio, strict=True) for line in (about.format(**pair), far)],
-            ),
-            "truncation.png": (
-                torch.cat([samples_of(trained.generator, ten, list(range(10)), SEED, psi=psi) for psi in psis]),
-                [*(f"psi {psi:g}" for psi in psis), *(NAMES[label] for label in ten)],
-            ),
-            "mixing.png": (table, ["", *(f"A {NAMES[k]}" for k in range(6)), "", *(f"B {NAMES[k]}" for k in range(6))]),
-        },
+    other, judged = (
+        select(trained.labels[name], n=n, seed=SEED, role=role)
+        for name, n, role in (("train", searched, "train"), ("test", N, "judge"))
     )
+    labels, count, first = real.labels, len(real.labels), real.labels[:N]
+    samples = samples_of(generator, labels.tolist(), list(range(count)), SEED)
+    sets = [samples, trained.images["test"][real.indices], trained.images["train"][other.indices]]
+    p, q = (
+        judge(to_float(each)).double().softmax(1).numpy() for each in (samples, trained.images["test"][judged.indices])
+    )
+    hits, distances, asked = p.argmax(1) == labels, [], torch.from_numpy(labels)
+    places = [[judge.features(to_float(each)) for each in sets], [each.flatten(1).float() / 255 for each in sets]]
+    names, weights = [f"classifier:{trained['classifier']}", "pixels"], [fingerprint(judge), ""]
+    for name, source, (fake, y, training) in zip(names, weights, places, strict=True):
+        about: dict[str, Any] = {"fake": fake, "real": y, "training": training, "labels": asked, "extractor": name}
+        record = Samples(**about, n=N, names=NAMES, probabilities=None, seed=SEED, per_class=per_class)
+        row = {"extractor": name, "weights": source, "n": N}
+        for figure in (figure for figure in GAN if not figure.by_judge):  # for its interval
+            row |= figure.keys(figure.measure(record), NAMES)
+        row |= of_samples(*(each.double().numpy() for each in (fake, y, training)), labels, per_class)
+        distances.append(row)
+    columns = ("extractor", "weights", "frechet", "kernel", "floor")
+    expected: dict[str, Any] = {key: value for key, value in distances[0].items() if not key.startswith(columns)}
+    expected |= keys(recognised=share(hits[:N]), class_score=jackknife(divergence(p[:N]), high=KINDS))
+    expected["recognised_by_class"] = by_name(hits[:N][first == label].mean() for label in range(KINDS))
+    sizes = [min(per_class, n) for n in np.bincount(labels)]
+    expected |= {"distances": distances, "diversity_images": min(sizes), "diversity_extractor": names[0]}
+    fake, y, training = places[1]
+    kinds = [RealSet(training, torch.from_numpy(other.labels)), RealSet(y[:N], asked[:N])]
+    copies, near = memorisation(fake[:N], *kinds)[0], cdist(fake[:N], training)
+    ends = zip(range(N), labels[:N], other.indices[near.argmin(1)], near.min(1), strict=True)
+    pairs: list[Any] = [dict(zip(("sample", "label", "train", "distance"), each, strict=True)) for each in ends]
+    lists = {"closest": sorted(pairs, key=lambda pair: pair["distance"])[:12], "first": pairs[:12]}
+    expected["memorisation"] = copies | lists | {"extractor": "pixels", "weights": "", "searched": searched, "n": N}
+    of_judge = keys(accuracy=share(q.argmax(1) == judged.labels), class_score=jackknife(divergence(q), high=KINDS))
+    expected["judge"] = of_judge | {"n": N}
+    rough = "; distances of fewer than 1,000 images are rough and depend on n: compare them only with figures of "
+    rough += "the same n, and only large differences"
+    biased = f"a class has {np.bincount(first).min()} images a side, so its distance is mostly the bias of small n: "
+    biased += "compare it with figures of the same n alone"
+    expected["notes"] = {"n": few(expected["recognised_interval"], rough), "intra_class_frechet": biased}
+    drawings = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]
+    expected["images"] = [f"{name}.png" for name in drawings]
+    kept = {"label": first, "prediction": p[:N].argmax(1), "confidence": p[:N].max(1)}
+    found.check(expected, kept, trained["test.lmdb"], fingerprint(judge))
 
-    judging = {
-        "recognised": f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
-    }
-    judging["class_score"] = f"real images: {of_judge['class_score']:.3g}"
-    page = trained["gan"] / "report.html"
-    rows, lines = assert_shown(document, printed, page, more=judging), [line.split() for line in printed.splitlines()]
-    by_class = {key: document[row.by_class] for row in GAN if row.by_class for key in [row.key]}
+    own, pictured = p[np.arange(count), labels], lists["closest"] + lists["first"]
+    words = [
+        [f"{NAMES[labels[i]]} {own[i]:.2f}", *[f"named {NAMES[p[i].argmax()]}"] * (not hits[i])] for i in range(count)
+    ]
+    grids = [np.concatenate([np.flatnonzero(each == k)[:10] for k in range(KINDS)]) for each in (labels, test)]
+    wanted: dict[str, Any] = {"samples.png": (samples[grids[0]], NAMES)}
+    wanted["real.png"] = trained.images["test"][grids[1]], NAMES
+    for name, rows in (("best", np.argsort(-own)[:24]), ("worst", np.argsort(own)[:24])):
+        wanted[f"recognised_{name}.png"] = samples[rows], sum((words[i] for i in rows), [])
+    beside = [
+        samples[[pair["sample"] for pair in pictured]],
+        trained.images["train"][[pair["train"] for pair in pictured]],
+    ]
+    far = [f"{pair['distance'] / copies['usual_distance']:.2f} of the usual distance" for pair in pictured]
+    both = [("sample {sample} | record {train}".format(**pair), word) for pair, word in zip(pictured, far, strict=True)]
+    wanted["neighbours.png"] = torch.cat([beside[0], torch.full((24, 1, SIDE, 1), 255), beside[1]], -1), sum(both, ())
+    psis, ten = (0, 0.3, 0.5, 0.7, 1), [i % KINDS for i in range(10)]
+    rows = torch.cat([samples_of(generator, ten, list(range(10)), SEED, psi=psi) for psi in psis])
+    wanted["truncation.png"] = rows, [*(f"psi {psi:g}" for psi in psis), *(NAMES[label] for label in ten)]
+    (a, a_maps), (b, b_maps) = (styles_of(generator, ten[:6], list(range(k, k + 6)), SEED) for k in (0, KINDS))
+    cells, coarse = [*generator.synthesis(b, b_maps)], generator.num_ws // 2
+    for i in range(6):
+        ws, maps = a[[i] * 6].clone(), [*b_maps[:coarse], *(level[[i] * 6] for level in a_maps[coarse:])]
+        ws[:, :coarse] = b[:, :coarse]
+        cells += [generator.synthesis(a, a_maps)[i], *generator.synthesis(ws, maps)]
+    heads = ["", *(f"A {name}" for name in NAMES[:6]), "", *(f"B {name}" for name in NAMES[:6])]
+    wanted["mixing.png"] = as_bytes(torch.stack(cells)), heads
+    assert_pictures(pictures, wanted)
+
+    right = f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
+    found.check_figures({"recognised": right, "class_score": f"real images: {of_judge['class_score']:.3g}"})
     for name in NAMES:
-        assert [name, *(shown(key, values[name]) for key, values in by_class.items())] in rows
-        assert [name, *(shown(key, values[name], 4) for key, values in by_class.items())] in lines
-    for row, name in zip(document["distances"], ("classifier", "pixels"), strict=True):
-        assert [name, *(shown(key, row[key]) for key in ("frechet", "floor", "kernel", "kernel_floor")), str(N)] in rows
+        row = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]
+        found.check_row(name, row, row)
+    for row, name in zip(distances, ("classifier", "pixels"), strict=True):
         cells = [row["extractor"]]
         for key, digits in (("frechet", 3), ("floor", 3), ("kernel", 6), ("kernel_floor", 6), ("diversity_ratio", 3)):
             interval = row.get(f"{key}_interval")
             cells += [shown(key, row[key], digits), *([f"+-{interval[1] - row[key]:.{digits}f}"] if interval else [])]
-        assert [*cells, str(N)] in lines
-    low, high = first["frechet_interval"]
-    words = f"{first['frechet']:.3g}</b><span>Frechet distance on classifier (real images: {first['floor']:.3g}, n {N}; 95 % interval {low:.3g} to {high:.3g})"
-    assert words in page.read_text()
-    tile = (
-        f"{100 * copies['share']:.1f} % of the samples unusually near to training images, {100 * copies['expected']:.1f} % "
-        f"expected; p {copies['p_value']:.3g} (pixels, {searched} searched)"
-    )
-    assert ("no sign of copies", tile) in tiles_and_tables(page)[0]
-    assert (
-        f"no sign of copies (p {copies['p_value']:.2g}): {copies['share']:.1%} of the samples unusually near to training "
-        f"images, {copies['expected']:.1%} expected; C_T - (pixels, {searched} training images searched)"
-    ) in printed
-    assert f"{of_judge['accuracy']:.4f}  of the real images" in printed
+        assert [*cells, str(N)] in map(str.split, found.printed.splitlines())
+        assert [
+            name,
+            *(shown(key, row[key]) for key in ("frechet", "floor", "kernel", "kernel_floor")),
+            str(N),
+        ] in found.rows
+    values = [
+        f"{end:.3g}" for end in (distances[0]["frechet"], distances[0]["floor"], *distances[0]["frechet_interval"])
+    ]
+    tile = "{}</b><span>Frechet distance on classifier (real images: {}, n 47; 95 % interval {} to {})".format(*values)
+    assert tile in found.text
+    near = "{} of the samples unusually near to training images, {} expected; "
+    values = [shown("accuracy", copies[key]) for key in ("share", "expected")]
+    words = f"{near.format(*values)}p {copies['p_value']:.3g} (pixels, {searched} searched)"
+    assert ("no sign of copies", words) in found.tiles
+    values = [f"{copies[key]:.1%}" for key in ("share", "expected")]
+    words = f"no sign of copies (p {copies['p_value']:.2g}): {near.format(*values)}C_T - (pixels, {searched} training"
+    for words in (words, f"{of_judge['accuracy']:.4f}  of the real images"):
+        assert words in found.printed
