@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,26 @@ from duetgan.utils.seeding import numpy_generator
 from tests.metrics.conftest import SIDE, read_json
 from tests.metrics.samples.test_neighbours import oracle as clipped
 from tests.metrics.test_scripts import call
-from tests.metrics.trained import BEST, COUNT, NAMES, PROBE, SETS, Trained, as_bytes, assert_pixels, fitted
-from tests.metrics.trained import pictures, samples_of, styles_of, to_float, trained, two_checkpoints
+from tests.metrics.trained import (
+    BEST,
+    COUNT,
+    NAMES,
+    PROBE,
+    SETS,
+    Trained,
+    as_bytes,
+    assert_pixels,
+    fitted,
+    pictures,
+    samples_of,
+    styles_of,
+    to_float,
+    trained,
+    two_checkpoints,
+)
 
 __all__ = ["pictures", "trained"]  # fixtures
+flat = chain.from_iterable
 N, SEED, Z, KINDS = 47, 5, 1.959964, len(NAMES)
 PERCENT = {"accuracy", "balanced_accuracy", "top5_accuracy", "ece", "macro_f1", "micro_f1", "exact_match", "f1"}
 PERCENT |= {
@@ -281,14 +298,16 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     heads = ["{true} as {predicted} ({n})".format(**pair) for pair in expected["confused"]]
     heats = image_heat(trained.network, images[chosen], torch.from_numpy(columns["prediction"][chosen]))
     first, strengths = trained.images["test"][0].numpy(), range(1, 6)
-    spoiled = [[first, *(each(first, k, seed=SEED, index=0) for k in strengths)] for each in CORRUPTIONS.values()]
+    table: list[Any] = [
+        [first, *(each(first, k, seed=SEED, index=0) for k in strengths)] for each in CORRUPTIONS.values()
+    ]
     maps = [overlay(images[i], heat) for i, heat in zip(chosen, heats, strict=True)]
-    drawings = {"mistakes.png": (images[wrong[:24]], sum((words[i] for i in wrong[:24]), ()))}
+    drawings: dict[str, Any] = {"mistakes.png": (images[wrong[:24]], flat(words[i] for i in wrong[:24]))}
     drawings |= {
         "confused.png": (images[confused], heads),
-        "evidence.png": (sum(maps, ()), sum((words[i] for i in chosen), ())),
+        "evidence.png": (flat(maps), flat(words[i] for i in chosen)),
     }
-    drawings["robustness.png"] = sum(spoiled, []), [*CORRUPTIONS, "as it is", *(f"strength {k}" for k in strengths)]
+    drawings["robustness.png"] = flat(table), [*CORRUPTIONS, "as it is", *(f"strength {k}" for k in strengths)]
     assert_pictures(pictures, drawings)
     assert charts["confusion.png"] == (expected["confusion"], NAMES)
     assert_document([*charts["reliability.png"]], [expected["reliability"], expected["ece"]])
@@ -306,13 +325,13 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
         ("energy", "energy", "energy"),
     ):
         row = expected["ood"][key]
-        area, low, high = row["auroc"], *row["auroc_interval"]
+        area, (low, high) = row["auroc"], row["auroc_interval"]
         assert [title, f"{area:.3g}", f"{low:.3g} to {high:.3g}", shown("fpr95", row["fpr95"])] in found.rows
         printed = f"outliers by {short} AUROC {area:.4f} (95 %: {low:.4f} to {high:.4f})"
         assert printed.split() in map(str.split, found.printed.splitlines())
     change = "{value:.3f}  (ECE {ece_before:.4f} -> {ece_after:.4f} on the other half)"
-    for words in (change.format(**found.document["temperature"]), ", ".join(heads[:3])):
-        assert words in found.printed
+    for text in (change.format(**found.document["temperature"]), ", ".join(heads[:3])):
+        assert text in found.printed
 
 
 def test_a_classifier_of_several_labels(trained, pictures, capsys):
@@ -343,7 +362,7 @@ def test_a_classifier_of_several_labels(trained, pictures, capsys):
     wrong = [i for i in np.argsort(-doubt) if doubt[i]][:24]
     words = [["; ".join(np.array(NAMES[:3])[row]) or "no label" for row in rows] for rows in (hot, named)]
     both = [(f"{records[i]}: {words[0][i]}", f"named {words[1][i]} {doubt[i]:.2f}") for i in wrong]
-    assert_pictures(pictures, {"mistakes.png": (images[wrong], sum(both, ()))})
+    assert_pictures(pictures, {"mistakes.png": (images[wrong], flat(both))})
     found.check_figures({})
     for name, row in expected["per_class"].items():
         found.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "threshold", "support")])
@@ -369,7 +388,12 @@ def of_samples(fake: Any, real: Any, training: Any, labels: np.ndarray, per_clas
     x, y, floor, of_class = fake[:N], real[:N], training[:N], [labels == label for label in range(KINDS)]
     diversity = [pdist(fake[row][:per_class]).mean() / pdist(real[row][:per_class]).mean() for row in of_class]
     within = [frechet(x[row[:N]], y[row[:N]]) for row in of_class]
-    found = {"frechet": frechet(x, y), "floor": frechet(floor, y), "kernel": mmd(x, y), "kernel_floor": mmd(floor, y)}
+    found: dict[str, Any] = {
+        "frechet": frechet(x, y),
+        "floor": frechet(floor, y),
+        "kernel": mmd(x, y),
+        "kernel_floor": mmd(floor, y),
+    }
     for k, names in ((3, ("precision", "recall")), (5, ("density", "coverage"))):
         found |= {name: compute_prdc(y, x, nearest_k=k)[name] for name in names}
     found["clipped_density"], found["clipped_coverage"] = clipped(x, y)
@@ -394,16 +418,18 @@ def test_a_gan(trained, pictures, capsys):
     p, q = (
         judge(to_float(each)).double().softmax(1).numpy() for each in (samples, trained.images["test"][judged.indices])
     )
-    hits, distances, asked = p.argmax(1) == labels, [], torch.from_numpy(labels)
+    hits, asked = p.argmax(1) == labels, torch.from_numpy(labels)
+    distances: list[Any] = []
     places = [[judge.features(to_float(each)) for each in sets], [each.flatten(1).float() / 255 for each in sets]]
     names, weights = [f"classifier:{trained['classifier']}", "pixels"], [fingerprint(judge), ""]
     for name, source, (fake, y, training) in zip(names, weights, places, strict=True):
         about: dict[str, Any] = {"fake": fake, "real": y, "training": training, "labels": asked, "extractor": name}
         record = Samples(**about, n=N, names=NAMES, probabilities=None, seed=SEED, per_class=per_class)
-        row = {"extractor": name, "weights": source, "n": N}
+        row: dict[str, Any] = {"extractor": name, "weights": source, "n": N}
         for figure in (figure for figure in GAN if not figure.by_judge):  # for its interval
             row |= figure.keys(figure.measure(record), NAMES)
-        row |= of_samples(*(each.double().numpy() for each in (fake, y, training)), labels, per_class)
+        fake, y, training = (each.double().numpy() for each in (fake, y, training))
+        row |= of_samples(fake, y, training, labels, per_class)
         distances.append(row)
     columns = ("extractor", "weights", "frechet", "kernel", "floor")
     expected: dict[str, Any] = {key: value for key, value in distances[0].items() if not key.startswith(columns)}
@@ -413,8 +439,8 @@ def test_a_gan(trained, pictures, capsys):
     expected |= {"distances": distances, "diversity_images": min(sizes), "diversity_extractor": names[0]}
     fake, y, training = places[1]
     kinds = [RealSet(training, torch.from_numpy(other.labels)), RealSet(y[:N], asked[:N])]
-    copies, near = memorisation(fake[:N], *kinds)[0], cdist(fake[:N], training)
-    ends = zip(range(N), labels[:N], other.indices[near.argmin(1)], near.min(1), strict=True)
+    copies, far = memorisation(fake[:N], *kinds)[0], cdist(fake[:N], training)
+    ends = zip(range(N), labels[:N], other.indices[far.argmin(1)], far.min(1), strict=True)
     pairs: list[Any] = [dict(zip(("sample", "label", "train", "distance"), each, strict=True)) for each in ends]
     lists = {"closest": sorted(pairs, key=lambda pair: pair["distance"])[:12], "first": pairs[:12]}
     expected["memorisation"] = copies | lists | {"extractor": "pixels", "weights": "", "searched": searched, "n": N}
@@ -438,17 +464,19 @@ def test_a_gan(trained, pictures, capsys):
     wanted: dict[str, Any] = {"samples.png": (samples[grids[0]], NAMES)}
     wanted["real.png"] = trained.images["test"][grids[1]], NAMES
     for name, rows in (("best", np.argsort(-own)[:24]), ("worst", np.argsort(own)[:24])):
-        wanted[f"recognised_{name}.png"] = samples[rows], sum((words[i] for i in rows), [])
+        wanted[f"recognised_{name}.png"] = samples[rows], flat(words[i] for i in rows)
     beside = [
         samples[[pair["sample"] for pair in pictured]],
         trained.images["train"][[pair["train"] for pair in pictured]],
     ]
-    far = [f"{pair['distance'] / copies['usual_distance']:.2f} of the usual distance" for pair in pictured]
-    both = [("sample {sample} | record {train}".format(**pair), word) for pair, word in zip(pictured, far, strict=True)]
-    wanted["neighbours.png"] = torch.cat([beside[0], torch.full((24, 1, SIDE, 1), 255), beside[1]], -1), sum(both, ())
+    ratios = [f"{pair['distance'] / copies['usual_distance']:.2f} of the usual distance" for pair in pictured]
+    both = [
+        ("sample {sample} | record {train}".format(**pair), word) for pair, word in zip(pictured, ratios, strict=True)
+    ]
+    wanted["neighbours.png"] = torch.cat([beside[0], torch.full((24, 1, SIDE, 1), 255), beside[1]], -1), flat(both)
     psis, ten = (0, 0.3, 0.5, 0.7, 1), [i % KINDS for i in range(10)]
-    rows = torch.cat([samples_of(generator, ten, list(range(10)), SEED, psi=psi) for psi in psis])
-    wanted["truncation.png"] = rows, [*(f"psi {psi:g}" for psi in psis), *(NAMES[label] for label in ten)]
+    truncated = torch.cat([samples_of(generator, ten, list(range(10)), SEED, psi=psi) for psi in psis])
+    wanted["truncation.png"] = truncated, [*(f"psi {psi:g}" for psi in psis), *(NAMES[label] for label in ten)]
     (a, a_maps), (b, b_maps) = (styles_of(generator, ten[:6], list(range(k, k + 6)), SEED) for k in (0, KINDS))
     cells, coarse = [*generator.synthesis(b, b_maps)], generator.num_ws // 2
     for i in range(6):
@@ -462,29 +490,24 @@ def test_a_gan(trained, pictures, capsys):
     right = f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
     found.check_figures({"recognised": right, "class_score": f"real images: {of_judge['class_score']:.3g}"})
     for name in NAMES:
-        row = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]
-        found.check_row(name, row, row)
+        of_class = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]
+        found.check_row(name, of_class, of_class)
+    digits = {"frechet": 3, "floor": 3, "kernel": 6, "kernel_floor": 6}
     for row, name in zip(distances, ("classifier", "pixels"), strict=True):
         cells = [row["extractor"]]
-        for key, digits in (("frechet", 3), ("floor", 3), ("kernel", 6), ("kernel_floor", 6), ("diversity_ratio", 3)):
-            interval = row.get(f"{key}_interval")
-            cells += [shown(key, row[key], digits), *([f"+-{interval[1] - row[key]:.{digits}f}"] if interval else [])]
+        for key, number in (digits | {"diversity_ratio": 3}).items():
+            cells.append(shown(key, row[key], number))
+            if interval := row.get(f"{key}_interval"):
+                cells.append(f"+-{interval[1] - row[key]:.{number}f}")
         assert [*cells, str(N)] in map(str.split, found.printed.splitlines())
-        assert [
-            name,
-            *(shown(key, row[key]) for key in ("frechet", "floor", "kernel", "kernel_floor")),
-            str(N),
-        ] in found.rows
-    values = [
-        f"{end:.3g}" for end in (distances[0]["frechet"], distances[0]["floor"], *distances[0]["frechet_interval"])
-    ]
-    tile = "{}</b><span>Frechet distance on classifier (real images: {}, n 47; 95 % interval {} to {})".format(*values)
-    assert tile in found.text
+        assert [name, *(shown(key, row[key]) for key in digits), str(N)] in found.rows
+    ends = [distances[0][key] for key in ("frechet", "floor")] + distances[0]["frechet_interval"]
+    tile = "{:.3g}</b><span>Frechet distance on classifier (real images: {:.3g}, n 47; 95 % interval {:.3g} to {:.3g})"
+    assert tile.format(*ends) in found.text
     near = "{} of the samples unusually near to training images, {} expected; "
-    values = [shown("accuracy", copies[key]) for key in ("share", "expected")]
-    words = f"{near.format(*values)}p {copies['p_value']:.3g} (pixels, {searched} searched)"
-    assert ("no sign of copies", words) in found.tiles
-    values = [f"{copies[key]:.1%}" for key in ("share", "expected")]
-    words = f"no sign of copies (p {copies['p_value']:.2g}): {near.format(*values)}C_T - (pixels, {searched} training"
-    for words in (words, f"{of_judge['accuracy']:.4f}  of the real images"):
-        assert words in found.printed
+    counts = near.format(*(shown("accuracy", copies[key]) for key in ("share", "expected")))
+    assert ("no sign of copies", f"{counts}p {copies['p_value']:.3g} (pixels, {searched} searched)") in found.tiles
+    counts = near.format(*(f"{copies[key]:.1%}" for key in ("share", "expected")))
+    printed = f"no sign of copies (p {copies['p_value']:.2g}): {counts}C_T - (pixels, {searched} training"
+    for text in (printed, f"{of_judge['accuracy']:.4f}  of the real images"):
+        assert text in found.printed
