@@ -44,9 +44,9 @@ __all__ = ["pictures", "trained"]  # fixtures
 def call(capsys):
     """What a command prints."""
 
-    def run(script, command, *more):
+    def run(script, command, *extra):
         capsys.readouterr()
-        assert run_cli(script.main, [*command.split(), *map(str, more), "--which", "best"]) == 0
+        assert run_cli(script.main, [*command.split(), *map(str, extra), "--which", "best"]) == 0
         return capsys.readouterr().out
 
     return run
@@ -65,7 +65,7 @@ def files(trained, tmp_path):
 def heat_of(network, image, label):
     """Grad-CAM at layer3, scaled."""
     maps = []
-    hook = network.network.layer3.register_forward_hook(lambda *given: maps.append(given[2].requires_grad_()))
+    hook = network.network.layer3.register_forward_hook(lambda *arguments: maps.append(arguments[2].requires_grad_()))
     (slopes,) = torch.autograd.grad(network(to_float(image[None]))[0, label], maps)
     hook.remove()
     heat = (slopes.mean((2, 3), keepdim=True) * maps[0].detach())[0].sum(0).relu()
@@ -75,15 +75,15 @@ def heat_of(network, image, label):
 def test_predictions(trained, files, pictures, call, tmp_path):
     images, paths = files
     with torch.no_grad():
-        views = [trained.network(to_float(each)) for each in (images, images.flip(3))]
+        views = [trained.network(to_float(view)) for view in (images, images.flip(3))]
     rows = []  # of each image its classes and their probabilities, likeliest first
     for row in (sum(views) / 2).double().softmax(1).tolist():
         rows.append(dict(sorted(zip(NAMES, row, strict=True), key=lambda pair: -pair[1])))
-    each, labels = list(zip(paths, rows, strict=True)), [next(iter(row)) for row in rows]
+    answers, labels = list(zip(paths, rows, strict=True)), [next(iter(row)) for row in rows]
     common = f"--checkpoint {trained['classifier']} --batch-size 3 --tta flip {' '.join(map(str, paths))}"
 
     def assert_answers(printed, most):
-        for answer, (path, row), label in zip(json.loads(printed), each, labels, strict=True):
+        for answer, (path, row), label in zip(json.loads(printed), answers, labels, strict=True):
             assert [answer["file"], answer["label"], *answer["probabilities"]] == [str(path), label, *[*row][:most]]
             assert [*answer["probabilities"].values()] == pytest.approx([*row.values()][:most], abs=1e-6)
 
@@ -92,7 +92,7 @@ def test_predictions(trained, files, pictures, call, tmp_path):
     assert_answers(call(predict, common, "--csv", table, "--sort-into", folder, "--top", 3, "--json"), 3)
     head, *lines = csv.reader(table.read_text().splitlines())
     assert head == ["file", "label", "probability", "label_2", "probability_2", "label_3", "probability_3"]
-    for line, (path, row) in zip(lines, each, strict=True):
+    for line, (path, row) in zip(lines, answers, strict=True):
         assert [line[0], *line[1::2]] == [str(path), *[*row][:3]]
         assert [float(cell) for cell in line[2::2]] == pytest.approx([*row.values()][:3], abs=1e-6)
     placed = {path: path.resolve() for path in folder.rglob("*.png")}
@@ -100,7 +100,7 @@ def test_predictions(trained, files, pictures, call, tmp_path):
     call(predict, common, "--csv", table)
     head, *lines = csv.reader(table.read_text().splitlines())
     assert head == ["file", "label", "probability", *NAMES]
-    for line, (path, row) in zip(lines, each, strict=True):
+    for line, (path, row) in zip(lines, answers, strict=True):
         assert line[:2] == [str(path), next(iter(row))]
         expected = [max(row.values()), *(row[name] for name in NAMES)]
         assert [float(cell) for cell in line[2:]] == pytest.approx(expected, abs=1e-6)
@@ -109,13 +109,13 @@ def test_predictions(trained, files, pictures, call, tmp_path):
 
     for name in (None, "bee"):
         pictures.clear()
-        more = ["--gradcam-class", name] if name else []
-        call(predict, common, "--gradcam", tmp_path / "maps", "--gradcam-layer", "layer3", *more)
-        for image, (path, row), label in zip(images, each, labels, strict=True):
+        extra = ["--gradcam-class", name] if name else []
+        call(predict, common, "--gradcam", tmp_path / "maps", "--gradcam-layer", "layer3", *extra)
+        for image, (path, row), label in zip(images, answers, labels, strict=True):
             drawn, words = pictures[f"{path.stem}-gradcam.png"]
-            asked = name or label
-            heat = heat_of(trained.network, image, NAMES.index(asked))
-            evidence = f"evidence for {asked} {row[asked]:.3f}" if heat.any() else f"no evidence for {asked}"
+            target = name or label
+            heat = heat_of(trained.network, image, NAMES.index(target))
+            evidence = f"evidence for {target} {row[target]:.3f}" if heat.any() else f"no evidence for {target}"
             assert words == [f"predicted {label} {row[label]:.3f}", evidence, "layer3"]
             assert_pixels(drawn, overlay(image, heat))
 
@@ -141,13 +141,13 @@ def test_samples(trained, pictures, call, tmp_path):
     assert pictures["truncation.png"][1] == ["psi 0.2", "psi -0.7", *(NAMES[label] for label in labels[:5])]
     call(generate, f"dataset {every} --truncation-psi 0.6 --n 11 --encoding png --out", tmp_path / "x.lmdb")
     with Dataset(tmp_path / "x.lmdb") as reader:
-        images, found = reader.read(np.arange(11))
-        assert (reader.classes, reader.meta.encoding, found.tolist()) == (NAMES, "png", labels)
+        images, stored = reader.read(np.arange(11))
+        assert (reader.classes, reader.meta.encoding, stored.tolist()) == (NAMES, "png", labels)
         assert_pixels(images, expected)
 
     call(generate, f"mix {common} --truncation-psi 0.6 --layers 1,3 --n 2 --out", tmp_path / "mix.png")
     (a, a_maps), (b, b_maps) = (styles_of(generator, chosen[:2], [k + 2, k], seed) for k in (0, 7))
-    a, b = (generator.w_avg + 0.6 * (each - generator.w_avg) for each in (a, b))
+    a, b = (generator.w_avg + 0.6 * (ws - generator.w_avg) for ws in (a, b))
     cells = [*generator.synthesis(b, b_maps)]
     for i in range(2):
         ws, maps = a[[i, i]].clone(), [level[[i, i]] for level in a_maps]
@@ -175,8 +175,8 @@ def test_the_library(trained, files):
     for load in (duetgan.load, duetgan.load_classifier):
         classifier: Any = load(trained["classifier"], **of_best)
         torch.testing.assert_close(classifier(torch.stack([*map(classifier.transform, paths)])), logits)
-        labels, found = classifier.predict(paths)
-        torch.testing.assert_close(found, logits.double().softmax(1))
+        labels, stored = classifier.predict(paths)
+        torch.testing.assert_close(stored, logits.double().softmax(1))
         assert labels == [NAMES[label] for label in logits.argmax(1)]
     indices = [i // 2 * 7 + (4, 1)[i % 2] for i in range(5)]
     expected = samples_of(trained.generator, [4, 1, 4, 1, 4], indices, 3, psi=0.4, noise="none")
@@ -186,8 +186,8 @@ def test_the_library(trained, files):
         samples = generator.sample(5, **options)
         assert_pixels(samples.images, expected)
         assert samples[1:] == (["elk", "ant", "elk", "ant", "elk"], 3, indices)
-    for columns, more in ((3, {"columns": 3}), (2, {})):
-        assert_pixels(np.asarray(generator.grid(5, **more, **options)), grid(expected, columns=columns)[:, :, 0])
+    for columns, extra in ((3, {"columns": 3}), (2, {})):
+        assert_pixels(np.asarray(generator.grid(5, **extra, **options)), grid(expected, columns=columns)[:, :, 0])
 
 
 @torch.no_grad()
@@ -202,13 +202,13 @@ def test_an_export(trained, call, tmp_path):
     torch.testing.assert_close(classifier_from(read(out))(images), logits, rtol=1e-4, atol=1e-5)
     same = {"largest_difference": 0.0, "agreement": 1.0, "accuracy_change": 0.0}
     same["accuracy"] = float((logits.argmax(1).numpy() == labels).mean())
-    first, *others = document.pop("rows")
-    for row in (*others, first):  # both speeds are against the first
+    first, *later_rows = document.pop("rows")
+    for row in (*later_rows, first):  # both speeds are against the first
         assert row.pop("batch1_speedup") == pytest.approx(first["batch1_ms"] / row["batch1_ms"])
         assert row.pop("batch_speedup") == pytest.approx(row["images_per_second"] / first["images_per_second"])
         assert row.pop("batch1_ms") * row.pop("images_per_second") > 0
     size = sum(tensor.nbytes for tensor in trained.network.state_dict().values())
     assert first == {"name": "fp32 eager", "bytes": size} | same
-    assert others[-1] == {"name": "safetensors", "bytes": out.stat().st_size} | same
+    assert later_rows[-1] == {"name": "safetensors", "bytes": out.stat().st_size} | same
     head = {"checkpoint": str(path), "step": BEST, "task": "classifier", "format": "safetensors", "file": str(out)}
     assert document == head | {"passed": True, "reason": None, "checked": 29, "batch_size": 5, "threads": 1}

@@ -70,21 +70,21 @@ PERCENT |= {
 COLUMNS = ["precision", "recall", "f1", "auroc", "average_precision"]  # of a class, as they are printed
 
 
-def assert_document(found: Any, expected: Any, place: str = "") -> None:
+def assert_document(result: Any, expected: Any, place: str = "") -> None:
     """Every key has an oracle, and its value is the oracle's."""
-    if isinstance(expected, list) and any(isinstance(each, dict | list | str) for each in expected):
-        found, expected = dict(enumerate(found)), dict(enumerate(expected))
+    if isinstance(expected, list) and any(isinstance(part, dict | list | str) for part in expected):
+        result, expected = dict(enumerate(result)), dict(enumerate(expected))
     if isinstance(expected, dict):
-        assert set(found) == set(expected), place
+        assert set(result) == set(expected), place
         for key, value in expected.items():
-            assert_document(found[key], value, f"{place}.{key}")
+            assert_document(result[key], value, f"{place}.{key}")
     elif expected is None or isinstance(expected, bool | str):
-        assert found == expected, place
+        assert result == expected, place
     else:
-        assert found == pytest.approx(expected, rel=1e-3, abs=2e-6), place
+        assert result == pytest.approx(expected, rel=1e-3, abs=2e-6), place
 
 
-def shown(key: str, value: float | None, digits: int | None = None) -> str:
+def formatted(key: str, value: float | None, digits: int | None = None) -> str:
     """A figure as the page has it, or with `digits` as it is printed."""
     if value is None or key == "support":
         return "-" if value is None else str(value)
@@ -115,13 +115,13 @@ class Written:
         about = {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
         head = {"checkpoint": str(path), "step": BEST, "task": task, "data": str(data), "seed": SEED, "n": N}
         assert_document(self.document, expected | head | {"data_hash": data_hash, "predictions": about})
-        with safe_open(file, "np") as kept:
-            assert_document({name: kept.get_tensor(name) for name in kept.keys()}, columns)  # noqa: SIM118
-            about = json.loads(kept.metadata()["about"])
+        with safe_open(file, "np") as stored:
+            assert_document({name: stored.get_tensor(name) for name in stored.keys()}, columns)  # noqa: SIM118
+            about = json.loads(stored.metadata()["about"])
         head = {"schema": 1, "task": task, "data": data_hash, "n": N, "seed": SEED, "training_seed": 11}
         assert about == head | {"classes": classes, "judge": judge}
 
-    def check_figures(self, more: dict[str, str]) -> None:
+    def check_figures(self, extra: dict[str, str]) -> None:
         """Table and page have every figure with its interval in its unit; `more` ends the words of a tile."""
         lines = [re.split(r" {2,}", line, maxsplit=1) for line in self.printed.splitlines()]
         for row in FIGURES:
@@ -129,31 +129,31 @@ class Written:
             if row.place == "column" or value is None or isinstance(value, str):
                 assert not [words for _, words in self.tiles if words.startswith(f"{row.meaning} (")]
                 continue
-            low, high = (shown(row.key, end) for end in interval or (None, None))
+            low, high = (formatted(row.key, end) for end in interval or (None, None))
             words = [f"95 % interval {low.removesuffix(' %')} to {high}"] if interval else []
-            words += [more[row.key]] if row.key in more else []
+            words += [extra[row.key]] if row.key in extra else []
             assert (
-                shown(row.key, value),
+                formatted(row.key, value),
                 f"{row.meaning} ({'; '.join(words)})" if words else row.meaning,
             ) in self.tiles
             words = ["  (95 %: {:.4f} to {:.4f})".format(*interval)] if interval else []
-            assert [row.title, "".join([shown(row.key, value, row.digits), *words])] in lines
+            assert [row.title, "".join([formatted(row.key, value, row.digits), *words])] in lines
 
     def check_row(self, name: str, figures: list[tuple[str, Any]], printed: list[tuple[str, Any]]) -> None:
         """A row of a table of the page, and of one that is printed."""
-        assert [name, *(shown(*pair) for pair in figures)] in self.rows
-        assert [name, *(shown(*pair, 4) for pair in printed)] in map(str.split, self.printed.splitlines())
+        assert [name, *(formatted(*pair) for pair in figures)] in self.rows
+        assert [name, *(formatted(*pair, 4) for pair in printed)] in map(str.split, self.printed.splitlines())
 
 
-def assert_pictures(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert set(found) == set(expected)
+def assert_pictures(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(result) == set(expected)
     for name, (images, words) in expected.items():
-        assert found[name][1] == list(words), name
-        assert_pixels(found[name][0], [np.asarray(image) for image in images])
+        assert result[name][1] == list(words), name
+        assert_pixels(result[name][0], [np.asarray(image) for image in images])
 
 
-def few(interval: list[float], more: str = "") -> str:
-    return f"few images ({N}): its share is known to {100 * (interval[1] - interval[0]):.0f} points only{more}"
+def few(interval: list[float], extra: str = "") -> str:
+    return f"few images ({N}): its share is known to {100 * (interval[1] - interval[0]):.0f} points only{extra}"
 
 
 def share(hits: Any) -> tuple[float, list[float]]:
@@ -203,12 +203,12 @@ def ranked(hot: np.ndarray, scores: np.ndarray) -> tuple[dict[str, Any], dict[st
     return means, {name: [figure(*pair) for pair in pairs] for name, figure in figures.items()}
 
 
-def classes_of(hot: np.ndarray, named: np.ndarray, **more: Any) -> dict[str, Any]:
+def classes_of(hot: np.ndarray, named: np.ndarray, **extra: Any) -> dict[str, Any]:
     """A row a class."""
     columns = theirs.precision_recall_fscore_support(hot, named, zero_division=np.nan)
-    each = dict(zip((*COLUMNS[:3], "support"), columns, strict=True)) | more
+    part = dict(zip((*COLUMNS[:3], "support"), columns, strict=True)) | extra
     rows = [
-        {key: None if np.isnan(column[k]) else column[k] for key, column in each.items()} for k in range(len(hot.T))
+        {key: None if np.isnan(column[k]) else column[k] for key, column in part.items()} for k in range(len(hot.T))
     ]
     return dict(zip(NAMES, rows, strict=False))
 
@@ -216,7 +216,7 @@ def classes_of(hot: np.ndarray, named: np.ndarray, **more: Any) -> dict[str, Any
 def logits_of(network: Any, images: torch.Tensor) -> np.ndarray:
     """The mean of an image's and its mirror image's."""
     with torch.no_grad():
-        return (sum(network(to_float(each)) for each in (images, images.flip(3))) / 2).double().numpy()
+        return (sum(network(to_float(part)) for part in (images, images.flip(3))) / 2).double().numpy()
 
 
 def drawn(count: int) -> np.ndarray:
@@ -241,7 +241,7 @@ def of_one_label(labels: np.ndarray, logits: np.ndarray) -> tuple[dict[str, Any]
     figures["confused"] = [{"true": NAMES[i], "predicted": NAMES[j], "n": -n} for n, i, j in pairs]
     figures["confusion"], figures["reliability"] = confusion.tolist(), []
     for k in range(15):
-        both = [each[place == k].mean() if k in place else None for each in (confidence, hits)]
+        both = [part[place == k].mean() if k in place else None for part in (confidence, hits)]
         figures["reliability"].append({"n": (place == k).sum(), "confidence": both[0], "accuracy": both[1]})
     fit, judged = halves(labels, SEED)
     loss = lambda t, rows: theirs.log_loss(labels[rows], probabilities(logits[rows] / np.exp(t)))  # noqa: E731
@@ -253,40 +253,42 @@ def of_one_label(labels: np.ndarray, logits: np.ndarray) -> tuple[dict[str, Any]
         figures["temperature"] |= values
     figures["per_class"] = classes_of(hot, np.eye(KINDS, dtype=int)[predicted], **by_class)
     columns = {"label": labels, "prediction": predicted, "confidence": confidence, "loss": losses}
-    return figures, columns | {name: each[2] for name, each in means.items()} | {"balanced_accuracy": balanced[2]}
+    return figures, columns | {name: part[2] for name, part in means.items()} | {"balanced_accuracy": balanced[2]}
 
 
 def test_a_classifier(trained, pictures, capsys, monkeypatch):
     charts: dict[str, Any] = {}
     for name in ("save_confusion", "save_reliability"):
-        monkeypatch.setattr(evaluate_classifier, name, lambda *given: charts.update({given[-1].name: given[:-1]}))
+        monkeypatch.setattr(
+            evaluate_classifier, name, lambda *arguments: charts.update({arguments[-1].name: arguments[:-1]})
+        )
     outliers, records = trained["others.lmdb"], drawn(COUNT)
-    found = Written(trained, "classifier", capsys, f"--tta flip --fold --robustness --ood {outliers}")
+    result = Written(trained, "classifier", capsys, f"--tta flip --fold --robustness --ood {outliers}")
     images, labels = trained.images["test"][records], trained.labels["test"][records]
-    logits, others = (logits_of(trained.network, each) for each in (images, trained.images["others"][drawn(61)]))
+    logits, outside = (logits_of(trained.network, part) for part in (images, trained.images["others"][drawn(61)]))
     expected, columns = of_one_label(labels, logits)
     corruptions: dict[str, Any] = {}
     for name, corruption in CORRUPTIONS.items():
         corruptions[name] = {"unit": corruption.unit, "strengths": []}
         for strength in range(1, 6):
-            each = zip(images.numpy(), records.tolist(), strict=True)
-            spoiled = np.stack([corruption(image, strength, seed=SEED, index=record) for image, record in each])
+            part = zip(images.numpy(), records.tolist(), strict=True)
+            spoiled = np.stack([corruption(image, strength, seed=SEED, index=record) for image, record in part])
             hits = logits_of(trained.network, torch.from_numpy(spoiled)).argmax(1) == labels
             amount = {"amount": corruption.amount(strength, SIDE)}
             corruptions[name]["strengths"].append(amount | keys(accuracy=share(hits)))
-    mean = np.mean([row["accuracy"] for each in corruptions.values() for row in each["strengths"]])
+    mean = np.mean([row["accuracy"] for part in corruptions.values() for row in part["strengths"]])
     expected |= {"robustness": {"n": N, "accuracy": mean, "corruptions": corruptions}}
     expected["ood"] = {"data": str(outliers), "n": N}
-    own, both = np.arange(2 * N) < N, np.concatenate([logits, others])
+    is_inlier, both = np.arange(2 * N) < N, np.concatenate([logits, outside])
     for name, scores in (("max_probability", probabilities(both).max(1)), ("energy", np.log(np.exp(both).sum(1)))):
-        area = jackknife(lambda w, scores=scores: theirs.roc_auc_score(own, scores, sample_weight=w), 2 * N)
+        area = jackknife(lambda w, scores=scores: theirs.roc_auc_score(is_inlier, scores, sample_weight=w), 2 * N)
         passed = np.mean(scores[N:] >= np.sort(scores[:N])[N // 20])
         expected["ood"][name] = keys(auroc=area) | {"fpr95": passed}
     sure = "it began as a logistic regression on its features: 0.613 (0.504 to 0.711) by cross-validation"
     expected |= {"probe": PROBE, "notes": {"n": few(expected["accuracy_interval"]), "probe": sure}}
     names = ["confusion", "reliability", "mistakes", "confused", "evidence", "robustness"]
     expected |= {"precision": "fp32", "fold": True, "tta": "flip", "images": [f"{name}.png" for name in names]}
-    found.check(expected, columns, trained["test.lmdb"])
+    result.check(expected, columns, trained["test.lmdb"])
 
     true, named = ([NAMES[label] for label in columns[key]] for key in ("label", "prediction"))
     words = [(f"{records[i]}: {true[i]}", f"named {named[i]} {columns['confidence'][i]:.2f}") for i in range(N)]
@@ -299,7 +301,7 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     heats = image_heat(trained.network, images[chosen], torch.from_numpy(columns["prediction"][chosen]))
     first, strengths = trained.images["test"][0].numpy(), range(1, 6)
     table: list[Any] = [
-        [first, *(each(first, k, seed=SEED, index=0) for k in strengths)] for each in CORRUPTIONS.values()
+        [first, *(part(first, k, seed=SEED, index=0) for k in strengths)] for part in CORRUPTIONS.values()
     ]
     maps = [overlay(images[i], heat) for i, heat in zip(chosen, heats, strict=True)]
     drawings: dict[str, Any] = {"mistakes.png": (images[wrong[:24]], flat(words[i] for i in wrong[:24]))}
@@ -312,38 +314,38 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     assert charts["confusion.png"] == (expected["confusion"], NAMES)
     assert_document([*charts["reliability.png"]], [expected["reliability"], expected["ece"]])
 
-    found.check_figures({"accuracy": "mean of 2 views"})
+    result.check_figures({"accuracy": "mean of 2 views"})
     for name, row in expected["per_class"].items():
-        found.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "support")])
-    for name, each in corruptions.items():
+        result.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "support")])
+    for name, part in corruptions.items():
         values = [
-            ("accuracy", value) for value in (expected["accuracy"], *(row["accuracy"] for row in each["strengths"]))
+            ("accuracy", value) for value in (expected["accuracy"], *(row["accuracy"] for row in part["strengths"]))
         ]
-        found.check_row(name, values, values)
+        result.check_row(name, values, values)
     for key, title, short in (
         ("max_probability", "largest probability", "probability"),
         ("energy", "energy", "energy"),
     ):
         row = expected["ood"][key]
         area, (low, high) = row["auroc"], row["auroc_interval"]
-        assert [title, f"{area:.3g}", f"{low:.3g} to {high:.3g}", shown("fpr95", row["fpr95"])] in found.rows
+        assert [title, f"{area:.3g}", f"{low:.3g} to {high:.3g}", formatted("fpr95", row["fpr95"])] in result.rows
         printed = f"outliers by {short} AUROC {area:.4f} (95 %: {low:.4f} to {high:.4f})"
-        assert printed.split() in map(str.split, found.printed.splitlines())
+        assert printed.split() in map(str.split, result.printed.splitlines())
     change = "{value:.3f}  (ECE {ece_before:.4f} -> {ece_after:.4f} on the other half)"
-    for text in (change.format(**found.document["temperature"]), ", ".join(heads[:3])):
-        assert text in found.printed
+    for text in (change.format(**result.document["temperature"]), ", ".join(heads[:3])):
+        assert text in result.printed
 
 
 def test_a_classifier_of_several_labels(trained, pictures, capsys):
     numbers = {name: labels % len(SETS) for name, labels in trained.labels.items()}
-    every, data, records = np.array([np.isin([0, 1, 2], each) for each in SETS]), trained["sets.lmdb"], drawn(COUNT)
+    every, data, records = np.array([np.isin([0, 1, 2], part) for part in SETS]), trained["sets.lmdb"], drawn(COUNT)
     hot = torch.from_numpy(every[numbers["train"]])
     networks = [fitted(trained.images["train"], hot, seed, several=True) for seed in (1, 0)]
     pack_arrays(data, trained.images["test"].numpy(), numbers["test"], NAMES[:3], sets=SETS)
-    more: dict[str, Any] = {"shape": {"channels": 1, "classes": 3, "resolution": SIDE}, "classes": NAMES[:3]}
+    extra: dict[str, Any] = {"shape": {"channels": 1, "classes": 3, "resolution": SIDE}, "classes": NAMES[:3]}
     config = {"model": {"stem": "small-stride2"}, "data": {"val_path": str(data)}, "seed": 11}
-    two_checkpoints(trained["several"], "model", networks, task="classifier", config=config, **more)
-    found = Written(trained, "several", capsys)
+    two_checkpoints(trained["several"], "model", networks, task="classifier", config=config, **extra)
+    result = Written(trained, "several", capsys)
     images, hot, levels = trained.images["test"][records], every[numbers["test"][records]], networks[1].thresholds
     with torch.no_grad():
         p = networks[1](to_float(images)).double().sigmoid().numpy()
@@ -356,20 +358,20 @@ def test_a_classifier_of_several_labels(trained, pictures, capsys):
     expected["notes"] = {"n": few(expected["exact_match_interval"]), "thresholds": flattered}
     expected["per_class"] = classes_of(hot, named, **by_class, threshold=levels.numpy())
     expected |= {"precision": "fp32", "fold": False, "tta": "off", "images": ["mistakes.png"]}
-    found.check(expected, {name: each[2] for name, each in means.items()}, data)
+    result.check(expected, {name: part[2] for name, part in means.items()}, data)
 
     doubt = (np.abs(p - hot) * (named != hot)).max(1)
     wrong = [i for i in np.argsort(-doubt) if doubt[i]][:24]
     words = [["; ".join(np.array(NAMES[:3])[row]) or "no label" for row in rows] for rows in (hot, named)]
     both = [(f"{records[i]}: {words[0][i]}", f"named {words[1][i]} {doubt[i]:.2f}") for i in wrong]
     assert_pictures(pictures, {"mistakes.png": (images[wrong], flat(both))})
-    found.check_figures({})
+    result.check_figures({})
     for name, row in expected["per_class"].items():
-        found.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "threshold", "support")])
+        result.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "threshold", "support")])
 
 
 def frechet(x: np.ndarray, y: np.ndarray) -> float:
-    a, b = ((each - each.mean(0)) / np.sqrt(len(each) - 1) for each in (x, y))
+    a, b = ((part - part.mean(0)) / np.sqrt(len(part) - 1) for part in (x, y))
     shift = x.mean(0) - y.mean(0)
     return float(shift @ shift + (a**2).sum() + (b**2).sum() - 2 * np.linalg.norm(a @ b.T, "nuc"))
 
@@ -388,17 +390,17 @@ def of_samples(fake: Any, real: Any, training: Any, labels: np.ndarray, per_clas
     x, y, floor, of_class = fake[:N], real[:N], training[:N], [labels == label for label in range(KINDS)]
     diversity = [pdist(fake[row][:per_class]).mean() / pdist(real[row][:per_class]).mean() for row in of_class]
     within = [frechet(x[row[:N]], y[row[:N]]) for row in of_class]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "frechet": frechet(x, y),
         "floor": frechet(floor, y),
         "kernel": mmd(x, y),
         "kernel_floor": mmd(floor, y),
     }
     for k, names in ((3, ("precision", "recall")), (5, ("density", "coverage"))):
-        found |= {name: compute_prdc(y, x, nearest_k=k)[name] for name in names}
-    found["clipped_density"], found["clipped_coverage"] = clipped(x, y)
-    found |= {"diversity_ratio": min(diversity), "intra_class_frechet": np.mean(within)}
-    return found | {"diversity_by_class": by_name(diversity), "intra_class_frechet_by_class": by_name(within)}
+        result |= {name: compute_prdc(y, x, nearest_k=k)[name] for name in names}
+    result["clipped_density"], result["clipped_coverage"] = clipped(x, y)
+    result |= {"diversity_ratio": min(diversity), "intra_class_frechet": np.mean(within)}
+    return result | {"diversity_by_class": by_name(diversity), "intra_class_frechet_by_class": by_name(within)}
 
 
 @torch.no_grad()
@@ -406,29 +408,35 @@ def test_a_gan(trained, pictures, capsys):
     """Its judge is the last checkpoint of a run, whose best is another."""
     judge, test, per_class, searched, generator = trained.judge, trained.labels["test"], 9, 67, trained.generator
     options = f"--classifier {trained['classifier']} --extractor classifier,pixels --per-class {per_class}"
-    found = Written(trained, "gan", capsys, f"{options} --searched {searched}")
+    result = Written(trained, "gan", capsys, f"{options} --searched {searched}")
     real = select(test, n=N, seed=SEED, role="test", per_class=per_class)
-    other, judged = (
+    training_rows, judged = (
         select(trained.labels[name], n=n, seed=SEED, role=role)
         for name, n, role in (("train", searched, "train"), ("test", N, "judge"))
     )
     labels, count, first = real.labels, len(real.labels), real.labels[:N]
     samples = samples_of(generator, labels.tolist(), list(range(count)), SEED)
-    sets = [samples, trained.images["test"][real.indices], trained.images["train"][other.indices]]
+    sets = [samples, trained.images["test"][real.indices], trained.images["train"][training_rows.indices]]
     p, q = (
-        judge(to_float(each)).double().softmax(1).numpy() for each in (samples, trained.images["test"][judged.indices])
+        judge(to_float(part)).double().softmax(1).numpy() for part in (samples, trained.images["test"][judged.indices])
     )
-    hits, asked = p.argmax(1) == labels, torch.from_numpy(labels)
+    hits, label_tensor = p.argmax(1) == labels, torch.from_numpy(labels)
     distances: list[Any] = []
-    places = [[judge.features(to_float(each)) for each in sets], [each.flatten(1).float() / 255 for each in sets]]
+    places = [[judge.features(to_float(part)) for part in sets], [part.flatten(1).float() / 255 for part in sets]]
     names, weights = [f"classifier:{trained['classifier']}", "pixels"], [fingerprint(judge), ""]
     for name, source, (fake, y, training) in zip(names, weights, places, strict=True):
-        about: dict[str, Any] = {"fake": fake, "real": y, "training": training, "labels": asked, "extractor": name}
+        about: dict[str, Any] = {
+            "fake": fake,
+            "real": y,
+            "training": training,
+            "labels": label_tensor,
+            "extractor": name,
+        }
         record = Samples(**about, n=N, names=NAMES, probabilities=None, seed=SEED, per_class=per_class)
         row: dict[str, Any] = {"extractor": name, "weights": source, "n": N}
         for figure in (figure for figure in GAN if not figure.by_judge):  # for its interval
             row |= figure.keys(figure.measure(record), NAMES)
-        fake, y, training = (each.double().numpy() for each in (fake, y, training))
+        fake, y, training = (part.double().numpy() for part in (fake, y, training))
         row |= of_samples(fake, y, training, labels, per_class)
         distances.append(row)
     columns = ("extractor", "weights", "frechet", "kernel", "floor")
@@ -438,10 +446,10 @@ def test_a_gan(trained, pictures, capsys):
     sizes = [min(per_class, n) for n in np.bincount(labels)]
     expected |= {"distances": distances, "diversity_images": min(sizes), "diversity_extractor": names[0]}
     fake, y, training = places[1]
-    kinds = [RealSet(training, torch.from_numpy(other.labels)), RealSet(y[:N], asked[:N])]
+    kinds = [RealSet(training, torch.from_numpy(training_rows.labels)), RealSet(y[:N], label_tensor[:N])]
     copies, far = memorisation(fake[:N], *kinds)[0], cdist(fake[:N], training)
-    ends = zip(range(N), labels[:N], other.indices[far.argmin(1)], far.min(1), strict=True)
-    pairs: list[Any] = [dict(zip(("sample", "label", "train", "distance"), each, strict=True)) for each in ends]
+    ends = zip(range(N), labels[:N], training_rows.indices[far.argmin(1)], far.min(1), strict=True)
+    pairs: list[Any] = [dict(zip(("sample", "label", "train", "distance"), part, strict=True)) for part in ends]
     lists = {"closest": sorted(pairs, key=lambda pair: pair["distance"])[:12], "first": pairs[:12]}
     expected["memorisation"] = copies | lists | {"extractor": "pixels", "weights": "", "searched": searched, "n": N}
     of_judge = keys(accuracy=share(q.argmax(1) == judged.labels), class_score=jackknife(divergence(q), high=KINDS))
@@ -453,19 +461,20 @@ def test_a_gan(trained, pictures, capsys):
     expected["notes"] = {"n": few(expected["recognised_interval"], rough), "intra_class_frechet": biased}
     drawings = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]
     expected["images"] = [f"{name}.png" for name in drawings]
-    kept = {"label": first, "prediction": p[:N].argmax(1), "confidence": p[:N].max(1)}
-    found.check(expected, kept, trained["test.lmdb"], fingerprint(judge))
+    stored = {"label": first, "prediction": p[:N].argmax(1), "confidence": p[:N].max(1)}
+    result.check(expected, stored, trained["test.lmdb"], fingerprint(judge))
 
-    own, pictured = p[np.arange(count), labels], lists["closest"] + lists["first"]
+    confidence, pictured = p[np.arange(count), labels], lists["closest"] + lists["first"]
     words = [
-        [f"{NAMES[labels[i]]} {own[i]:.2f}", *[f"named {NAMES[p[i].argmax()]}"] * (not hits[i])] for i in range(count)
+        [f"{NAMES[labels[i]]} {confidence[i]:.2f}", *[f"named {NAMES[p[i].argmax()]}"] * (not hits[i])]
+        for i in range(count)
     ]
-    grids = [np.concatenate([np.flatnonzero(each == k)[:10] for k in range(KINDS)]) for each in (labels, test)]
-    wanted: dict[str, Any] = {"samples.png": (samples[grids[0]], NAMES)}
-    wanted["real.png"] = trained.images["test"][grids[1]], NAMES
-    for name, rows in (("best", np.argsort(-own)[:24]), ("worst", np.argsort(own)[:24])):
-        wanted[f"recognised_{name}.png"] = samples[rows], flat(words[i] for i in rows)
-    beside = [
+    grids = [np.concatenate([np.flatnonzero(part == k)[:10] for k in range(KINDS)]) for part in (labels, test)]
+    expected_pictures: dict[str, Any] = {"samples.png": (samples[grids[0]], NAMES)}
+    expected_pictures["real.png"] = trained.images["test"][grids[1]], NAMES
+    for name, rows in (("best", np.argsort(-confidence)[:24]), ("worst", np.argsort(confidence)[:24])):
+        expected_pictures[f"recognised_{name}.png"] = samples[rows], flat(words[i] for i in rows)
+    sides = [
         samples[[pair["sample"] for pair in pictured]],
         trained.images["train"][[pair["train"] for pair in pictured]],
     ]
@@ -473,10 +482,16 @@ def test_a_gan(trained, pictures, capsys):
     both = [
         ("sample {sample} | record {train}".format(**pair), word) for pair, word in zip(pictured, ratios, strict=True)
     ]
-    wanted["neighbours.png"] = torch.cat([beside[0], torch.full((24, 1, SIDE, 1), 255), beside[1]], -1), flat(both)
+    expected_pictures["neighbours.png"] = (
+        torch.cat([sides[0], torch.full((24, 1, SIDE, 1), 255), sides[1]], -1),
+        flat(both),
+    )
     psis, ten = (0, 0.3, 0.5, 0.7, 1), [i % KINDS for i in range(10)]
     truncated = torch.cat([samples_of(generator, ten, list(range(10)), SEED, psi=psi) for psi in psis])
-    wanted["truncation.png"] = truncated, [*(f"psi {psi:g}" for psi in psis), *(NAMES[label] for label in ten)]
+    expected_pictures["truncation.png"] = (
+        truncated,
+        [*(f"psi {psi:g}" for psi in psis), *(NAMES[label] for label in ten)],
+    )
     (a, a_maps), (b, b_maps) = (styles_of(generator, ten[:6], list(range(k, k + 6)), SEED) for k in (0, KINDS))
     cells, coarse = [*generator.synthesis(b, b_maps)], generator.num_ws // 2
     for i in range(6):
@@ -484,30 +499,30 @@ def test_a_gan(trained, pictures, capsys):
         ws[:, :coarse] = b[:, :coarse]
         cells += [generator.synthesis(a, a_maps)[i], *generator.synthesis(ws, maps)]
     heads = ["", *(f"A {name}" for name in NAMES[:6]), "", *(f"B {name}" for name in NAMES[:6])]
-    wanted["mixing.png"] = as_bytes(torch.stack(cells)), heads
-    assert_pictures(pictures, wanted)
+    expected_pictures["mixing.png"] = as_bytes(torch.stack(cells)), heads
+    assert_pictures(pictures, expected_pictures)
 
     right = f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
-    found.check_figures({"recognised": right, "class_score": f"real images: {of_judge['class_score']:.3g}"})
+    result.check_figures({"recognised": right, "class_score": f"real images: {of_judge['class_score']:.3g}"})
     for name in NAMES:
         of_class = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]
-        found.check_row(name, of_class, of_class)
+        result.check_row(name, of_class, of_class)
     digits = {"frechet": 3, "floor": 3, "kernel": 6, "kernel_floor": 6}
     for row, name in zip(distances, ("classifier", "pixels"), strict=True):
         cells = [row["extractor"]]
         for key, number in (digits | {"diversity_ratio": 3}).items():
-            cells.append(shown(key, row[key], number))
+            cells.append(formatted(key, row[key], number))
             if interval := row.get(f"{key}_interval"):
                 cells.append(f"+-{interval[1] - row[key]:.{number}f}")
-        assert [*cells, str(N)] in map(str.split, found.printed.splitlines())
-        assert [name, *(shown(key, row[key]) for key in digits), str(N)] in found.rows
+        assert [*cells, str(N)] in map(str.split, result.printed.splitlines())
+        assert [name, *(formatted(key, row[key]) for key in digits), str(N)] in result.rows
     ends = [distances[0][key] for key in ("frechet", "floor")] + distances[0]["frechet_interval"]
     tile = "{:.3g}</b><span>Frechet distance on classifier (real images: {:.3g}, n 47; 95 % interval {:.3g} to {:.3g})"
-    assert tile.format(*ends) in found.text
+    assert tile.format(*ends) in result.text
     near = "{} of the samples unusually near to training images, {} expected; "
-    counts = near.format(*(shown("accuracy", copies[key]) for key in ("share", "expected")))
-    assert ("no sign of copies", f"{counts}p {copies['p_value']:.3g} (pixels, {searched} searched)") in found.tiles
+    counts = near.format(*(formatted("accuracy", copies[key]) for key in ("share", "expected")))
+    assert ("no sign of copies", f"{counts}p {copies['p_value']:.3g} (pixels, {searched} searched)") in result.tiles
     counts = near.format(*(f"{copies[key]:.1%}" for key in ("share", "expected")))
     printed = f"no sign of copies (p {copies['p_value']:.2g}): {counts}C_T - (pixels, {searched} training"
     for text in (printed, f"{of_judge['accuracy']:.4f}  of the real images"):
-        assert text in found.printed
+        assert text in result.printed

@@ -74,15 +74,15 @@ def fitted(images: torch.Tensor, hot: torch.Tensor, seed: int, *, several: bool 
 
 
 def two_checkpoints(
-    folder: Path, part: str, networks: list[Any], *, state: dict[str, Any] | None = None, **more: Any
+    folder: Path, part: str, networks: list[Any], *, state: dict[str, Any] | None = None, **extra: Any
 ) -> None:
     """The last of the run's networks is its best; the weights that are no average are another's."""
-    for step, network, other in zip((LAST, BEST), networks, networks[::-1], strict=True):
-        states = {part: other.state_dict(), f"{part}_ema": network.state_dict()}
-        make_run(folder, state=states | (state or {}), step=step, **more)
+    for step, network, decoy in zip((LAST, BEST), networks, networks[::-1], strict=True):
+        states = {part: decoy.state_dict(), f"{part}_ema": network.state_dict()}
+        make_run(folder, state=states | (state or {}), step=step, **extra)
     checkpoints = folder / "checkpoints"
     point(checkpoints, "last", checkpoints / f"step-{LAST:08d}.pt")
-    (folder / "config.yaml").write_text(f"task: {more['task']}\n")
+    (folder / "config.yaml").write_text(f"task: {extra['task']}\n")
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +99,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, slim_resnet18: None) -> Tr
     generators = [styled(classes=len(NAMES), seed=seed) for seed in (1, 0)]
     made = Trained(folder, networks[1], networks[0], generators[1], images, labels)
     shape = {"channels": 1, "classes": len(NAMES), "resolution": SIDE}
-    more: dict[str, Any] = {"shape": shape, "classes": NAMES}
+    extra: dict[str, Any] = {"shape": shape, "classes": NAMES}
     config = {"model": {"stem": "small-stride2"}, "data": made.data(), "seed": 11}
     probe = {"probe": PROBE}
-    two_checkpoints(made["classifier"], "model", networks, task="classifier", config=config, state=probe, **more)
+    two_checkpoints(made["classifier"], "model", networks, task="classifier", config=config, state=probe, **extra)
     config = {"generator": TINY, "data": made.data(), "loss": {}, "seed": 11}
-    two_checkpoints(made["gan"], "generator", generators, task="gan", config=config, **more)
+    two_checkpoints(made["gan"], "generator", generators, task="gan", config=config, **extra)
     return made
 
 
@@ -140,7 +140,7 @@ def styles_of(
     draws = [torch.randn(sum(sizes), generator=keyed_generator(seed, "eval", index)) for index in indices]
     z, *maps = torch.stack(draws).split(sizes, dim=1)
     if numpy_seeds is not None:
-        rows = [np.random.RandomState(each).randn(generator.z_dim) for each in numpy_seeds]
+        rows = [np.random.RandomState(number).randn(generator.z_dim) for number in numpy_seeds]
         z = torch.tensor(np.array(rows), dtype=torch.float32)
     ws = generator.mapping(z, torch.tensor(labels))[:, None].repeat(1, generator.num_ws, 1)
     return ws, [part.view(-1, *shape) for part, shape in zip(maps, generator.noise_shapes(), strict=True)]
@@ -149,18 +149,18 @@ def styles_of(
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[np.ndarray], list[str]]]:
     """Images and lines of each picture that would be drawn, by its file's name, in their order."""
-    found: dict[str, tuple[list[np.ndarray], list[str]]] = {}
+    drawings: dict[str, tuple[list[np.ndarray], list[str]]] = {}
 
     def record(path: Any, size: Any, places: Any, words: Any, *_: Any) -> None:
-        shown = [np.asarray(image) for *_, image in places if image is not None]
-        found[Path(path).name] = shown, [text for *_, text, _ in words]
+        arrays = [np.asarray(image) for *_, image in places if image is not None]
+        drawings[Path(path).name] = arrays, [text for *_, text, _ in words]
 
     monkeypatch.setattr(drawing, "_save", record)
     monkeypatch.setattr(drawing, "_fitting", lambda text, _: text)
-    return found
+    return drawings
 
 
-def assert_pixels(found: Any, expected: Any) -> None:
+def assert_pixels(drawings: Any, expected: Any) -> None:
     """Images agree but for the rounding of another batch."""
-    assert np.shape(found) == np.shape(expected)
-    assert np.abs(np.asarray(found).astype(int) - np.asarray(expected).astype(int)).max() <= 1
+    assert np.shape(drawings) == np.shape(expected)
+    assert np.abs(np.asarray(drawings).astype(int) - np.asarray(expected).astype(int)).max() <= 1
