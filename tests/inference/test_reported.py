@@ -107,7 +107,10 @@ def test_predictions(trained, files, pictures, call, tmp_path):
     words = [", ".join(f"{name} {share:.3f}" for name, share in [*row.items()][:3]) for row in rows]
     assert call(predict, common).splitlines() == [f"{path}: {text}" for path, text in zip(paths, words, strict=True)]
 
-    for name in (None, "bee"):
+    lit = set()  # classes that some image is not of by its prediction, and shows evidence for
+    for image, label in zip(images, labels, strict=True):
+        lit |= {name for k, name in enumerate(NAMES) if name != label and heat_of(trained.network, image, k).any()}
+    for name in (None, "bee", *sorted(lit)[:1]):
         pictures.clear()
         extra = ["--gradcam-class", name] if name else []
         call(predict, common, "--gradcam", tmp_path / "maps", "--gradcam-layer", "layer3", *extra)
