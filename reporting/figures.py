@@ -137,9 +137,10 @@ def _extractor(row: Mapping[str, Any]) -> str:
 def _class_table(document: Mapping[str, Any]) -> Table:
     """A row per class: precision and recall, or recognised and diversity, whatever the evaluation holds."""
     columns: dict[str, dict[str, str]] = {}
+    shows = {row.key: writer(row) for row in FIGURES} | {"support": plain}
     for name, figures in as_dict(document.get("per_class")).items():
         for key, value in as_dict(figures).items():
-            columns.setdefault(key, {})[name] = plain(value) if key == "support" else percent(value)
+            columns.setdefault(key, {})[name] = shows.get(key, percent)(value)
     for row in FIGURES:
         if by_class := as_dict(document.get(row.by_class)):
             columns[row.title] = {label: writer(row)(value) for label, value in by_class.items()}

@@ -144,20 +144,6 @@ def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
         assert classifier(x[:0]).shape == (0, len(CLASSES))
 
 
-def test_samples_are_the_generators_and_say_their_seeds(generator, runs):
-    samples = generator.sample(5, seed=3, psi=0.7, classes=["light", "dark"])
-    assert samples.labels == ["light", "dark", "light", "dark", "light"]
-    assert samples.seed == 3
-    assert samples.indices == [2, 0, 5, 3, 8]
-    assert samples.images.shape == (5, *generator.image_shape)
-    assert samples.images.dtype == torch.uint8
-    assert generator.sample(2, seed=3, psi=0.7, classes="light").images[1].equal(samples.images[2])
-    assert not generator.sample(1, seed=4, psi=0.7, classes="light").images[0].equal(samples.images[0])
-    picture = generator.grid(6, columns=3)
-    assert picture.size == (24, 16)
-    assert_raises(duetgan.UserError, "classes: no class 'ligth'", generator.sample, classes="ligth")
-
-
 def test_a_projection_is_nearer_than_its_start(generator, photo):
     found = generator.project(photo, steps=30, features="pixels", space="w", seed=1)
     again = generator.project(photo, steps=1, features="pixels", space="w", seed=1)
@@ -187,6 +173,7 @@ def test_the_model_that_is_loaded_is_of_its_kind_and_its_network(generator, runs
         (lambda: duetgan.load(runs["gan"], which="Best"), "which: 'Best' is neither last nor best"),  # type: ignore[arg-type]
         (lambda: generator.sample(0), "sample: 0 images with noise 'random'; give 1 or more, random, const, none"),
         (lambda: generator.sample(noise="foo"), "noise 'foo'"),
+        (lambda: generator.sample(classes="ligth"), "classes: no class 'ligth'"),
         (lambda: generator.sample(classes=[]), "classes: none is named"),
         (lambda: generator.project("x.png", space="z"), "project: space 'z' is w or w+"),
     ):

@@ -23,9 +23,9 @@ def slim_classifiers(slim_resnet18):
     """Nothing here depends on its size."""
 
 
-def styled(*, classes=3, channels=1, side=SIDE):
+def styled(*, classes=3, channels=1, side=SIDE, seed=0):
     """A StyleGAN2 generator whose noise counts and whose w_avg is about the mean of w."""
-    with forked(0, "init", "styled"):
+    with forked(seed, "init", "styled"):
         generator = Generator(GeneratorConfig(**TINY), resolution=side, channels=channels, classes=classes)
         z = torch.randn(200, generator.z_dim)
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked, generator
-from tests.metrics.conftest import CLASSES, classifier_run
+from tests.metrics.conftest import classifier_run
 
 
 def classifier(side=32):
@@ -219,17 +218,6 @@ def test_predict_writes_an_image_for_each_readable_file(tmp_path, options, files
         with Image.open(path) as sample_image:
             assert abs(sample_image.width - 2 * (224 + 12)) < 20
             assert abs(sample_image.height - (224 + 2 * 14 + 14)) < 10
-
-
-def test_the_class_that_is_asked_for_is_explained(tmp_path, options, files, capsys):
-    common = [*options, "--gradcam", str(tmp_path / "m"), *files]
-    with patch.object(predictions, "image_heat", side_effect=predictions.image_heat) as heat:
-        assert run_cli(predict.main, common) == 0
-        labels = [line.split(": ")[1].split(" ")[0] for line in capsys.readouterr().out.splitlines()]
-        assert heat.call_args.args[2].tolist() == [CLASSES.index(label) for label in labels]
-        other = next(name for name in CLASSES if name not in labels)
-        assert run_cli(predict.main, [*common, "--gradcam-class", other]) == 0
-        assert heat.call_args.args[2].tolist() == [CLASSES.index(other)] * 3
 
 
 def test_refusals(tmp_path, options, files, refused):

@@ -13,7 +13,6 @@ from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES
-from tests.models.helpers import to_uint8
 
 
 def apart(a, b):
@@ -130,39 +129,6 @@ def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
         with Image.open(found[f"seed4-{name}.png"]) as file:
             assert file.info == {"seed": "4", "index": name[5], "class": name[7:]}
         assert np.array_equal(pixels(found[f"seed4-{name}.png"]), image[0].numpy())
-
-
-@pytest.mark.parametrize("noise_mode", ["random", "const"])
-def test_mix_takes_styles_and_noise_of_b_at_the_layers(generator, table, noise_mode):
-    """The oracle: each cell from its own styles and maps, one by one."""
-    layers = [1, 3]
-    sampler = sampler_of(generator, seed=1, noise_mode=noise_mode, truncation_psi=0.8, chosen=[2, 0], batch_size=2)
-    assert draw_mix(sampler, CLASSES, NOWHERE, layers=layers, count=3) == 3
-    assert table["row_heads"] == ["", "A light", "A dark", "A light"]
-    assert table["column_heads"] == ["", "B light", "B dark", "B light"]
-    keys = {"A": [(0, 2), (0, 0), (2, 2)], "B": [(1, 2), (1, 0), (3, 2)]}  # the how many-th of which class
-
-    def source(side, number):
-        position, label = keys[side][number]
-        z, maps = draw(generator, [position * 3 + label], 1)
-        w = generator.mapping(z, torch.tensor([label]))
-        w = generator.w_avg + 0.8 * (w - generator.w_avg)
-        return [w] * 4, [*maps, None]
-
-    def sample_image(styles, maps):
-        noise = maps[:3] if noise_mode == "random" else "const"
-        return to_uint8(generator.synthesis(torch.stack(styles, dim=1), noise))[0]
-
-    assert table["rows"][0][0] is None
-    for number in range(3):
-        assert apart(table["rows"][0][number + 1], sample_image(*source("B", number))) <= 1
-        assert apart(table["rows"][number + 1][0], sample_image(*source("A", number))) <= 1
-    for row in range(3):
-        for column in range(3):
-            (a, a_maps), (b, b_maps) = source("A", row), source("B", column)
-            styles = [b[i] if i in layers else a[i] for i in range(4)]
-            maps = [b_maps[i] if i in layers else a_maps[i] for i in range(4)]
-            assert apart(table["rows"][row + 1][column + 1], sample_image(styles, maps)) <= 1
 
 
 def test_all_layers_give_b_and_none_a_and_how_many_are_shown(generator, table):

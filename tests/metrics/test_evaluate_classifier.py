@@ -11,12 +11,9 @@ from tqdm import tqdm
 import evaluate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
-from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.metrics.evaluate_classifier import (
     answers_of,
     classify,
-    corrupted_hits,
-    drawn,
     evaluate_classifier,
     logits_of,
 )
@@ -105,44 +102,6 @@ def others(tmp_path_factory):
     return pack(tmp_path_factory.mktemp("others") / "x.lmdb", count=40, classes=["a", "b"], channels=3, side=24, seed=9)
 
 
-def test_corrupted_images_are_counted_one_by_one(test_reader):
-    """Against a slow loop over images, corruptions and strengths, at any batch size."""
-    model = ByBrightness()
-    found, other = (corrupted_hits(model, test_reader, seed=3, records=FIRST, batch_size=size) for size in (64, 7))
-    assert torch.equal(found, other)
-    images, labels = test_reader.read(np.arange(20))
-    for row, corruption in enumerate(CORRUPTIONS.values()):
-        for strength in range(1, STRENGTHS + 1):
-            spoiled = np.stack([corruption(image, strength, seed=3, index=k) for k, image in enumerate(images)])
-            hits = [int(logits_of(model, torch.from_numpy(one[None])).argmax()) for one in spoiled] == labels
-            assert int(found[row, strength - 1]) == hits.sum()
-    brightness = found[list(CORRUPTIONS).index("brightness")]
-    assert int(brightness[-1]) < int(brightness[0])  # dark images are named by their brightness
-
-
-def test_a_part_of_a_file_that_is_packed_class_by_class_has_every_class(runs, files, others, tmp_path):
-    options = ["--checkpoint", runs["classifier"], "--n", 20, "--robustness", "--ood", others, "--out", tmp_path]
-    assert call(evaluate, *options, "--json") == 0
-    document = read_json(tmp_path / "metrics.json")
-    with Dataset(files["val_path"]) as reader:
-        records = drawn(reader, 20, 0)
-        assert [len(set(records)), np.all(np.diff(records) > 0), drawn(reader, None, 0).tolist()] == [
-            20,
-            True,
-            [*range(60)],
-        ]
-        assert [row["support"] for row in document["per_class"].values()] == np.bincount(
-            reader.labels()[records]
-        ).tolist()
-        model = classifier_from(load(resolve(runs["classifier"])))
-        answers = answers_of(model, reader, classify(model, reader, records=records), records)
-        assert answers.labels.tolist() == reader.labels()[records].tolist()
-        assert answers.places([1, 3]).tolist() == records[[1, 3]].tolist()
-    assert document["accuracy"] == pytest.approx(float(answers.hits.double().mean()))
-    assert min(row["support"] for row in document["per_class"].values()) > 0
-    assert document["ood"]["n"] == 20
-
-
 def test_classes_in_another_order_or_without_images_are_put_into_the_models(runs, tmp_path, capsys):
     images, found = sample_images(9, 1, side=SIDE), {}
     for name, rows, labels, classes in (
@@ -165,11 +124,6 @@ def test_both_options_by_the_command_line(runs, files, others, tmp_path, capsys)
     assert call(evaluate, *plain, *asked) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == read_json(tmp_path / "metrics.json")
-    rows = document["robustness"]["corruptions"]
-    assert list(rows) == list(CORRUPTIONS)
-    shares = [each["accuracy"] for row in rows.values() for each in row["strengths"]]
-    assert len(shares) == 25
-    assert document["robustness"]["accuracy"] == pytest.approx(np.mean(shares))
     with Image.open(tmp_path / "robustness.png") as image:
         assert image.height > 5 * 96
     assert "robustness.png" in document["images"]

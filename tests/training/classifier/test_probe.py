@@ -55,6 +55,21 @@ def test_its_accuracy_is_of_images_that_it_has_not_seen():
     assert probe.fit(easy, of_easy, 3).accuracy == 1
 
 
+def test_its_accuracy_is_not_that_of_the_luckiest_of_many_strengths(monkeypatch):
+    """The answers of 100 strengths are chance: the best over all folds has 0.61 on average."""
+
+    def path(features, _labels, _classes, strengths, _scale):
+        return ((torch.randn(2, 8, generator=draws), torch.zeros(2)) for _ in strengths)
+
+    monkeypatch.setattr(probe, "STRENGTHS", tuple(range(100, 0, -1)))
+    monkeypatch.setattr(probe, "_path", path)
+    found = []
+    for seed in range(4):
+        draws = torch.Generator().manual_seed(seed)
+        found.append(probe.fit(torch.randn(120, 1, 8, generator=draws), torch.arange(120) % 2, 2).accuracy)
+    assert np.mean(found) == pytest.approx(0.5, abs=0.06)
+
+
 def test_views_of_an_image_and_classes_are_spread_over_the_folds(monkeypatch):
     labels = torch.tensor([0] * 50 + [1] * 11 + [2] * 5)
     folds = probe._folds(labels.numpy(), 1, np.arange(66))

@@ -90,15 +90,8 @@ def test_it_learns_keeps_its_thresholds_and_resumes_to_the_bit(folder, run):
     assert torch.equal(straight["model"]["thresholds"], straight["model_ema"]["thresholds"])
 
 
-def test_it_is_evaluated_with_its_table_notes_and_pictures(folder, run, capsys):
+def test_it_is_evaluated_and_compared(folder, run, capsys):
     assert evaluate.main(["--checkpoint", str(run), "--device", "cpu"]) == 0
-    text, document = capsys.readouterr().out, json.loads((run / "eval" / "metrics.json").read_text())
-    assert {"average_precision", "auroc", "macro_f1", "micro_f1", "exact_match"} < document.keys()
-    assert "accuracy" not in document
-    assert document["per_class"]["dark"].keys() > {"threshold", "f1", "average_precision"}
-    assert "F1 (mean of the labels)" in text
-    assert "chosen on these images" in document["notes"]["thresholds"]
-    assert (run / "eval" / "mistakes.png").is_file() == ("mistakes.png" in document["images"])
     assert "F1 of each above its threshold" in (run / "report.html").read_text()
     assert evaluate.main(["--compare", str(run), str(run)]) == 0
     text = capsys.readouterr().out

@@ -1,0 +1,217 @@
+"""What predict.py, generate.py, export.py and the library hand out, from the networks alone.
+
+It is of the best checkpoint of a run whose last is another, with options that are no defaults.
+"""
+
+import csv
+import json
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import duetgan
+import export
+import generate
+import predict
+from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.grad_cam import overlay
+from duetgan.models.restore import classifier_from, read
+from duetgan.utils.images import grid
+from duetgan.utils.script import run_cli
+from duetgan.utils.seeding import numpy_generator
+from tests.inference.test_video import gif_frames
+from tests.metrics.trained import (
+    BEST,
+    COUNT,
+    NAMES,
+    as_bytes,
+    assert_pixels,
+    pictures,
+    samples_of,
+    styles_of,
+    to_float,
+    trained,
+)
+
+__all__ = ["pictures", "trained"]  # fixtures
+
+
+@pytest.fixture
+def call(capsys):
+    """What a command prints."""
+
+    def run(script, command, *extra):
+        capsys.readouterr()
+        assert run_cli(script.main, [*command.split(), *map(str, extra), "--which", "best"]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def files(trained, tmp_path):
+    """Seven test images, and their files."""
+    images = trained.images["test"][::10][:7]
+    paths = [tmp_path / f"{name}.png" for name in NAMES]
+    for image, path in zip(images, paths, strict=True):
+        Image.fromarray(image[0].numpy()).save(path)
+    return images, paths
+
+
+def heat_of(network, image, label):
+    """Grad-CAM at layer3, scaled."""
+    maps = []
+    hook = network.network.layer3.register_forward_hook(lambda *arguments: maps.append(arguments[2].requires_grad_()))
+    (slopes,) = torch.autograd.grad(network(to_float(image[None]))[0, label], maps)
+    hook.remove()
+    heat = (slopes.mean((2, 3), keepdim=True) * maps[0].detach())[0].sum(0).relu()
+    return heat / heat.max().clamp(min=1e-30)
+
+
+def test_predictions(trained, files, pictures, call, tmp_path):
+    images, paths = files
+    with torch.no_grad():
+        views = [trained.network(to_float(view)) for view in (images, images.flip(3))]
+    rows = []  # of each image its classes and their probabilities, likeliest first
+    for row in (sum(views) / 2).double().softmax(1).tolist():
+        rows.append(dict(sorted(zip(NAMES, row, strict=True), key=lambda pair: -pair[1])))
+    answers, labels = list(zip(paths, rows, strict=True)), [next(iter(row)) for row in rows]
+    common = f"--checkpoint {trained['classifier']} --batch-size 3 --tta flip {' '.join(map(str, paths))}"
+
+    def assert_answers(printed, most):
+        for answer, (path, row), label in zip(json.loads(printed), answers, labels, strict=True):
+            assert [answer["file"], answer["label"], *answer["probabilities"]] == [str(path), label, *[*row][:most]]
+            assert [*answer["probabilities"].values()] == pytest.approx([*row.values()][:most], abs=1e-6)
+
+    assert_answers(call(predict, common, "--json"), 7)
+    table, folder = tmp_path / "x.csv", tmp_path / "sorted"
+    assert_answers(call(predict, common, "--csv", table, "--sort-into", folder, "--top", 3, "--json"), 3)
+    head, *lines = csv.reader(table.read_text().splitlines())
+    assert head == ["file", "label", "probability", "label_2", "probability_2", "label_3", "probability_3"]
+    for line, (path, row) in zip(lines, answers, strict=True):
+        assert [line[0], *line[1::2]] == [str(path), *[*row][:3]]
+        assert [float(cell) for cell in line[2::2]] == pytest.approx([*row.values()][:3], abs=1e-6)
+    placed = {path: path.resolve() for path in folder.rglob("*.png")}
+    assert placed == {folder / label / path.name: path for path, label in zip(paths, labels, strict=True)}
+    call(predict, common, "--csv", table)
+    head, *lines = csv.reader(table.read_text().splitlines())
+    assert head == ["file", "label", "probability", *NAMES]
+    for line, (path, row) in zip(lines, answers, strict=True):
+        assert line[:2] == [str(path), next(iter(row))]
+        expected = [max(row.values()), *(row[name] for name in NAMES)]
+        assert [float(cell) for cell in line[2:]] == pytest.approx(expected, abs=1e-6)
+    words = [", ".join(f"{name} {share:.3f}" for name, share in [*row.items()][:3]) for row in rows]
+    assert call(predict, common).splitlines() == [f"{path}: {text}" for path, text in zip(paths, words, strict=True)]
+
+    lit = set()  # classes that some image is not of by its prediction, and shows evidence for
+    for image, label in zip(images, labels, strict=True):
+        lit |= {name for k, name in enumerate(NAMES) if name != label and heat_of(trained.network, image, k).any()}
+    for name in (None, "bee", *sorted(lit)[:1]):
+        pictures.clear()
+        extra = ["--gradcam-class", name] if name else []
+        call(predict, common, "--gradcam", tmp_path / "maps", "--gradcam-layer", "layer3", *extra)
+        for image, (path, row), label in zip(images, answers, labels, strict=True):
+            drawn, words = pictures[f"{path.stem}-gradcam.png"]
+            target = name or label
+            heat = heat_of(trained.network, image, NAMES.index(target))
+            evidence = f"evidence for {target} {row[target]:.3f}" if heat.any() else f"no evidence for {target}"
+            assert words == [f"predicted {label} {row[label]:.3f}", evidence, "layer3"]
+            assert_pixels(drawn, overlay(image, heat))
+
+
+@torch.no_grad()
+def test_samples(trained, pictures, call, tmp_path):
+    generator, seed, chosen = trained.generator, 5, [2, 0, 5]
+    labels, indices = [chosen[i % 3] for i in range(11)], [i // 3 * 7 + chosen[i % 3] for i in range(11)]
+    numpy_seeds, drawn = [seed + i // 3 for i in range(11)], partial(samples_of, generator, cutoff=2, noise="const")
+    expected = drawn(labels, indices, seed, psi=0.6, numpy_seeds=numpy_seeds)
+    names = ",".join(NAMES[label] for label in chosen)
+    common = f"--checkpoint {trained['gan']} --batch-size 3 --seed {seed} --classes {names}"
+    every = f"{common} --latents numpy --truncation-cutoff 2 --noise-mode const"
+    call(generate, f"grid {every} --truncation-psi 0.6 --n 11 --out", tmp_path / "grid.png")
+    assert_pixels(pictures["grid.png"][0], expected[[0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8]])
+    call(generate, f"grid {every} --truncation-psi 0.6 --n 11 --out", tmp_path / "folder")
+    for image, label, index in zip(expected, labels, indices, strict=True):
+        with Image.open(tmp_path / "folder" / f"seed{seed}-index{index}-{NAMES[label]}.png") as file:
+            assert_pixels(np.asarray(file), image[0])
+    call(generate, f"truncation {every} --psis 0.2,-0.7 --n 5 --out", tmp_path / "truncation.png")
+    rows = [drawn(labels[:5], indices[:5], seed, psi=psi, numpy_seeds=numpy_seeds[:5]) for psi in (0.2, -0.7)]
+    assert_pixels(pictures["truncation.png"][0], torch.cat(rows))
+    assert pictures["truncation.png"][1] == ["psi 0.2", "psi -0.7", *(NAMES[label] for label in labels[:5])]
+    call(generate, f"dataset {every} --truncation-psi 0.6 --n 11 --encoding png --out", tmp_path / "x.lmdb")
+    with Dataset(tmp_path / "x.lmdb") as reader:
+        images, stored = reader.read(np.arange(11))
+        assert (reader.classes, reader.meta.encoding, stored.tolist()) == (NAMES, "png", labels)
+        assert_pixels(images, expected)
+
+    call(generate, f"mix {common} --truncation-psi 0.6 --layers 1,3 --n 2 --out", tmp_path / "mix.png")
+    (a, a_maps), (b, b_maps) = (styles_of(generator, chosen[:2], [k + 2, k], seed) for k in (0, 7))
+    a, b = (generator.w_avg + 0.6 * (ws - generator.w_avg) for ws in (a, b))
+    cells = [*generator.synthesis(b, b_maps)]
+    for i in range(2):
+        ws, maps = a[[i, i]].clone(), [level[[i, i]] for level in a_maps]
+        ws[:, [1, 3]], maps[1] = b[:, [1, 3]], b_maps[1]
+        cells += [generator.synthesis(a, a_maps)[i], *generator.synthesis(ws, maps)]
+    assert_pixels(pictures["mix.png"][0], as_bytes(torch.stack(cells)))
+
+    film = "--truncation-psi 0.6 --truncation-cutoff 2 --n 3 --frames 4 --fps 25 --scale 2"
+    call(generate, f"interpolate {common} {film} --out", tmp_path / "x.gif")
+    ws, maps = styles_of(generator, chosen, chosen, seed)
+    ws = torch.stack([ws[k // 4].lerp(ws[(k // 4 + 1) % 3], k % 4 / 4) for k in range(12)])
+    ws[:, :2] = generator.w_avg + 0.6 * (ws[:, :2] - generator.w_avg)
+    frames, delays = gif_frames(tmp_path / "x.gif")
+    assert delays == [40] * 12
+    expected = as_bytes(generator.synthesis(ws, [level[:1].expand(12, -1, -1, -1) for level in maps]))
+    assert_pixels(frames[:, ::2, ::2, 0], expected[:, 0])
+    assert frames.shape[1] == 16
+
+
+@torch.no_grad()
+def test_the_library(trained, files):
+    images, paths = files
+    of_best: Any = {"which": "best", "device": "cpu"}
+    logits = trained.network(to_float(images))
+    for load in (duetgan.load, duetgan.load_classifier):
+        classifier: Any = load(trained["classifier"], **of_best)
+        torch.testing.assert_close(classifier(torch.stack([*map(classifier.transform, paths)])), logits)
+        labels, stored = classifier.predict(paths)
+        torch.testing.assert_close(stored, logits.double().softmax(1))
+        assert labels == [NAMES[label] for label in logits.argmax(1)]
+    indices = [i // 2 * 7 + (4, 1)[i % 2] for i in range(5)]
+    expected = samples_of(trained.generator, [4, 1, 4, 1, 4], indices, 3, psi=0.4, noise="none")
+    options: Any = {"seed": 3, "psi": 0.4, "noise": "none", "classes": ["elk", "ant"]}
+    for load in (duetgan.load, duetgan.load_generator):
+        generator: Any = load(trained["gan"], **of_best)
+        samples = generator.sample(5, **options)
+        assert_pixels(samples.images, expected)
+        assert samples[1:] == (["elk", "ant", "elk", "ant", "elk"], 3, indices)
+    for columns, extra in ((3, {"columns": 3}), (2, {})):
+        assert_pixels(np.asarray(generator.grid(5, **extra, **options)), grid(expected, columns=columns)[:, :, 0])
+
+
+@torch.no_grad()
+def test_an_export(trained, call, tmp_path):
+    """Its document's values, and that the file is of the checkpoint that was named."""
+    out, path = tmp_path / "x.safetensors", trained["classifier"] / "checkpoints" / f"step-{BEST:08d}.pt"
+    options = f"--n 29 --data {trained['test.lmdb']} --repeats 1 --batch-size 5 --format safetensors --json"
+    document = json.loads(call(export, f"--checkpoint {trained['classifier']} {options} --out", out))
+    records = numpy_generator(0, "eval", "export").permutation(COUNT)[:29]
+    images, labels = to_float(trained.images["test"][records]), trained.labels["test"][records]
+    logits = trained.network(images)
+    torch.testing.assert_close(classifier_from(read(out))(images), logits, rtol=1e-4, atol=1e-5)
+    same = {"largest_difference": 0.0, "agreement": 1.0, "accuracy_change": 0.0}
+    same["accuracy"] = float((logits.argmax(1).numpy() == labels).mean())
+    first, *later_rows = document.pop("rows")
+    for row in (*later_rows, first):  # both speeds are against the first
+        assert row.pop("batch1_speedup") == pytest.approx(first["batch1_ms"] / row["batch1_ms"])
+        assert row.pop("batch_speedup") == pytest.approx(row["images_per_second"] / first["images_per_second"])
+        assert row.pop("batch1_ms") * row.pop("images_per_second") > 0
+    size = sum(tensor.nbytes for tensor in trained.network.state_dict().values())
+    assert first == {"name": "fp32 eager", "bytes": size} | same
+    assert later_rows[-1] == {"name": "safetensors", "bytes": out.stat().st_size} | same
+    head = {"checkpoint": str(path), "step": BEST, "task": "classifier", "format": "safetensors", "file": str(out)}
+    assert document == head | {"passed": True, "reason": None, "checked": 29, "batch_size": 5, "threads": 1}
