@@ -1,6 +1,7 @@
 """The HTML report: complete, self-contained, well formed, and never stopped by what a run folder lacks."""
 
 import base64
+import html
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from duetgan.metrics.figures import FIGURES
 from duetgan.reporting.pictures import LARGEST_SIDE
 from duetgan.reporting.report import refresh, show_images, signed, write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
@@ -229,15 +231,15 @@ def make_told_run(folder: Path) -> Path:
 
 def test_headline_and_images_come_before_training_and_curves_and_nothing_is_left_out(tmp_path):
     path = write_report(make_told_run(tmp_path / "gan"))
-    text, html = page(path).text, path.read_text()
+    text, source = page(path).text, path.read_text()
     order = ["share of samples that the judge predicts as asked"]
     order += ["Samples, a row for each class", "Real test images", "Evaluation at step"]
     order += ["Images over time", "Training", "images seen", "adversarial losses", "Data", "How this was made"]
     places = [text.index(words) for words in order]
     assert places == sorted(places)
     assert "samples.png" not in text  # captions are words
-    scrolling = html.count('<div class="scroll" tabindex="0"><table')
-    assert html.count("<table") == scrolling > 0  # U9: they were cut off at 390 px
+    scrolling = source.count('<div class="scroll" tabindex="0"><table')
+    assert source.count("<table") == scrolling > 0  # U9: they were cut off at 390 px
     shown = ["62 min", "step 40", "best checkpoint: diversity ratio 0.625", "SIGTERM"]
     shown += ["train.lmdb", "650", "32 px, 3 channel(s)", "abcdefabcdef", "400", "250"]
     assert [words for words in shown if words not in text] == []
@@ -261,6 +263,45 @@ def test_a_classifiers_further_figures_and_odd_ones(tmp_path):
     for odd in (3, {"corruptions": 3}, {"corruptions": {"blur": 3, "jpeg": {"strengths": 3}, "x": {"strengths": [3]}}}):
         write(run / "eval" / "metrics.json", found | {"robustness": odd, "ood": odd})
         assert "0.875" in page(write_report(run)).text
+
+
+PERCENT = {"accuracy", "balanced_accuracy", "top5_accuracy", "ece", "macro_f1", "micro_f1"}
+PERCENT |= {"exact_match", "recognised", "clipped_density", "clipped_coverage", "precision"}
+PERCENT |= {"recall", "coverage"}
+PLAIN = {"auroc", "average_precision", "nll", "diversity_ratio", "density", "intra_class_frechet"}
+PLAIN |= {"class_score", "frechet", "floor", "kernel", "kernel_floor"}
+
+
+def test_every_metric_and_its_interval_are_written_in_its_unit(tmp_path):
+    """Percent or a number: in tiles, in the table of distances and in that of classes."""
+    assert {row.key for row in FIGURES} == PERCENT | PLAIN
+    values = {row.key: 0.1 + 0.017 * place for place, row in enumerate(FIGURES)}
+    intervals = {f"{key}_interval": [value - 0.05, value + 0.06] for key, value in values.items()}
+    of_class = {"precision": 0.815, "recall": 0.825, "f1": 0.835, "support": 845}
+    by_class = {row.by_class: {"Bag": values[row.key] + 0.5} for row in FIGURES if row.by_class}
+    document = values | intervals | by_class | {"per_class": {"Bag": of_class}}
+    distances = [values | intervals | {"extractor": "pixels", "n": 123}]
+    write(tmp_path / "eval" / "metrics.json", document | {"distances": distances})
+    text = html.unescape(write_report(tmp_path).read_text())
+    tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', text)
+
+    def written(key: str, value: float) -> str:
+        return f"{100 * value:.1f} %" if key in PERCENT else f"{value:.3g}"
+
+    for row in FIGURES:
+        low, high = (written(row.key, end) for end in intervals[f"{row.key}_interval"])
+        interval = f"95 % interval {low.removesuffix(' %')} to {high}"
+        tile = written(row.key, values[row.key]), f"{row.meaning} ({interval})"
+        assert tiles.count(tile) == {"headline": 2, "tile": 1, "column": 0}[row.place], row.key
+        if row.key == "frechet":
+            words = f" (real images: {written('floor', values['floor'])}, n 123; {interval})"
+            assert (tile[0], f"Frechet distance on pixels{words}") in tiles
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
+    columns = ("frechet", "floor", "kernel", "kernel_floor")
+    assert ["pixels", *(written(key, values[key]) for key in columns), "123"] in rows
+    columns = ("recognised", "diversity_ratio", "intra_class_frechet")
+    cells = [written(key, values[key] + 0.5) for key in columns]
+    assert ["Bag", "81.5 %", "82.5 %", "83.5 %", "845", *cells] in rows
 
 
 def test_without_classes_no_row_is_said_to_be_one(tmp_path):

@@ -151,9 +151,6 @@ def test_max_steps_between_two_ticks_leaves_a_row_that_a_resume_takes_away(tmp_p
     assert train_in_process(config, stopped, *QUIET, "--max-steps", "2") == 0
     (row,) = log_of(stopped)
     assert (row["step"], row["partial"], row["images"]) == (2, True, 40)
-    assert row["loss/classifier"] > 0
-    assert row["images_per_second"] > 0
-    assert row["memory_mib"] > 0
     before = (stopped / "metrics.jsonl").read_bytes()
     assert train_in_process(config, stopped, *QUIET, "--max-steps", "2") == 0  # there is nothing left to do
     assert (stopped / "metrics.jsonl").read_bytes() == before

@@ -2,7 +2,6 @@
 
 import json
 import re
-import textwrap
 import zlib
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensorboard.util import tensor_util
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +28,7 @@ from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.data.conftest import change
-from tests.end_to_end.helpers import events_of, log_of, train_in_process, write_config
+from tests.end_to_end.helpers import train_in_process, write_config
 
 CPU = torch.device("cpu")
 
@@ -189,26 +187,6 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path, packed, name, o
     parts = [part for key, part in content["state"].items() if key not in ("loader", "window", "loop")]
     held = sum(x.numel() * x.element_size() for x in tree_leaves(parts) if isinstance(x, torch.Tensor))
     assert planned == pytest.approx(held, rel=0.01)
-
-
-@pytest.mark.usefixtures("slim")
-def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path, packed):
-    """U15, J19: the rate of the last update, for each optimizer, in metrics.jsonl too."""
-    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    options = ["--max-steps", "4", "--log.every", "2", "--log.tensorboard", "true", "--optimizer.warmup-steps", "4"]
-    options += ["--optimizer.schedule", "constant", "--optimizer.lr", "0.5", "--optimizer.name", "sgd"]
-    assert train_in_process(recipe, tmp_path / "run", *options) == 0
-    events = events_of(tmp_path / "run")
-    shown = {event.step: event.value for event in events.Scalars("lr/optimizer")}
-    assert shown == {2: pytest.approx(0.25), 4: pytest.approx(0.5)}
-    logged = {row["step"]: row["lr/optimizer"] for row in log_of(tmp_path / "run") if "lr/optimizer" in row}
-    assert logged == {2: 0.25, 4: 0.5}
-    (text,) = events.Tensors("config/text_summary")
-    (markdown,) = tensor_util.make_ndarray(text.tensor_proto).tolist()
-    config = (tmp_path / "run" / "config.yaml").read_text()
-    assert textwrap.dedent(markdown.decode()).splitlines() == config.splitlines()
-    assert text.step == 0
-    assert "learning_rate" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 @pytest.fixture

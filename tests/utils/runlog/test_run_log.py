@@ -37,14 +37,6 @@ def test_rows(tmp_path):
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_the_bar_counts_to_the_step_where_the_run_stops(tmp_path):
-    run_log = RunLog(tmp_path, active=True, tensorboard=False, total_steps=1000)
-    run_log.open(0, 10)
-    assert run_log._bar is not None
-    assert (run_log._bar.total, run_log._total) == (10, 10)
-    run_log.close()
-
-
 def test_a_silent_log_writes_nothing(tmp_path):
     run_log = RunLog(tmp_path, active=False, tensorboard=True, total_steps=10)
     run_log.open(0)
