@@ -25,7 +25,6 @@ from duetgan.utils.runlog.run_folder import RunFolder
 from tests.conftest import sample_images
 from tests.end_to_end.helpers import differing, rows
 from tests.metrics.conftest import gan_run
-from tests.training.classifier.test_task import MUON
 
 STEPS, RESUMED = 6, 3
 COMMON: dict[str, Any] = {
@@ -36,7 +35,7 @@ COMMON: dict[str, Any] = {
     "log": {"every": 2, "tensorboard": False, "samples_every": 0},
 }
 GAN: dict[str, Any] = COMMON | {
-    **{"task": "gan", "batch_size": 8, "watch": {"warmup_kimg": 0}},
+    **{"task": "gan", "batch_size": 8, "watch": {"warmup_kimg": 0, "memorised": [1, 1]}},
     "generator": {"z_dim": 8, "w_dim": 8, "mapping_layers": 2, "channel_base": 64, "channel_max": 8},
     "discriminator": {"channel_base": 64, "channel_max": 8, "minibatch_std_group": 2},
 }
@@ -46,6 +45,7 @@ CLASSIFIER: dict[str, Any] = COMMON | {
     "optimizer": {"name": "sgd", "lr": 0.02, "warmup_steps": 2, "schedule": "cosine"},
     "evaluation": {"every": 2, "batch_size": 50},
 }
+MUON = {"name": "muon", "lr": 0.1, "ns_steps": 3, "unit_filters": True, "schedule": "linear", "clip_norm": 9.0}
 FREE = {"lr": 0.01, "schedule": "constant"}
 MIXED = {"path": "test.lmdb", "share": 0.3, "until": 0.7}
 SEVERAL = {"path": "several.lmdb", "val_path": "several.lmdb"}
@@ -78,7 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon-adam": GAN | {"generator_optimizer": {"name": "muon-adam", "schedule": "linear"}},
     "judged": GAN | {"loss": {"classifier": "taught/run"}},
     "several labels": GAN | {"data": SEVERAL, "loss": {"mismatch_weight": 0.5}},
-    "mixed": GAN | {"data": {"synthetic": MIXED, "crop": "random"}},
+    "mixed": GAN | {"data": {"synthetic": MIXED, "crop": "random"}, "loss": {"objective": "relativistic"}},
     "drawn": GAN | {"data": {"synthetic": MIXED | {"path": None, "checkpoint": "generator"}}},
     "cycle": CLASSIFIER
     | {
@@ -89,7 +89,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "airbench": CLASSIFIER
     | {
-        **{"model": {"name": "airbench"}, "optimizer": MUON | {"warmup_steps": 0}},
+        **{"model": {"name": "airbench"}, "optimizer": MUON},
         "finetune": {"stage_lr": {"*.bias": 9.0}, "freeze_at": {"stem": 4}},
         "augment": {"flip": "alternating", "shift": 1, "shift_edge": "reflect"},
         "resizing": {"initial_scale": 0.75, "delay_fraction": 0.8},
@@ -106,16 +106,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "unlabelled": CLASSIFIER
     | {
         **{"augment": {"flip": True, "shift": 1}, "finetune": {"probe": True}},
-        "unlabelled": {"path": "test.lmdb", "ratio": 1, "spread": 0.4, "threshold": 0.5},
+        "unlabelled": {"path": "test.lmdb", "ratio": 1, "spread": 0.9, "threshold": 0.5},
     },
-    "readout": CLASSIFIER | {"model": {"stem": "small-stride2", "head": "readout", "readout_parts": 1}}
+    "readout": CLASSIFIER
+    | {"model": {"stem": "small-stride2", "head": "readout", "readout_parts": 1}}
     | {"optimizer": {"name": "muon-adam"}},
     "schedule-free": CLASSIFIER
     | {"optimizer": FREE | {"name": "schedulefree-adamw"}, "micro_batch": "auto", "precision": "bf16"}
     | {"loss": {"kind": "squared-error"}, "resizing": {"initial_scale": 0.5}},
     "schedule-free sgd": CLASSIFIER | {"optimizer": FREE | {"name": "schedulefree-sgd"}, "ema": {"decay": 0.5}},
     "taught": CLASSIFIER | {"loss": {"teacher": "taught/run", "logit_adjustment": 0.5}, "precision": "fp16"},
-    "bce": CLASSIFIER | {"data": SEVERAL, "loss": {"kind": "bce"}},
+    "bce": CLASSIFIER
+    | {"data": SEVERAL, "loss": {"kind": "bce"}, "evaluation": {"every": 1}}
+    | {"early_stopping": {"patience": 9, "min_delta": 1}},  # waits from the second evaluation on
     "asymmetric": CLASSIFIER | {"data": SEVERAL, "loss": {"kind": "asymmetric"}},
     "filled up": CLASSIFIER
     | {"data": {"synthetic": {"path": "test.lmdb", "balance": "fill", "weight": 0.5}, "class_rates": {"Bag": 0.2}}},
@@ -141,7 +144,8 @@ def folder(packed: Path, tmp_path_factory: pytest.TempPathFactory, slim_module: 
     images = np.random.default_rng(0).integers(0, 256, (70, 1, 16, 16), dtype=np.uint8)
     pack_arrays(path / "several.lmdb", images, np.arange(70) % 4, ["a", "b", "c"], sets=[[], [0], [0, 1, 2], [2]])
     gan_run(path / "generator", classes=classes, side=16)
-    run(build(CLASSIFIER | {"steps": 1, "evaluation": {"every": 0}, "early_stopping": {}}, path), path / "taught" / "run")
+    teacher = CLASSIFIER | {"steps": 1, "evaluation": {"every": 0}, "early_stopping": {}}
+    run(build(teacher, path), path / "taught" / "run")
     return path
 
 

@@ -181,8 +181,8 @@ class ClassifierReference:
         records = [int(orders[epoch][place]) for epoch, place in places]
         images = torch.from_numpy(self.unlabelled.read(records)[0])
         how: Any = {"seed": self.seed, "step": step, "start": 0, "global_batch": size}
-        weakly = Augment(flip=bool(self.augment.flip), shift=self.augment.shift)
-        strongly = Augment(flip=weakly.flip, shift=weakly.shift, trivial_augment=True, erase=1.0)
+        weakly = Augment(flip=bool(self.augment.flip), shift=self.augment.shift, shift_edge=self.augment.shift_edge)
+        strongly = weakly.changed(trivial_augment=True, erase=1.0)
         weak, strong = (
             draw_and_apply(images, augment, phase=phase, **how).to(torch.get_default_dtype()) / 127.5 - 1
             for augment, phase in ((weakly, "weak"), (strongly, "strong"))

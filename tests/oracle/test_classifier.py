@@ -60,7 +60,7 @@ TREES: dict[str, dict[str, Any]] = {
     | {"augment": {"mixup": 0.7, "cutmix": 1.0}}
     | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
     "unlabelled": COMMON
-    | {"augment": {"flip": True, "shift": 1}, "finetune": {"probe": True}}
+    | {"augment": {"flip": True, "shift": 2, "shift_edge": "reflect"}, "finetune": {"probe": True}}
     | {"unlabelled": UNLABELLED | {"ratio": 3, "spread": 0.3, "weight": 0.7, "threshold": 0.9}},
     "sure": COMMON | {"unlabelled": UNLABELLED | {"ratio": 1, "threshold": 0.34, "adaptive": False}},
     "taught": COMMON

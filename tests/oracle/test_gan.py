@@ -65,7 +65,8 @@ SMALL = {key: STYLEGAN2[key] for key in ("task", "batch_size", "steps", "seed", 
 TREES: dict[str, dict[str, Any]] = {
     "everything": STYLEGAN2 | {"loss": EVERYTHING},
     "pairs": STYLEGAN2
-    | {"loss": PAIRS, "generator_optimizer": CYCLE, "discriminator_optimizer": SGD, "augment": {"flip": True, "shift": 1}},
+    | {"loss": PAIRS, "generator_optimizer": CYCLE, "discriminator_optimizer": SGD}
+    | {"augment": {"flip": True, "shift": 1}},
     "hinge": STYLEGAN2
     | {"loss": EVERYTHING | {"objective": "hinge", "feature_matching_group": 3}, "generator_optimizer": SGD}
     | {"schedule_kimg": 0.055, "data": {"sampling": "balanced"}},  # 4.6 updates
@@ -83,11 +84,13 @@ TREES: dict[str, dict[str, Any]] = {
     "apart": STYLEGAN2 | {"loss": EVERYTHING | {"gradients_every": 2}},
     "ada": STYLEGAN2 | {"loss": EVERYTHING, "ada": ADAPTIVE | OPERATIONS},
     # its average has no ramp, and p moves faster
-    "transfer": STYLEGAN2 | {"loss": SHARED, "init_from": "another", "ada": {"mode": "adaptive", "interval": 2}},
+    "transfer": STYLEGAN2
+    | {"loss": SHARED, "init_from": "another", "ada": {"mode": "adaptive", "p": 0.4, "interval": 2}},
     "ada-fixed": STYLEGAN2 | {"loss": SHARED, "ada": {"mode": "fixed", "p": 0.6}},
     "growing": STYLEGAN2 | {"loss": EVERYTHING, "progressive": GROWTH},
     "growing-on": STYLEGAN2
-    | {"loss": SHARED, "progressive": GROWTH | {"reset_optimizer": False}, "ada": ADAPTIVE, "ema": {"ema_rampup": None}},
+    | {"loss": SHARED, "progressive": GROWTH | {"reset_optimizer": False}, "ada": ADAPTIVE}
+    | {"ema": {"ema_rampup": None}},
     "r3gan": COMMON
     | {"architecture": "r3gan", "generator": R3 | {"z_dim": 8}, "discriminator": R3, "loss": PAIRS | NO_STYLES}
     | {"ada": {"mode": "scheduled", "p": 0.1, "p_final": 0.7}},
@@ -98,8 +101,7 @@ TREES: dict[str, dict[str, Any]] = {
     "dcgan": COMMON
     | {"architecture": "dcgan", "generator": {"z_dim": 8, "width": 4}, "discriminator": {"width": 4}}
     | {"loss": EVERYTHING | NO_STYLES},
-    "r3gan-defaults": SMALL
-    | {"architecture": "r3gan", "generator": R3 | {"z_dim": 8}, "discriminator": R3},
+    "r3gan-defaults": SMALL | {"architecture": "r3gan", "generator": R3 | {"z_dim": 8}, "discriminator": R3},
     "dcgan-defaults": SMALL
     | {"architecture": "dcgan", "generator": {"z_dim": 8, "width": 4}, "discriminator": {"width": 4}},
 }
