@@ -81,7 +81,7 @@ def donor(packed, tmp_path, slim):
     return {"model": TREE["model"] | {"weights": str(tmp_path / "donor")}}
 
 
-def test_a_run_begins_at_its_probe_and_resumes_to_the_bit(packed, tmp_path, donor, capsys):
+def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys):
     frozen = {"finetune": {"freeze": ["backbone"], "probe": True}} | donor
     task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
     assert not list((tmp_path / "one").rglob("*.png"))  # log.samples_every is 0

@@ -72,7 +72,7 @@ def run(folder) -> Path:
     return folder / "run"
 
 
-def test_it_learns(run):
+def test_it_learns_and_keeps_its_thresholds(folder, run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     figures = [row for row in rows if "val/average_precision" in row]
     assert [row["step"] for row in figures] == [25, 50, 60]
