@@ -35,7 +35,7 @@ COMMON: dict[str, Any] = {
     "log": {"every": 2, "tensorboard": False, "samples_every": 0},
 }
 GAN: dict[str, Any] = COMMON | {
-    **{"task": "gan", "batch_size": 8, "watch": {"warmup_kimg": 0, "memorised": [1, 1]}},
+    **{"task": "gan", "batch_size": 8, "watch": {"warmup_kimg": 0, "memorised": [1, 1], "patience": 1}},
     "generator": {"z_dim": 8, "w_dim": 8, "mapping_layers": 2, "channel_base": 64, "channel_max": 8},
     "discriminator": {"channel_base": 64, "channel_max": 8, "minibatch_std_group": 2},
 }
@@ -129,7 +129,7 @@ WITHOUT_ROW = {  # of a GAN: what a classifier's rows have, or a GAN refuses
 }
 UNMOVED = {  # parts of a checkpoint that are as they were before the first step, and where they are not
     "loader": {"count", "seed", "shuffle", "weights", "batch"},  # the data's; a step is whole
-    "loop": {"damaged", "roll_backs", "updates"},  # tests/faults, tests/training/base/test_spikes.py
+    "loop": {"damaged", "roll_backs", "updates", "threads"},  # tests/faults, tests/training/base
     "micro_batch": {"size"},  # tests/training/classifier/test_micro_batch.py
     "scaler": {"growth_factor", "backoff_factor", "growth_interval", "scale"},
 }
