@@ -1,4 +1,4 @@
-"""Every kind of GAN (stopped and resumed to the same bits) and every family of backbones through the command line."""
+"""Every kind of GAN and every family of backbones through the command line."""
 
 import json
 from collections.abc import Callable
@@ -74,15 +74,11 @@ def run(main: Callable[[list[str]], int], *arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_trains_resumes_and_is_used(name, packed, tmp_path, capsys):
+def test_a_variant_trains_and_is_used(name, packed, tmp_path, capsys):
     config = tmp_path / "variant.yaml"
     config.write_text(COMMON.format(folder=packed) + VARIANTS[name])
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight = tmp_path / "straight"
     run(train.main, "--config", config, "--run-dir", straight)
-    run(train.main, "--config", config, "--run-dir", resumed, "--max-steps", "3")
-    run(train.main, "--config", config, "--run-dir", resumed)
-    assert "resumed at step 3 of 7" in capsys.readouterr().err
-    assert differing(state_of(straight, 7), state_of(resumed, 7)) == []
     rows = log_of(straight)
     named = set().union(*rows)
     assert {"logits/margin", "logits/real_sign", "loss/r1", "gradient_norm/generator"} <= named

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from duetgan.data.augment.transforms import Augment, draw_and_apply, draw_mixing
 from duetgan.utils.seeding import numpy_generator
-from tests.oracle.optimizer import Optimizer
+from tests.oracle.gan import label_frequencies
+from tests.oracle.optimizer import Optimizer, in_updates
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {
@@ -34,6 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "ema": {"decay": 0.999},
     "augment": {"mixup": 0.0, "cutmix": 0.0},
+    "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 5e-4, "warmup_steps": 200, "schedule": "cosine"},
     "unlabelled": {"path": None, "ratio": 4, "spread": 0.0, "weight": 1.0, "threshold": 0.95, "adaptive": True},
 }
 
@@ -42,6 +44,7 @@ class ClassifierReference:
     """The network of a task that has not trained yet, and all state of its training, apart from the task."""
 
     def __init__(self, task: Any, tree: Mapping[str, Any]) -> None:
+        tree = in_updates(tree, len(task.reader), tree["batch_size"])
         self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
         self.batch, self.seed, self.augment = tree["batch_size"], tree["seed"], task.config.augment
         self.synthetic_weight = tree["data"].get("synthetic", {}).get("weight", 1.0)
@@ -60,14 +63,15 @@ class ClassifierReference:
             for name in self.names
         }  # fmt: skip
         head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
-        self.optimizer = Optimizer(self.names, tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
+        self.optimizer = Optimizer(self.names, self.tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
         self.teacher: Any = task.teacher
-        counts = torch.tensor(task.reader.meta.histogram, dtype=torch.get_default_dtype())
-        self.prior = (counts / counts.max()).log()
+        frequencies = torch.tensor(label_frequencies(task.reader, tree["data"]))
+        self.prior = (frequencies / frequencies.max()).log()
         self.unlabelled: Any = None if task.unlabelled is None else task.unlabelled.images
         self.said: Any = None if task.unlabelled is None else task.unlabelled.said
         self.thought = torch.full((self.model.classes + 1,), 1 / self.model.classes)
-        self.weights = self.class_weights(task.reader.classes, task.reader.meta.histogram)
+        self.weights = self.class_weights(task.reader.classes, frequencies)
+        self.metrics: dict[str, Tensor] = {}
 
     def last(self, parts: Mapping[str, Any], name: str, otherwise: Any) -> Any:
         """The value of the last part (a stage, `backbone`, or a pattern) that holds a parameter."""
@@ -85,17 +89,20 @@ class ClassifierReference:
         depth = {each: number for number, each in enumerate(reversed(dict.fromkeys(layer.values())))}
         return {n: self.last(given["stage_lr"], n, 1.0) * given["layer_decay"] ** depth[layer[n]] for n in self.names}
 
-    def class_weights(self, classes: list[str], counts: list[int]) -> Tensor:
-        """Of each class, with mean 1 over the images."""
+    def class_weights(self, classes: list[str], frequencies: Tensor) -> Tensor:
+        """Of each class, with mean 1 over the images that are seen."""
         given = self.tree["loss"]["class_weights"] or {}
-        weights = [1 / n for n in counts] if given == "balanced" else [given.get(name, 1.0) for name in classes]
-        found, images = torch.tensor(weights), torch.tensor(counts, dtype=torch.get_default_dtype())
-        return found / ((found * images).sum() / images.sum())
+        if given == "balanced":
+            weights = 1 / frequencies
+        else:
+            weights = torch.tensor([given.get(name, 1.0) for name in classes])
+        return weights / ((weights * frequencies).sum() / frequencies.sum())
 
     def state(self) -> dict[str, Tensor]:
         """What a step changes, by name; see `test_classifier.state`."""
         networks = {"model": self.model, "average": self.average}
-        return {f"{n}.{key}": value for n, network in networks.items() for key, value in network.state_dict().items()}
+        named = {f"{n}.{key}": value for n, network in networks.items() for key, value in network.state_dict().items()}
+        return named | {f"metric {name}": value.detach() for name, value in self.metrics.items()}
 
     def step(self, batch: Any, step: int) -> None:
         """One update, and the average's."""
@@ -105,8 +112,12 @@ class ClassifierReference:
                 own = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
                 frozen = self.tree["finetune"]["freeze_bn"] or not set(own) & set(trained)
                 module.train(not frozen)
+        self.metrics = {}
         total = self.loss(batch, step)
         gradients = torch.autograd.grad(total, [self.names[name] for name in trained])
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        zeros = {f"{kind}_updates/classifier": torch.zeros([]) for kind in ("skipped", "nonfinite")}
+        self.metrics |= {"loss/classifier": total, "gradient_norm/classifier": norm} | zeros
         self.optimizer.update(step, dict(zip(trained, gradients, strict=True)))
         decay = min(self.tree["ema"]["decay"], (1 + step) / (10 + step))
         with torch.no_grad():
@@ -140,9 +151,12 @@ class ClassifierReference:
             more, named, used = self.sure_of(step)
             images, targets = torch.cat([images, more]), torch.cat([targets, named])
             counted = torch.cat([counted, used])
+        labelled = targets[: len(labels)]
         smoothing = self.tree["loss"]["label_smoothing"]
         smooth = (1 - smoothing) * targets + smoothing / self.model.classes
         logits = plain = self.model(images)
+        chosen = plain[: len(labels)].argmax(1, keepdim=True)  # counts as right by its part of the label
+        self.metrics["accuracy/train"] = labelled.gather(1, chosen).mean()
         if self.tree["loss"]["logit_adjustment"]:
             logits = plain + self.tree["loss"]["logit_adjustment"] * self.prior
         if self.tree["loss"]["kind"] == "squared-error":
@@ -167,8 +181,8 @@ class ClassifierReference:
         records = [int(orders[epoch][place]) for epoch, place in places]
         images = torch.from_numpy(self.unlabelled.read(records)[0])
         how: Any = {"seed": self.seed, "step": step, "start": 0, "global_batch": size}
-        weakly = Augment(flip=bool(self.augment.flip), shift=self.augment.shift)
-        strongly = Augment(flip=weakly.flip, shift=weakly.shift, trivial_augment=True, erase=1.0)
+        weakly = Augment(flip=bool(self.augment.flip), shift=self.augment.shift, shift_edge=self.augment.shift_edge)
+        strongly = weakly.changed(trivial_augment=True, erase=1.0)
         weak, strong = (
             draw_and_apply(images, augment, phase=phase, **how).to(torch.get_default_dtype()) / 127.5 - 1
             for augment, phase in ((weakly, "weak"), (strongly, "strong"))
@@ -183,4 +197,6 @@ class ClassifierReference:
             self.thought = 0.99 * self.thought + 0.01 * now
             least = given["threshold"] * self.thought[-1] * self.thought[:-1] / self.thought[:-1].max()
         named = F.one_hot(p.argmax(1), self.model.classes).to(p)
-        return strong, named, (p.amax(1) >= named @ least) * given["weight"] / given["ratio"]
+        used = p.amax(1) >= named @ least
+        self.metrics["unlabelled/used"] = used.to(p).mean()
+        return strong, named, used * given["weight"] / given["ratio"]

@@ -1,6 +1,7 @@
 """Optimizers, schedules and clipping in plain arithmetic: the papers' formulas, a parameter at a time."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,17 @@ DEFAULTS: dict[str, Any] = {
     **{"hold": 0.0, "final_lr": 0.0, "milestones": [], "step_every": None, "gamma": 0.1},
     **{"pct_start": 0.3, "cycle_start": 0.04, "cycle_momentum": None, "lr_batch_size": None},
 }
+
+
+def in_updates(value: Any, images: int, batch: int) -> Any:
+    """A tree whose lengths in epochs, such as 90ep, are updates: as many whole ones as come nearest."""
+    if isinstance(value, Mapping):
+        return {key: in_updates(part, images, batch) for key, part in value.items()}
+    if isinstance(value, list):
+        return [in_updates(part, images, batch) for part in value]
+    if isinstance(value, str) and re.fullmatch(r"[\d.]+ep", value):
+        return math.floor(float(value[:-2]) * images / batch + 0.5)
+    return value
 
 
 def half_cosine(start: float, end: float, done: float) -> float:

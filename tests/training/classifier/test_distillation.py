@@ -16,7 +16,6 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage, recorded
 from tests.conftest import assert_raises
-from tests.end_to_end.helpers import differing
 from tests.oracle.test_classifier import CPU
 from tests.training.classifier.test_frozen import TREE, train
 
@@ -40,11 +39,8 @@ def config_of(folder, data="data", **loss: Any) -> Any:
     return build_run_config(tree, [], "test")
 
 
-def test_it_resumes_to_the_bit_and_the_teacher_stays_as_it_was(files, tmp_path):
-    task, straight = train(config_of(files), tmp_path / "straight")
-    train(config_of(files), tmp_path / "resumed", max_steps=3)
-    _, resumed = train(config_of(files), tmp_path / "resumed")
-    assert differing(straight, resumed) == []
+def test_the_teacher_stays_as_it_was(files, tmp_path):
+    task, _ = train(config_of(files), tmp_path / "run")
     assert task.describe()["taught by"] == str(files / "teacher")
     assert fingerprint(task.teacher.network) == fingerprint(classifier_from(load(resolve(str(files / "teacher")))))
 

@@ -29,7 +29,6 @@ from duetgan.utils.images import save_png
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises, sample_images
-from tests.end_to_end.helpers import differing
 from tests.models.test_discriminator_backbone import SIZES, classifier
 from tests.training.classifier.test_frozen import TREE, train
 
@@ -153,16 +152,6 @@ def run_cli_of(script: Any, *arguments: Any, run: Any) -> int:
 def model_label(model: Any, images: torch.Tensor, few: Any) -> str:
     with Dataset(few / "test.lmdb") as reader:
         return reader.classes[int(model(to_float(images)).argmax())]
-
-
-def test_all_of_it_trains_and_resumes_to_the_bit(few, tmp_path):
-    whole: Any = {"finetune": {"probe": True}, "steps": 6}
-    _, straight = train(config_of(few, **whole), tmp_path / "straight")
-    train(config_of(few, **whole), tmp_path / "resumed", max_steps=3)
-    _, resumed = train(config_of(few, **whole), tmp_path / "resumed")
-    for state in (straight, resumed):
-        state["probe"].pop("seconds")
-    assert differing(straight, resumed) == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_png
 from tests.conftest import sample_images
-from tests.end_to_end.helpers import differing
 from tests.training.classifier.test_task import CPU, train
 
 pytestmark = pytest.mark.usefixtures("slim_module")
@@ -73,11 +72,7 @@ def run(folder) -> Path:
     return folder / "run"
 
 
-def test_it_learns_keeps_its_thresholds_and_resumes_to_the_bit(folder, run):
-    straight = load(resolve(run))["state"]
-    train(config_of(folder), folder / "resumed", max_steps=40)  # its thresholds are those of step 25
-    resumed = train(config_of(folder), folder / "resumed")
-    assert differing(straight, resumed) == []
+def test_it_learns_and_keeps_its_thresholds(folder, run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     figures = [row for row in rows if "val/average_precision" in row]
     assert [row["step"] for row in figures] == [25, 50, 60]
@@ -87,6 +82,7 @@ def test_it_learns_keeps_its_thresholds_and_resumes_to_the_bit(folder, run):
         model = classifier_from(load(resolve(run)), several=True)
         found = best_thresholds(answers_of(model, reader, classify(model, reader)))
     assert model.thresholds.tolist() == pytest.approx(found, abs=1e-6)
+    straight = load(resolve(run))["state"]
     assert torch.equal(straight["model"]["thresholds"], straight["model_ema"]["thresholds"])
 
 

@@ -12,15 +12,10 @@ import torch
 from torch import nn
 
 from duetgan.training.base.monitors import MetricWindow
-from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.lr_find import Curve, Sweep, search, valley, write
-from duetgan.training.engine.run import prepare
-from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Precision, Updater
-from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
-from duetgan.utils.runlog.run_folder import RunFolder
 from tests.conftest import assert_raises
 from tests.end_to_end.helpers import check_same, differing, state_of, train_in_process, write_config
 
@@ -183,39 +178,6 @@ def test_sweeps_that_cannot_be(rates):
 
 
 # --- on real training
-
-VARIANTS = {
-    "adamw": ["--optimizer.name", "adamw", "--optimizer.lr", "0.001", "--precision", "bf16"],
-    "schedulefree": ["--optimizer.name", "schedulefree-sgd", "--optimizer.schedule", "constant"],
-    "groups": [
-        *["--finetune.layer_decay", "0.5", "--finetune.freeze", "[stem]"],
-        *["--finetune.unfreeze", "{head: 0, layer4: 2}"],
-    ],
-}
-
-
-def built(tmp_path, packed, name, *more) -> Loop:
-    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    run_config = build_run_config(read_yaml(str(config)), list(more), str(config))
-    return prepare(run_config, RunFolder(tmp_path / name), CPU)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_training_after_a_search_is_training_without_one(tmp_path, packed, variant):
-    states = []
-    for name in ("straight", "searched"):
-        loop = built(tmp_path, packed, name, *VARIANTS[variant])
-        for number in range(4):
-            if name == "searched" and number in (0, 2):
-                found = search(loop, Sweep(steps=10, first=1e-4, last=1.0))
-                assert len(found.rates) >= 3
-                assert len(set(found.losses)) > 1
-            loop.window.add(loop.task.step(loop.loader, loop.step))
-            loop.step += 1
-        loop.loader.close()
-        loop.window.fold()
-        states.append({key: part.state_dict() for key, part in loop.registry().items()})
-    assert differing(states[0], states[1]) == []
 
 
 def test_the_command_suggests_and_leaves_the_training_as_it_was(tmp_path, packed, capsys):

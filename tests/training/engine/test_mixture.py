@@ -15,7 +15,6 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load
 from duetgan.utils.errors import UserError
 from tests.conftest import sample_images
-from tests.end_to_end.helpers import differing
 from tests.metrics.conftest import gan_run
 from tests.training.classifier.test_task import train
 
@@ -52,22 +51,6 @@ def config_of(packed: Path, task: str = "classifier", more: Any = None, **synthe
     settings = {"path": str(packed / "test.lmdb")} | MIXTURE | synthetic
     section: dict[str, Any] = {"path": str(packed / "train.lmdb"), "crop": "random", "synthetic": settings}
     return build_run_config(TREES[task] | {"data": section} | (more or {}), [], "x")
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("task", TREES)
-def test_a_resumed_run_is_the_straight_one_to_the_bit(packed, tmp_path, task, fresh):
-    other: dict[str, Any] = {}
-    if fresh:
-        classes = sample_images("test", 1)[2]
-        other = {"path": None, "checkpoint": str(gan_run(tmp_path / "generator", classes=classes, side=16))}
-    config = config_of(packed, task, **other)
-    straight = train(config, tmp_path / "straight")
-    train(config, tmp_path / "resumed", max_steps=4)  # within both epochs and within the mixture
-    resumed = train(config, tmp_path / "resumed")
-    assert differing(straight, resumed) == []
-    loader = straight["loader"]
-    assert (loader["synthetic"]["consumed"], loader["consumed"]) == (72, 6 * 48 - 72)
 
 
 def test_a_run_cannot_go_on_with_another_mixture(packed, tmp_path):

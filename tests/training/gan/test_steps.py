@@ -11,7 +11,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import build_run_config
-from duetgan.training.gan import losses
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.generator_step import GeneratorStep, PathLength
 from duetgan.training.gan.losses import OBJECTIVES, Objective
@@ -88,31 +87,6 @@ def test_the_path_length_mean_ignores_nonsense():
         mean.update(torch.tensor(length))
     assert float(mean.mean) == pytest.approx(0.0398)
     assert set(mean.state_dict()) == {"mean"}
-
-
-def test_what_is_told_of_penalties_is_the_formulas(folder, monkeypatch):
-    """Without the gain of the interval: R1's weighted share, mean((length - mean)^2) and the mean that moved first."""
-    lengths: list[torch.Tensor] = []
-    original = losses.path_lengths
-
-    def spy(*args, **kwargs):
-        lengths.append(original(*args, **kwargs))
-        return lengths[-1]
-
-    monkeypatch.setattr(losses, "path_lengths", spy)
-    loss = {"path_length_weight": 2.0, "path_length_interval": 3, "r1_gamma": 1.0, "r2_gamma": 0.5, "r1_interval": 2}
-    run = Run(folder, GAN, loss=loss)
-    rows = [run.step() for _ in range(4)]
-    assert [len(part) for part in lengths] == [4, 4]  # half of 8
-    first = lengths[0].detach().double()
-    mean = 0.01 * float(first.mean())
-    assert rows[0]["path_length/mean"] == pytest.approx(mean, rel=1e-5)
-    assert rows[0]["loss/path_length"] == pytest.approx(float((first - mean).square().mean()), rel=1e-5)
-    assert ["loss/path_length" in row for row in rows] == [True, False, False, True]
-    assert ["loss/r1" in row for row in rows] == ["loss/r2" in row for row in rows] == [True, False, True, False]
-    other = Run(folder, GAN, loss=loss | {"r1_gamma": 3.0, "r1_interval": 4}).step()
-    assert other["loss/r1"] == pytest.approx(3 * rows[0]["loss/r1"], rel=1e-5)
-    assert other["loss/r2"] == pytest.approx(rows[0]["loss/r2"], rel=1e-5)
 
 
 R3GAN = {key: GAN[key] for key in ("batch_size", "steps", "seed", "task")} | {
