@@ -76,7 +76,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_config(folder / f"{name}_recipe.yaml", name, folder)
     (folder / "plugin.py").write_text("")
     for name in ("study_a", "study_b"):
-        found = {"subject": name, "runs": {"done": 1, "planned": 2}, "seeds": [0]}
+        found = {"subject": name, "title": name, "runs": {"done": 1, "planned": 2}, "seeds": [0]}
         (folder / name).mkdir()
         (folder / name / "study.json").write_text(json.dumps(found | {"choices": {}} | dict.fromkeys(LISTS, [])))
     return {path.stem: path for path in folder.iterdir()} | {"world": folder}
