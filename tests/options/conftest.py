@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import evaluate
 from duetgan.data.pack import main as pack_main
 from duetgan.data.records import pack_arrays
 from duetgan.inference.samples import Sampler
-from safetensors.torch import save_file
-
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import architecture_of

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,7 +20,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from duetgan.utils.config.build import to_tree
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed import collectives
 from duetgan.utils.script import run_cli
@@ -108,7 +107,9 @@ def study(self: Any, minutes: float | None) -> dict[str, Any]:
 class Stubs:
     """Replace what takes long or leaves this process, by what notes its arguments in the folder of the outcome."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, out: Path, command: str, arguments: str, world: dict[str, Path]) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, out: Path, command: str, arguments: str, world: dict[str, Path]
+    ) -> None:
         self.out = out
         patch.delenv("DUET_WEIGHTS", raising=False)
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -206,7 +207,13 @@ def outcome(world: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, sl
             parts = document_parts(json.loads(text), "")
         except ValueError:
             parts = {"text": re.sub(r"[\d.,]+(?= ?(s|ms|MiB|images/s)\b)", "#", text)}
-        parts |= {"code": code, "error": errors.splitlines()[-1] if code else "", "calls": calls, "gathered": gathered, **file_parts(out)}
+        parts |= {
+            "code": code,
+            "error": errors.splitlines()[-1] if code else "",
+            "calls": calls,
+            "gathered": gathered,
+            **file_parts(out),
+        }
         return {name: part for name, part in parts.items() if name != "command.txt"}  # the arguments themselves
 
     return run

@@ -70,7 +70,9 @@ def plain(value: Any) -> Any:
 
 def result(case: Case, arguments: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    arguments = {name: copy.deepcopy(value) if isinstance(value, nn.Module) else value for name, value in arguments.items()}
+    arguments = {
+        name: copy.deepcopy(value) if isinstance(value, nn.Module) else value for name, value in arguments.items()
+    }
     try:
         return plain((case.call or case.function)(**arguments))
     except (ValueError, RuntimeError) as error:
@@ -151,13 +153,20 @@ def loaders(world: dict[str, Path]) -> list[Case]:
 def networks(world: dict[str, Path]) -> list[Case]:
     generator, classifier = (duetgan.load(world[name], device="cpu") for name in ("gan", "classifier"))
     assert isinstance(generator, duetgan.Generator) and isinstance(classifier, duetgan.Classifier)
-    x, z, labels = torch.linspace(-1, 1, 128).view(2, 1, 8, 8), torch.linspace(-2, 2, 16).view(2, 8), torch.tensor([0, 1])
+    x, z, labels = (
+        torch.linspace(-1, 1, 128).view(2, 1, 8, 8),
+        torch.linspace(-2, 2, 16).view(2, 8),
+        torch.tensor([0, 1]),
+    )
     photo, wide = str(world["photo0"]), str(world["wide"])
     drawn = {"classes": ["light", "dark"], "seed": 1}
     torch.manual_seed(0)
     shape: dict[str, Any] = {"classes": 2, "channels": 4, "resolution": 8}
     weights = {"weights": str(world["weights"]), "name": "resnet50", "stem": "imagenet"}
-    rgb, rgba = (Classifier(ModelConfig(**weights), **shape, pixel_format=kind) for kind in (None, PixelFormat(depth="uint8", alpha=True)))
+    rgb, rgba = (
+        Classifier(ModelConfig(**weights), **shape, pixel_format=kind)
+        for kind in (None, PixelFormat(depth="uint8", alpha=True))
+    )
     return [
         Case(duetgan.Classifier.forward, {"images": x}, {"images": -x}, call=classifier.forward),
         Case(duetgan.Classifier.predict, {"images": [photo]}, {"images": [wide]}, call=classifier.predict),
@@ -190,10 +199,16 @@ def parts(world: dict[str, Path]) -> list[Case]:
     grown = ((0, 4, 2), (1, 8, 2))
     x = torch.linspace(-1, 1, 64).view(2, 2, 4, 4).requires_grad_()
     w = torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_()
-    drawn = (w.sum((1, 2))[:, None, None, None] ** 2 * torch.ones(2, 1, 2, 2)) + w.pow(3).sum((1, 2))[:, None, None, None]
+    drawn = (w.sum((1, 2))[:, None, None, None] ** 2 * torch.ones(2, 1, 2, 2)) + w.pow(3).sum((1, 2))[
+        :, None, None, None
+    ]
     features = torch.randn(3, 12, 4, generator=torch.Generator().manual_seed(0))
     scaled = {"scale": 2.0}  # unscaled again: of use under fp16 alone
-    ada: dict[str, Any] = {"config": AdaConfig(mode="scheduled", p=0.9, p_final=0.1, operations=OPERATIONS), "seed": 0, "channels": 2}
+    ada: dict[str, Any] = {
+        "config": AdaConfig(mode="scheduled", p=0.9, p_final=0.1, operations=OPERATIONS),
+        "seed": 0,
+        "channels": 2,
+    }
     ada |= {"device": torch.device("cpu"), "schedule_images": 100}
 
     def augmented(**arguments: Any) -> Any:

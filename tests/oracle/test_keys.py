@@ -56,7 +56,12 @@ GAN: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {  # key -> 
 }
 CLAMPED = {"conv_clamp": 0.5, "clamp_always": True}
 SIZES: dict[str, tuple[Any, dict[str, Any]]] = {  # of either network of StyleGAN2
-    **{"channel_base": (32, {}), "channel_max": (4, {}), "conv_clamp": (0.1, CLAMPED), "clamp_always": (False, CLAMPED)},
+    **{
+        "channel_base": (32, {}),
+        "channel_max": (4, {}),
+        "conv_clamp": (0.1, CLAMPED),
+        "clamp_always": (False, CLAMPED),
+    },
 }
 NETWORK = {"channel_base": 64, "channel_max": 8}
 GENERATOR = {"z_dim": 8, "w_dim": 8, "mapping_layers": 2} | NETWORK
@@ -141,6 +146,8 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"unlabelled.threshold": (1.0, "sure"), "unlabelled.adaptive": (False, "unlabelled")},
     **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
 }
+WATCHED = ("patience", "margin_high", "diversity_fall", "norm_factor", "memorised")
+GAN_ELSEWHERE |= {f"watch.{key}": "a warning, which no test gives another threshold yet" for key in WATCHED}
 SHARED = {"path": "synthetic.lmdb", "share": 0.4}
 RANDOM = {"crop": "random"}
 MIXING = {"mixup": 0.7, "cutmix": 1.0}
@@ -165,10 +172,11 @@ CLASSIFIER |= {
 CLASSIFIER_ELSEWHERE = {
     "sync_bn": "tests/training/classifier/test_micro_batch.py",
     "model.he_strides": "tests/models/test_backbones.py",
-    **dict.fromkeys(("model.inplace", "model.activation_checkpointing"), "tests/models/test_activation_checkpointing.py"),
+    "model.inplace": "tests/models/test_classifier.py",
+    "model.activation_checkpointing": "tests/models/test_activation_checkpointing.py",
     "model.discriminator": "tests/models/test_discriminator_backbone.py",
     "model.split": "tests/training/classifier/test_model_parallel.py",
-    "model.weights": "tests/training/classifier/test_finetune.py",
+    "model.weights": "tests/models/test_weights.py",
     "unlabelled.path": "which images: tests/training/classifier/test_readout.py",
     "finetune.cache": "whether what is frozen is computed again: tests/training/classifier/test_frozen.py",
     "finetune.probe": "where the head begins: tests/training/classifier/test_probe.py",
