@@ -198,7 +198,7 @@ def test_two_ranks_are_one(folder: Any) -> None:
 @pytest.mark.parametrize(("name", "steps"), [("everything", 2), ("growing", 3)])
 def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out images, the average as the stage shows it, the config's seed and n."""
-    tree = TREES[name] | {"evaluation": {"n": 24, "extractor": "pixels"}}
+    tree = TREES[name] | {"evaluation": {"n": 24, "extractor": "pixels", "batch_size": 16}}
     task, loader = made(folder, tree)
     task.val_reader = Dataset(folder / "held-out.lmdb")
     reference, batches = GanReference(task, tree), make_loader(task.config, task.reader, CPU)
@@ -225,7 +225,7 @@ def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pyte
     scale = 16 // stage.side
     torch.testing.assert_close(asked["images"][..., ::scale, ::scale], expected, rtol=1e-9, atol=1e-9)
     assert (asked["reader"], asked["train_reader"]) == (task.val_reader, task.reader)
-    assert (asked["seed"], asked["n"]) == (tree["seed"], 24)
+    assert (asked["seed"], asked["n"], asked["real"].batch_size) == (tree["seed"], 24, 16)
     assert [extractor.name for extractor in asked["extractors"]] == ["pixels"]
     assert figures["frechet/pixels"] == 1.0
     if stage.side < 16 or stage.alpha < 1:

@@ -1,4 +1,4 @@
-"""Every key of loss, ema, ada, progressive, the optimizers and finetune changes a step; weights weigh linearly."""
+"""Every key of both tasks changes a step, or a file named here says what else it does; weights weigh linearly."""
 
 import re
 from collections.abc import Iterator
@@ -10,12 +10,13 @@ import torch
 
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.config.model import keys_of
+from duetgan.utils.errors import UserError
+from tests.conftest import REPOSITORY
 from tests.oracle import test_classifier, test_gan
 from tests.oracle.test_classifier import folder as classifier_folder
 from tests.oracle.test_gan import folder as gan_folder
 
 __all__ = ["classifier_folder", "gan_folder"]  # fixtures
-SECTIONS = ("loss", "ema", "ada", "progressive", "generator_optimizer", "optimizer", "finetune", "unlabelled")
 FREE = {"name": "schedulefree-adamw", "schedule": "constant", "warmup_steps": 0}
 MUON = {"name": "muon", "lr": 0.02, "schedule": "constant", "warmup_steps": 0}
 PLAIN = {"name": "adam", "lr": 0.01, "betas": [0.5, 0.9], "schedule": "constant", "warmup_steps": 0}
@@ -53,11 +54,79 @@ GAN: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {  # key -> 
     **{"progressive.stable_kimg": (0.032, "growing"), "progressive.batch_sizes": ({8: 8}, "growing")},
     "progressive.reset_optimizer": (False, "growing"),
 }
+CLAMPED = {"conv_clamp": 0.5, "clamp_always": True}
+SIZES: dict[str, tuple[Any, dict[str, Any]]] = {  # of either network of StyleGAN2
+    **{
+        "channel_base": (32, {}),
+        "channel_max": (4, {}),
+        "conv_clamp": (0.1, CLAMPED),
+        "clamp_always": (False, CLAMPED),
+    },
+}
+NETWORK = {"channel_base": 64, "channel_max": 8}
+GENERATOR = {"z_dim": 8, "w_dim": 8, "mapping_layers": 2} | NETWORK
+GAN |= {
+    **{f"generator.{key}": (value, "shared", GENERATOR | base) for key, (value, base) in SIZES.items()},
+    **{f"discriminator.{key}": (value, "shared", NETWORK | base) for key, (value, base) in SIZES.items()},
+    **{f"discriminator_optimizer.{key}": (value, "shared", base) for key, (value, base) in OPTIMIZER.items()},
+    **{"generator.z_dim": (4, "shared"), "generator.w_dim": (4, "shared"), "generator.mapping_layers": (1, "shared")},
+    **{"generator.mapping_lr_multiplier": (0.1, "shared"), "generator.w_avg_beta": (0.5, "shared")},
+    **{"discriminator.architecture": ("plain", "shared"), "discriminator.minibatch_std_group": (4, "shared")},
+    **{"discriminator.minibatch_std_order": ("strided", "shared"), "discriminator.mapping_layers": (1, "shared")},
+    **{"conditional": (False, "r3gan"), "schedule_kimg": (0.02, "hinge"), "batch_size": (4, "shared")},
+    **{"seed": (6, "shared"), "steps": (5, "r3gan"), "augment.flip": (True, "shared")},
+    **{"augment.shift": (2, "shared"), "augment.shift_edge": ("reflect", "shared", {"shift": 2})},
+    **{"augment.trivial_augment": (True, "shared"), "augment.erase": (0.9, "shared")},
+}
+BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know them
+    "task": "tests/training/base/test_config.py",
+    "imports": "tests/end_to_end/test_documented_commands.py",
+    "init_from": "tests/end_to_end/test_transfer.py",
+    "micro_batch": "no change: tests/oracle/test_gan.py",
+    **dict.fromkeys(("precision", "compile", "deterministic"), "tests/training/engine/test_speed.py"),
+    "threads": "tests/training/base/test_pace.py",
+    "channels_last": "tests/training/classifier/test_frozen.py",
+    "nonfinite_cap": "tests/faults/test_training_faults.py",
+    "data.path": "tests/training/base/test_data.py",
+    "data.val_path": "tests/training/base/test_data.py",
+    "data.workers": "tests/training/base/test_data.py",
+    "data.on_damage": "tests/options/test_parameters.py",
+    "data.sample_weights": "tests/training/base/test_data.py",
+    "data.prefetch": "tests/options/test_parameters.py",
+    **dict.fromkeys(("data.synthetic.path", "data.synthetic.checkpoint"), "tests/training/base/test_generated.py"),
+    "augment.own": "tests/data/augment/test_transforms.py",
+    **dict.fromkeys((f"log.{key}" for key in ("every", "samples_every", "tensorboard")), "tests/end_to_end/helpers.py"),
+    "log.tracker": "tests/utils/runlog/test_trackers.py",
+    **dict.fromkeys(("log.layers", "log.layers_every"), "tests/training/engine/test_layer_log.py"),
+    **dict.fromkeys(("checkpoint.every", "checkpoint.keep"), "tests/training/engine/test_checkpoints.py"),
+    **dict.fromkeys(("checkpoint.keep_every", "checkpoint.asynchronous"), "tests/training/engine/test_checkpoints.py"),
+    "checkpoint.on_disk_full": "tests/training/engine/test_checkpoints.py",
+    "evaluation.every": "tests/training/engine/test_tasks.py",
+    **dict.fromkeys((f"evaluation.{key}" for key in ("n", "extractor", "batch_size")), "tests/oracle/test_gan.py"),
+    "evaluation.weights": "test_an_evaluation_has_its_weights below",
+    **dict.fromkeys((f"early_stopping.{key}" for key in ("patience", "min_delta")), "tests/training/base/test_stopping.py"),
+    **dict.fromkeys((f"spikes.{key}" for key in ("action", "metric", "factor", "window", "limit")),
+                    "tests/training/base/test_spikes.py"),
+    "distributed.start_timeout": "tests/test_cluster.py",
+    "distributed.timeout": "tests/faults/test_process_faults.py",
+    "distributed.compress": "tests/accelerator/ranks/cases.py",
+    "distributed.check_every": "tests/training/engine/test_speed.py",
+}  # fmt: skip
 GAN_ELSEWHERE = {  # keys that no step of a GAN reads, and why
     "loss.gradients_every": "looks at gradients and changes no update",
+    "architecture": "other sections: tests/oracle/test_gan.py",
+    **{f"{part}.{key}": f"tests/models/test_{file}.py" for part in ("generator", "discriminator")
+       for key, file in (("activation_checkpointing", "activation_checkpointing"), ("fp16_resolutions", "fp16"))},
+    **dict.fromkeys((f"data.{key}" for key in ("resolution", "crop", "crop_area", "crop_aspect", "sampling", "class_rates")),
+                    "one config for both tasks: the classifier's cases"),
+    **dict.fromkeys((f"data.synthetic.{key}" for key in ("share", "weight", "until", "balance")),
+                    "one config for both tasks: the classifier's cases"),
+    **dict.fromkeys((key for key in keys_of(TASKS["gan"].config()) if key.startswith("watch.")), "tests/training/gan/test_diagnostics.py"),
+    "discriminator_optimizer.lr_batch_size": "refused for a GAN",
     "generator_optimizer.lr_batch_size": "refused for a GAN",
-    **dict.fromkeys((f"generator_optimizer.{key}" for key in ("sgd_momentum", "ns_steps", "unit_filters")), "Muon's"),
-}
+    **{f"{part}_optimizer.{key}": "Muon's" for part in ("generator", "discriminator")
+       for key in ("sgd_momentum", "ns_steps", "unit_filters")},
+}  # fmt: skip
 CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{f"optimizer.{key}": (value, "plain", base) for key, (value, base) in OPTIMIZER.items()},
     **{"optimizer.lr_batch_size": (32, "plain"), "optimizer.sgd_momentum": (0.1, "plain", MUON)},
@@ -77,7 +146,37 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"unlabelled.threshold": (1.0, "sure"), "unlabelled.adaptive": (False, "unlabelled")},
     **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
 }
+WATCHED = ("patience", "margin_high", "diversity_fall", "norm_factor", "memorised")
+GAN_ELSEWHERE |= {f"watch.{key}": "a warning, which no test gives another threshold yet" for key in WATCHED}
+SHARED = {"path": "synthetic.lmdb", "share": 0.4}
+RANDOM = {"crop": "random"}
+MIXING = {"mixup": 0.7, "cutmix": 1.0}
+SMALLER = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2}
+CLASSIFIER |= {
+    **{"data.resolution": (8, "plain"), "data.crop": ("random", "plain"), "data.crop_area": ([0.2, 0.3], "plain", RANDOM)},
+    **{"data.crop_aspect": ([1.0, 3.0], "plain", RANDOM), "data.sampling": ("balanced", "plain")},
+    **{"data.class_rates": ({"b": 9.0}, "plain"), "data.synthetic.share": (0.8, "weighed")},
+    **{"data.synthetic.weight": (0.9, "weighed"), "data.synthetic.until": (1, "weighed")},
+    **{"data.synthetic.balance": ("fill", "weighed"), "seed": (6, "plain"), "batch_size": (4, "plain")},
+    **{"steps": (5, "plain"), "model.name": ("convnext_tiny", "plain"), "model.stem": ("small", "plain")},
+    **{"model.classes": (5, "plain"), "model.head": ("hidden", "plain"), "model.normalise": ("imagenet", "plain")},
+    **{"model.head_width": (7, "plain", {"head": "hidden"}), "model.input_size": (32, "plain")},
+    **{"model.readout_stages": (1, "plain", {"head": "readout"}), "model.readout_parts": (2, "plain", {"head": "readout"})},
+    **{"augment.flip": (True, "plain"), "augment.shift": (2, "plain")},
+    **{"augment.shift_edge": ("reflect", "plain", {"shift": 2}), "augment.trivial_augment": (True, "plain")},
+    **{"augment.erase": (0.9, "plain"), "augment.mixup": (0.2, "plain", MIXING), "augment.cutmix": (0.2, "plain", MIXING)},
+    "augment.mix_prob": (0.5, "plain", MIXING),
+    **{f"resizing.{key}": (value, "plain", SMALLER)
+       for key, value in (("initial_scale", 1.0), ("delay_fraction", 0.0), ("finetune_fraction", 0.8))},
+}  # fmt: skip
 CLASSIFIER_ELSEWHERE = {
+    "sync_bn": "tests/training/classifier/test_micro_batch.py",
+    "model.he_strides": "tests/models/test_backbones.py",
+    "model.inplace": "tests/models/test_classifier.py",
+    "model.activation_checkpointing": "tests/models/test_activation_checkpointing.py",
+    "model.discriminator": "tests/models/test_discriminator_backbone.py",
+    "model.split": "tests/training/classifier/test_model_parallel.py",
+    "model.weights": "tests/models/test_weights.py",
     "unlabelled.path": "which images: tests/training/classifier/test_readout.py",
     "finetune.cache": "whether what is frozen is computed again: tests/training/classifier/test_frozen.py",
     "finetune.probe": "where the head begins: tests/training/classifier/test_probe.py",
@@ -101,15 +200,21 @@ def weights_by_step(module: Any, folder: Any, tree: dict[str, Any], steps: int) 
 def changed(tree: dict[str, Any], key: str, value: Any, section: dict[str, Any] | None) -> tuple[Any, Any]:
     """The tree with its section as given, and with the key changed besides."""
     part, _, name = key.partition(".")
+    if not name:
+        return tree, tree | {key: value}
     base = tree | {part: section if section is not None else tree.get(part, {})}
-    return base, base | {part: base[part] | {name: value}}
+    return base, base | {part: changed(base[part], name, value, None)[1]}
 
 
 @pytest.mark.parametrize("task", CASES)
 def test_every_key_has_a_case(task: str) -> None:
-    known = {key for key in keys_of(TASKS[task].config()) if key.partition(".")[0] in SECTIONS and "." in key}
-    elsewhere = set(GAN_ELSEWHERE if task == "gan" else CLASSIFIER_ELSEWHERE)
-    assert known == set(CASES[task][0]) | elsewhere
+    keys = list(keys_of(TASKS[task].config()))
+    known = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    elsewhere = BOTH_ELSEWHERE | (GAN_ELSEWHERE if task == "gan" else CLASSIFIER_ELSEWHERE)
+    assert known == (set(CASES[task][0]) | set(elsewhere))
+    for key, reason in elsewhere.items():
+        for file in re.findall(r"tests/\S+\.py", reason):
+            assert re.search(rf"\b{key.rpartition('.')[2]}\b", (REPOSITORY / file).read_text()), (key, file)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +238,12 @@ def test_every_key_changes_a_step(task: str, key: str, gan_folder: Any, classifi
         for first, other in zip(bases[base], others, strict=True)
         for name, weights in other.items()
     ), key
+
+
+def test_an_evaluation_has_its_weights(gan_folder: Any) -> None:
+    tree = test_gan.STYLEGAN2 | {"evaluation": {"extractor": "resnet50", "weights": "nowhere.pth"}}
+    with pytest.raises(UserError, match=r"nowhere\.pth: no such file"):
+        test_gan.made(gan_folder, tree)
 
 
 UNIT = {"name": "sgd", "lr": 1.0, "momentum": 0.0}  # the update is the gradient
