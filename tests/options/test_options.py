@@ -28,7 +28,11 @@ from tests.slim import make
 from tests.test_quickstart import Commands
 
 TABLE = Path(__file__).with_name("table.txt")
-GENERAL = {"help", "version", "debug"}  # of every parser: tests/utils/config/test_cli.py, tests/utils/test_script.py
+GENERAL = {
+    "help",
+    "version",
+    "debug",
+}  # of every parser: tests/utils/config/test_cli.py, tests/utils/test_script.py
 INTERNAL = {  # programs that others of ours call, and where their options are tested
     "planning.measure": "tests/planning/test_measure.py",
     "planning.networks": "tests/test_quickstart.py",
@@ -64,7 +68,9 @@ def module_of(command: str) -> Any:
 def document_parts(document: Any, name: str) -> Outcome:
     """The values of a JSON document by key; of a list of objects the columns."""
     if isinstance(document, list) and document:
-        document = {key: [row.get(key) for row in document] for key in {key for row in document for key in row}}
+        document = {
+            key: [row.get(key) for row in document] for key in {key for row in document for key in row}
+        }
     if not isinstance(document, dict):
         return {name: document}
     return {f"{name}{key}": value for key, value in document.items() if not key.endswith("_interval")}
@@ -80,7 +86,7 @@ def file_parts(folder: Path) -> Outcome:
             parts |= {name: path.read_text()} if path.is_file() else {}
         elif path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:  # the order of metadata is not fixed
-                content = {key: file.get_tensor(key).tolist() for key in file.keys()}, file.metadata()
+                content = {key: file.get_tensor(key).tolist() for key in file}, file.metadata()
             parts[name] = content
         else:
             parts[name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -214,7 +220,9 @@ def outcome(world: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, sl
             "gathered": gathered,
             **file_parts(out),
         }
-        return {name: part for name, part in parts.items() if name != "command.txt"}  # the arguments themselves
+        return {
+            name: part for name, part in parts.items() if name != "command.txt"
+        }  # the arguments themselves
 
     return run
 
@@ -243,7 +251,9 @@ def wrong(base: Outcome, found: Outcome, parts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(row[0] for row in rows()))
-def test_each_option_changes_its_parts(command: str, outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_option_changes_its_parts(
+    command: str, outcome: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     bases: dict[str, Outcome] = {}
     faults = []
     for _, base, argument, parts in (row for row in rows() if row[0] == command):
@@ -270,12 +280,15 @@ def parsers() -> Iterator[Parser]:
             continue
         for prog in re.findall(r"Parser\(\s*prog=\"([^\"]+)\"", file.read_text()):
             name = prog.removeprefix("python -m ")
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(Built) as built:
+            with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Parser, "parse_args", stop)
                 patch.setattr(Parser, "parse_known", stop)
-                module_of(name).main(name.split()[1:])
+                with pytest.raises(Built) as built:
+                    module_of(name).main(name.split()[1:])
             parser = built.value.args[0]
-            commands = [each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+            commands = [
+                each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+            ]
             yield from commands[0].values() if commands else [parser]
 
 

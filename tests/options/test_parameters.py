@@ -22,7 +22,12 @@ from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.models.weights import load_pretrained
 from duetgan.training.gan.ada import Ada, AdaConfig
-from duetgan.training.gan.losses import gradient_penalty, path_length_penalty, path_lengths, squared_gradient_norm
+from duetgan.training.gan.losses import (
+    gradient_penalty,
+    path_length_penalty,
+    path_lengths,
+    squared_gradient_norm,
+)
 from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.utils.image_spec import PixelFormat
 from tests.metrics.conftest import TINY
@@ -71,7 +76,8 @@ def plain(value: Any) -> Any:
 def result(case: Case, arguments: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     arguments = {
-        name: copy.deepcopy(value) if isinstance(value, nn.Module) else value for name, value in arguments.items()
+        name: copy.deepcopy(value) if isinstance(value, nn.Module) else value
+        for name, value in arguments.items()
     }
     try:
         return plain((case.call or case.function)(**arguments))
@@ -145,14 +151,16 @@ def loaders(world: dict[str, Path]) -> list[Case]:
              call=hub(hubconf.resnet_classifier)),
         Case(hubconf.stylegan2, {"checkpoint": gan, "sizes": {}}, {"checkpoint": judge, **sizes, **both},
              call=hub(hubconf.stylegan2)),
-        Case(hubconf.stylegan2, {"sizes": TINY | new}, {"seed": 1, "device": CUDA, "sizes": TINY | new | {"classes": 2}},
+        Case(hubconf.stylegan2, {"sizes": TINY | new},
+             {"seed": 1, "device": CUDA, "sizes": TINY | new | {"classes": 2}},
              call=hub(hubconf.stylegan2)),
     ]  # fmt: skip
 
 
 def networks(world: dict[str, Path]) -> list[Case]:
     generator, classifier = (duetgan.load(world[name], device="cpu") for name in ("gan", "classifier"))
-    assert isinstance(generator, duetgan.Generator) and isinstance(classifier, duetgan.Classifier)
+    assert isinstance(generator, duetgan.Generator)
+    assert isinstance(classifier, duetgan.Classifier)
     x, z, labels = (
         torch.linspace(-1, 1, 128).view(2, 1, 8, 8),
         torch.linspace(-2, 2, 16).view(2, 8),
@@ -173,11 +181,13 @@ def networks(world: dict[str, Path]) -> list[Case]:
         Case(duetgan.Generator.forward, {"z": z, "labels": labels, "noise": "const"},
              {"z": -z, "labels": labels.flip(0), "options": {"truncation_psi": 0.5}},
              call=lambda options=None, **given: generator.forward(**given, **(options or {}))),
-        Case(duetgan.Generator.sample, {"n": 3}, {"n": 4, **drawn, "psi": 0.5, "noise": "const"}, call=generator.sample),
+        Case(duetgan.Generator.sample, {"n": 3},
+             {"n": 4, **drawn, "psi": 0.5, "noise": "const"}, call=generator.sample),
         Case(duetgan.Generator.grid, {"n": 4}, {"n": 5, "columns": 2, "options": {"psi": 0.5}},
              call=lambda options=None, **given: generator.grid(**given, **(options or {}))),
         Case(duetgan.Generator.project, {"image": photo, "steps": 2, "features": "pixels"},
-             {"image": wide, "space": "w", "classes": "grey", "seed": 1, "steps": 3, "features": "resnet50"}, call=generator.project),
+             {"image": wide, "space": "w", "classes": "grey", "seed": 1, "steps": 3, "features": "resnet50"},
+             call=generator.project),
         Case(load_pretrained, {"model": rgb}, {"model": rgba}, call=pretrained),
     ]  # fmt: skip
 
@@ -187,7 +197,12 @@ def parts(world: dict[str, Path]) -> list[Case]:
     broken = damaged(train)
     images = data.Dataset(train)
     sampler = {"count": 12, "batch_size": 4, "seed": 0, "world_size": 2, "weights": np.arange(1.0, 13)}
-    weights = {"weights": np.arange(12.0, 0, -1), "groups": np.arange(12) % 5, "stream": "another", "shuffle": False}
+    weights = {
+        "weights": np.arange(12.0, 0, -1),
+        "groups": np.arange(12) % 5,
+        "stream": "another",
+        "shuffle": False,
+    }
 
     def order(**arguments: Any) -> Any:
         made = data.GlobalSampler(**arguments)
@@ -214,7 +229,11 @@ def parts(world: dict[str, Path]) -> list[Case]:
     def augmented(**arguments: Any) -> Any:
         made = Ada(**arguments)
         made.update(50, 4, torch.tensor(1.0), 8)
-        return made.apply(x.detach(), made.draw(3, "real", (4, 4), 2), slice(0, 2)), made.p, made.adjustment_images
+        return (
+            made.apply(x.detach(), made.draw(3, "real", (4, 4), 2), slice(0, 2)),
+            made.p,
+            made.adjustment_images,
+        )
 
     steps = {"step": 3, "phase": "real", "size": (4, 4), "batch_size": 2}
     draw = Ada(**ada).draw
@@ -236,14 +255,17 @@ def parts(world: dict[str, Path]) -> list[Case]:
 
     linear = nn.Linear(2, 2)
     return [
-        Case(data.Dataset, {"path": train}, {"path": test, "resolution": 4, "crop": RandomCrop()}, {"workers": 2}, read),
+        Case(data.Dataset, {"path": train},
+             {"path": test, "resolution": 4, "crop": RandomCrop()}, {"workers": 2}, read),
         Case(data.Dataset, {"path": broken}, {"on_damage": "skip"}, call=read),
-        Case(data.GlobalSampler, sampler, {"count": 13, "batch_size": 6, "seed": 1, "rank": 1, "world_size": 1} | weights,
+        Case(data.GlobalSampler, sampler,
+             {"count": 13, "batch_size": 6, "seed": 1, "rank": 1, "world_size": 1} | weights,
              call=order),
         Case(data.InfiniteLoader, {"reader": images, "device": "cpu"},
              {"reader": data.Dataset(test), "sampler": data.GlobalSampler(75, batch_size=2, seed=1), "device": "meta",
               "stages": grown, "alternating": True}, {"prefetch": 0}, loader),
-        Case(data.InfiniteLoader, {"reader": images, "device": "cpu", "stages": grown}, {"batches_per_step": 2}, {}, loader),
+        Case(data.InfiniteLoader, {"reader": images, "device": "cpu", "stages": grown},
+             {"batches_per_step": 2}, {}, loader),
         Case(to_float, {"images": torch.arange(8, dtype=torch.uint8).view(1, 2, 2, 2)},
              {"images": torch.zeros(1, 2, 2, 2, dtype=torch.uint8), "channels_last": False},
              call=lambda **given: (to_float(**given), to_float(**given).stride())),
@@ -283,7 +305,9 @@ def cases(world: dict[str, Path], slim_module: None) -> list[Case]:
         return [*loaders(world), *networks(world), *parts(world)]
 
 
-def test_every_parameter_changes_the_result(cases: list[Case], world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_parameter_changes_the_result(
+    cases: list[Case], world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", (world["resnet50"],))
     faults = []
     for case in cases:
@@ -291,7 +315,9 @@ def test_every_parameter_changes_the_result(cases: list[Case], world: Any, monke
         for parameter, value in (case.changes | case.same).items():
             found = result(case, case.base | {parameter: value})
             if (found == first) != (parameter in case.same):
-                faults.append(f"{name}, {parameter}: {'as before' if found == first else f'{first} {found}'[:400]}")
+                faults.append(
+                    f"{name}, {parameter}: {'as before' if found == first else f'{first} {found}'[:400]}"
+                )
     assert not faults, "\n".join(faults)
 
 

@@ -27,7 +27,12 @@ CYCLE = PLAIN | {"schedule": "one-cycle", "pct_start": 0.3, "cycle_start": 0.2, 
 # key -> what it is changed to, and the optimizer that the other keys of its section make
 OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
     **{"name": ("adamw", PLAIN | {"weight_decay": 0.2}), "lr": (0.02, PLAIN), "betas": ([0.1, 0.9], PLAIN)},
-    **{"beta2_final": (0.5, PLAIN), "eps": (0.1, PLAIN), "weight_decay": (0.3, PLAIN), "clip_norm": (1e-3, PLAIN)},
+    **{
+        "beta2_final": (0.5, PLAIN),
+        "eps": (0.1, PLAIN),
+        "weight_decay": (0.3, PLAIN),
+        "clip_norm": (1e-3, PLAIN),
+    },
     **{"clip_value": (1e-4, PLAIN), "clip_adaptive": (1e-4, PLAIN), "warmup_steps": (5, PLAIN)},
     **{"momentum": (0.2, PLAIN | {"name": "sgd"}), "schedule": ("linear", PLAIN), "hold": (0.5, COSINE)},
     **{"final_lr": (0.7, COSINE), "milestones": ([2], STEPPED), "gamma": (0.7, STEPPED)},
@@ -35,7 +40,9 @@ OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
     **{"cycle_start": (0.6, CYCLE), "cycle_momentum": ([0.9, 0.1], CYCLE)},
     "muon_rms": (1.0, MIXED),
 }
-GAN: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {  # key -> its other value, tree, what else
+GAN: dict[
+    str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]
+] = {  # key -> its other value, tree, what else
     **{f"generator_optimizer.{key}": (value, "everything", base) for key, (value, base) in OPTIMIZER.items()},
     **{"loss.objective": ("hinge", "everything"), "loss.r1_gamma": (2.0, "everything")},
     **{"loss.r2_gamma": (2.0, "everything"), "loss.gamma_final": (0.6, "everything")},
@@ -48,7 +55,12 @@ GAN: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {  # key -> 
     **{"loss.auxiliary_fakes": (False, "everything"), "loss.feature_matching_weight": (3.0, "everything")},
     **{"loss.feature_matching_group": (4, "everything"), "ema.ema_kimg": (0.05, "everything")},
     **{"ema.ema_kimg_start": (0.015, "everything"), "ema.ema_rampup": (0.3, "everything")},
-    **{"ada.mode": ("fixed", "ada"), "ada.p": (0.8, "ada"), "ada.target": (0.9, "ada"), "ada.kimg": (0.05, "ada")},
+    **{
+        "ada.mode": ("fixed", "ada"),
+        "ada.p": (0.8, "ada"),
+        "ada.target": (0.9, "ada"),
+        "ada.kimg": (0.05, "ada"),
+    },
     **{"ada.interval": (3, "ada"), "ada.operations": ({"blit": 0.2}, "ada"), "ada.p_final": (0.2, "r3gan")},
     **{"progressive.start": (None, "growing"), "progressive.fade_kimg": (0.08, "growing")},
     **{"progressive.stable_kimg": (0.032, "growing"), "progressive.batch_sizes": ({8: 8}, "growing")},
@@ -69,10 +81,17 @@ GAN |= {
     **{f"generator.{key}": (value, "shared", GENERATOR | base) for key, (value, base) in SIZES.items()},
     **{f"discriminator.{key}": (value, "shared", NETWORK | base) for key, (value, base) in SIZES.items()},
     **{f"discriminator_optimizer.{key}": (value, "shared", base) for key, (value, base) in OPTIMIZER.items()},
-    **{"generator.z_dim": (4, "shared"), "generator.w_dim": (4, "shared"), "generator.mapping_layers": (1, "shared")},
+    **{
+        "generator.z_dim": (4, "shared"),
+        "generator.w_dim": (4, "shared"),
+        "generator.mapping_layers": (1, "shared"),
+    },
     **{"generator.mapping_lr_multiplier": (0.1, "shared"), "generator.w_avg_beta": (0.5, "shared")},
     **{"discriminator.architecture": ("plain", "shared"), "discriminator.minibatch_std_group": (4, "shared")},
-    **{"discriminator.minibatch_std_order": ("strided", "shared"), "discriminator.mapping_layers": (1, "shared")},
+    **{
+        "discriminator.minibatch_std_order": ("strided", "shared"),
+        "discriminator.mapping_layers": (1, "shared"),
+    },
     **{"conditional": (False, "r3gan"), "schedule_kimg": (0.02, "hinge"), "batch_size": (4, "shared")},
     **{"seed": (6, "shared"), "steps": (5, "r3gan"), "augment.flip": (True, "shared")},
     **{"augment.shift": (2, "shared"), "augment.shift_edge": ("reflect", "shared", {"shift": 2})},
@@ -104,7 +123,8 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
     "evaluation.every": "tests/training/engine/test_tasks.py",
     **dict.fromkeys((f"evaluation.{key}" for key in ("n", "extractor", "batch_size")), "tests/oracle/test_gan.py"),
     "evaluation.weights": "test_an_evaluation_has_its_weights below",
-    **dict.fromkeys((f"early_stopping.{key}" for key in ("patience", "min_delta")), "tests/training/base/test_stopping.py"),
+    **dict.fromkeys((f"early_stopping.{key}" for key in ("patience", "min_delta")),
+                     "tests/training/base/test_stopping.py"),
     **dict.fromkeys((f"spikes.{key}" for key in ("action", "metric", "factor", "window", "limit")),
                     "tests/training/base/test_spikes.py"),
     "distributed.start_timeout": "tests/test_cluster.py",
@@ -117,11 +137,13 @@ GAN_ELSEWHERE = {  # keys that no step of a GAN reads, and why
     "architecture": "other sections: tests/oracle/test_gan.py",
     **{f"{part}.{key}": f"tests/models/test_{file}.py" for part in ("generator", "discriminator")
        for key, file in (("activation_checkpointing", "activation_checkpointing"), ("fp16_resolutions", "fp16"))},
-    **dict.fromkeys((f"data.{key}" for key in ("resolution", "crop", "crop_area", "crop_aspect", "sampling", "class_rates")),
+    **dict.fromkeys((f"data.{key}" for key in
+                      ("resolution", "crop", "crop_area", "crop_aspect", "sampling", "class_rates")),
                     "one config for both tasks: the classifier's cases"),
     **dict.fromkeys((f"data.synthetic.{key}" for key in ("share", "weight", "until", "balance")),
                     "one config for both tasks: the classifier's cases"),
-    **dict.fromkeys((key for key in keys_of(TASKS["gan"].config()) if key.startswith("watch.")), "tests/training/gan/test_diagnostics.py"),
+    **dict.fromkeys((key for key in keys_of(TASKS["gan"].config()) if key.startswith("watch.")),
+                     "tests/training/gan/test_diagnostics.py"),
     "discriminator_optimizer.lr_batch_size": "refused for a GAN",
     "generator_optimizer.lr_batch_size": "refused for a GAN",
     **{f"{part}_optimizer.{key}": "Muon's" for part in ("generator", "discriminator")
@@ -137,8 +159,15 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
         "loss.class_weights": ("balanced", "plain"),
         "ema.decay": (0.11, "plain"),
     },
-    **{"loss.teacher_share": (0.2, "taught"), "loss.temperature": (1.0, "taught"), "loss.teacher": (None, "taught")},
-    **{"finetune.freeze": (["stem"], "fine-tuning"), "finetune.unfreeze": ({"head": 0, "backbone": 1}, "fine-tuning")},
+    **{
+        "loss.teacher_share": (0.2, "taught"),
+        "loss.temperature": (1.0, "taught"),
+        "loss.teacher": (None, "taught"),
+    },
+    **{
+        "finetune.freeze": (["stem"], "fine-tuning"),
+        "finetune.unfreeze": ({"head": 0, "backbone": 1}, "fine-tuning"),
+    },
     **{"finetune.freeze_at": ({"head": 1}, "fine-tuning"), "finetune.unfreeze_by": ("epoch", "fine-tuning")},
     **{"finetune.freeze_bn": (True, "plain"), "finetune.stage_lr": ({"head": 0.1}, "fine-tuning")},
     **{"unlabelled.ratio": (2, "unlabelled"), "unlabelled.weight": (0.2, "unlabelled")},
@@ -153,7 +182,8 @@ RANDOM = {"crop": "random"}
 MIXING = {"mixup": 0.7, "cutmix": 1.0}
 SMALLER = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2}
 CLASSIFIER |= {
-    **{"data.resolution": (8, "plain"), "data.crop": ("random", "plain"), "data.crop_area": ([0.2, 0.3], "plain", RANDOM)},
+    **{"data.resolution": (8, "plain"), "data.crop": ("random", "plain")},
+    "data.crop_area": ([0.2, 0.3], "plain", RANDOM),
     **{"data.crop_aspect": ([1.0, 3.0], "plain", RANDOM), "data.sampling": ("balanced", "plain")},
     **{"data.class_rates": ({"b": 9.0}, "plain"), "data.synthetic.share": (0.8, "weighed")},
     **{"data.synthetic.weight": (0.9, "weighed"), "data.synthetic.until": (1, "weighed")},
@@ -161,10 +191,12 @@ CLASSIFIER |= {
     **{"steps": (5, "plain"), "model.name": ("convnext_tiny", "plain"), "model.stem": ("small", "plain")},
     **{"model.classes": (5, "plain"), "model.head": ("hidden", "plain"), "model.normalise": ("imagenet", "plain")},
     **{"model.head_width": (7, "plain", {"head": "hidden"}), "model.input_size": (32, "plain")},
-    **{"model.readout_stages": (1, "plain", {"head": "readout"}), "model.readout_parts": (2, "plain", {"head": "readout"})},
+    "model.readout_stages": (1, "plain", {"head": "readout"}),
+    "model.readout_parts": (2, "plain", {"head": "readout"}),
     **{"augment.flip": (True, "plain"), "augment.shift": (2, "plain")},
     **{"augment.shift_edge": ("reflect", "plain", {"shift": 2}), "augment.trivial_augment": (True, "plain")},
-    **{"augment.erase": (0.9, "plain"), "augment.mixup": (0.2, "plain", MIXING), "augment.cutmix": (0.2, "plain", MIXING)},
+    **{"augment.erase": (0.9, "plain"), "augment.mixup": (0.2, "plain", MIXING)},
+    "augment.cutmix": (0.2, "plain", MIXING),
     "augment.mix_prob": (0.5, "plain", MIXING),
     **{f"resizing.{key}": (value, "plain", SMALLER)
        for key, value in (("initial_scale", 1.0), ("delay_fraction", 0.0), ("finetune_fraction", 0.8))},
@@ -193,7 +225,9 @@ def weights_by_step(module: Any, folder: Any, tree: dict[str, Any], steps: int) 
         found: Weights = {}
         for name in ("generator", "discriminator", "generator_ema", "model", "model_ema"):
             if name in networks:
-                found |= {f"{name}.{key}": value.clone() for key, value in networks[name].state_dict().items()}
+                found |= {
+                    f"{name}.{key}": value.clone() for key, value in networks[name].state_dict().items()
+                }
         yield found
 
 
@@ -223,8 +257,12 @@ def bases() -> Any:
     return {}
 
 
-@pytest.mark.parametrize(("task", "key"), [(task, key) for task, (cases, _) in CASES.items() for key in cases])
-def test_every_key_changes_a_step(task: str, key: str, gan_folder: Any, classifier_folder: Any, bases: Any) -> None:
+@pytest.mark.parametrize(
+    ("task", "key"), [(task, key) for task, (cases, _) in CASES.items() for key in cases]
+)
+def test_every_key_changes_a_step(
+    task: str, key: str, gan_folder: Any, classifier_folder: Any, bases: Any
+) -> None:
     cases, module = CASES[task]
     value, name, *section = cases[key]
     before, after = changed(module.TREES[name], key, value, section[0] if section else None)
@@ -258,9 +296,17 @@ def gradients(folder: Any, key: str, value: float) -> Weights:
     tree = test_gan.STYLEGAN2 | {"loss": loss, "generator_optimizer": UNIT, "discriminator_optimizer": UNIT}
     task, loader = test_gan.made(folder, tree)
     networks = {"g": task.generator, "d": task.discriminator}
-    before = {f"{n}.{k}": p.detach().clone() for n, network in networks.items() for k, p in network.named_parameters()}
+    before = {
+        f"{n}.{k}": p.detach().clone()
+        for n, network in networks.items()
+        for k, p in network.named_parameters()
+    }
     task.step(loader, 0)
-    return {f"{n}.{k}": before[f"{n}.{k}"] - p.detach() for n, m in networks.items() for k, p in m.named_parameters()}
+    return {
+        f"{n}.{k}": before[f"{n}.{k}"] - p.detach()
+        for n, m in networks.items()
+        for k, p in m.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("key", WEIGHTS)
