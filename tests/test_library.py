@@ -142,6 +142,8 @@ def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
         with pytest.warns(UserWarning, match=r"no pixel is below 0: are these images in \[0, 1\]"):
             classifier(x / 2 + 0.5)
         assert classifier(x[:0]).shape == (0, len(CLASSES))
+    (slope,) = torch.autograd.grad(classifier(x.requires_grad_()).sum(), x)  # as an attack needs it
+    assert slope.abs().max() > 0
 
 
 def test_a_projection_is_nearer_than_its_start(generator, photo):

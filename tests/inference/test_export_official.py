@@ -174,6 +174,8 @@ def test_the_pages_loader_builds_nvidias_classes(tmp_path, monkeypatch):
 def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path, refused):
     other = ours(tmp_path / "other", classes=0, generator={"w_dim": 5})
     narrow = ours(tmp_path / "narrow", generator={"channel_base": 8})
+    one = ours(tmp_path / "one", generator={"channel_base": 16}, discriminator={"channel_base": 16})
+    exported(one, "nvidia", tmp_path)
     for run, form, told in (
         (runs["dcgan"], "nvidia", "the checkpoint has dcgan; choose safetensors"),
         (runs["classifier"], "rosinality", "is for StyleGAN2; for a classifier choose"),

@@ -219,6 +219,9 @@ def test_confident_learning_by_hand():
     own[1] = [0.1, 0.9]
     found = Suspicion(found.self_influence, torch.tensor(own).double(), found.labels)
     assert found.issues().tolist() == [-1, 1, -1, -1, -1]
+    unused = torch.tensor([*([a, b, 0] for a, b in own[1:]), [0, 0.1, 0.9]])  # no image is labelled class 2
+    suspicion = Suspicion(found.self_influence, unused.double(), torch.tensor([0, 1, 1, 1, 0]))
+    assert 2 not in suspicion.issues()
     assert found.order("probability").tolist() == [1, 3, 0, 2, 4]
     assert found.order("self-influence").tolist() == [1, 2, 0, 3, 4]
     assert rate_of({"state": {}}) == 1

@@ -95,8 +95,9 @@ def test_a_generator_without_w_is_edited_in_z(closed, tmp_path, capsys):
     code = call(generate, *edit(closed, out, gan="dcgan"))
     told = capsys.readouterr()
     assert code == 0 or "the classifier names only" in told.err  # it was not made to know this one's samples
-    for options in (["--space", "w"], ["--image", closed["image"]]):
+    for options, message in ((["--space", "w"], "--space w"), (["--image", closed["image"]], "editing a given image")):
         assert call(generate, *edit(closed, out, *options, gan="dcgan")) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_refusals(closed, tmp_path, refused):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import mannwhitneyu
 
 import evaluate
 from duetgan.data.augment.transforms import to_float
@@ -13,7 +14,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.metrics import evaluate_gan
 from duetgan.metrics.evaluate_audit import Partners, audit_scores, choose_sides
-from duetgan.metrics.samples.membership_inference import audit_table, verdict
+from duetgan.metrics.samples.membership_inference import TOPS, attack, audit_table, verdict
 from duetgan.models.restore import discriminator_from, generator_from
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig
 from duetgan.utils.checkpoint import load, resolve
@@ -24,6 +25,14 @@ from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack,
 from tests.metrics.test_scripts import call, pixels, refused
 
 D_SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8}
+
+
+def test_an_attack_is_scipys_test_where_members_score_higher_throughout():
+    draws = torch.Generator().manual_seed(0)
+    members, held_out = (torch.randn(300, generator=draws) + shift for shift in (0.25, 0.0))
+    expected = mannwhitneyu(members, held_out, alternative="greater", use_continuity=False).pvalue
+    tests = 1 + len({max(1, int(share * 300)) for share in TOPS})
+    assert attack(members, held_out)["p_value"] == pytest.approx(tests * expected, rel=1e-6)
 
 
 @pytest.fixture(scope="module")

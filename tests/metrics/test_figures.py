@@ -77,6 +77,13 @@ def test_a_row_is_followed_in_training_if_it_says_so(task, runs, test_reader):
         assert history(evaluate_classifier.CLASSIFIER, document).keys() == {"accuracy", "nll", "ece", "mean_confidence"}
 
 
+def test_a_row_that_a_user_adds_is_reported_too(monkeypatch):
+    monkeypatch.setattr(figures, "FIGURES", [])
+    rows: list[Figure] = []
+    figures.add(rows, NEW["gan"])
+    assert rows == figures.FIGURES == [NEW["gan"]]
+
+
 def test_what_a_figure_lacks_is_none_and_said():
     row = Figure("x", "x", "x", lambda record: Measured(1.0), needs={"training": "no training images", "labels": ""})
     record = figures.Samples(

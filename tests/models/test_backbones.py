@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from duetgan.metrics.grad_cam import grad_cam, image_heat
-from duetgan.models.backbones.base import Backbone
+from duetgan.models.backbones.base import MEAN, STD, Backbone
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import fold_batchnorm
@@ -207,6 +207,11 @@ def test_weights_of_another_head_and_of_colour_are_fitted(name, tmp_path):
     for key, value in state.items():
         expected = value.sum(1, keepdim=True) if key == first else value
         assert torch.equal(found[key], expected) == (not key.startswith(donor.backbone.head)), key
+
+
+def test_imagenets_mean_and_spread_are_torchvisions():
+    transform = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
+    assert [list(MEAN), list(STD)] == [transform.mean, transform.std]
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -99,7 +99,7 @@ def test_plan_is_told_with_reasons_lengths_and_times():
     machine.weights = WEIGHTS
     text = "\n".join(plan_lines(choose(seen(300, 5), machine, minutes=20)))
     told = ["fine-tuned from resnet50's ImageNet weights", "with ADA, because there are fewer than 10,000"]
-    told += ["images/s in bf16", "train classifier", "of --minutes 20, until about"]
+    told += ["images/s in bf16", "GAN: ", "classifier: ", "train classifier", "of --minutes 20, until about"]
     assert [words for words in told if words not in text] == []
     assert "images:" not in text  # told before anything is measured
     quick = "\n".join(plan_lines(choose(SAMPLE, Machine(), minutes=15, quick=True)))

@@ -11,6 +11,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout, mean_and_std
 from duetgan.data.lmdb.writer import LMDBWriter
@@ -178,3 +179,8 @@ def test_mean_and_std_of_images_of_different_sizes() -> None:
     mean, std = mean_and_std(sums, len(values))
     np.testing.assert_allclose(mean, values.mean(0), rtol=1e-12)
     np.testing.assert_allclose(std, values.std(0), rtol=1e-10)
+
+
+def test_numbers_that_packed_files_store_stay():
+    codecs = (record_format.CODEC_RULES, record_format.CODEC_JPEG, record_format.CODEC_PNG)
+    assert codecs == (0, 1, 2)

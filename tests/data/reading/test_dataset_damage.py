@@ -82,6 +82,9 @@ def test_the_next_whole_record_takes_the_place(pack, encoding, workers, capsys):
     for _ in range(2):
         check_read(dataset, order, [0, 4, 6, 6, 11, 11, 6])  # 9 and 10 are neighbours, 13 is the last
     assert sorted(dataset.damaged) == [5, 9, 10, 13]
+    records = np.array(order)
+    dataset.read(records)
+    assert records.tolist() == order  # the caller's
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("warning: ") and "the next intact record replaces it" in line for line in lines)
     assert "(4 so far)" in lines[-1]

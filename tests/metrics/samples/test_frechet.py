@@ -189,6 +189,20 @@ def test_mean_distance_is_scipys_and_the_ratio_of_equal_distributions_about_one(
     assert diversity_ratio(of_16(200, 1, scale=0.25), of_16(200, 2)).value == pytest.approx(0.25, abs=0.02)
 
 
+def test_the_interval_of_the_ratio_is_the_jackknifes():
+    sides = of_16(40, 1, scale=0.5), of_16(60, 2)
+    ratio = diversity_ratio(*sides)
+    variance = 0.0
+    for side in (0, 1):
+        kept = [[*sides] for _ in sides[side]]
+        for row, pair in enumerate(kept):
+            pair[side] = torch.cat([pair[side][:row], pair[side][row + 1 :]])
+        values = torch.tensor([diversity_ratio(*pair).value for pair in kept], dtype=torch.float64)
+        variance += float(values.var()) * (len(values) - 1) ** 2 / len(values)
+    half = 1.96 * variance**0.5
+    assert ratio.interval == pytest.approx([ratio.value - half, ratio.value + half], rel=0.01)
+
+
 def test_a_collapsed_generator_fails():
     """One image of a class over and over, with a little noise: its ratio is the figure of the whole generator."""
     real = of_16(400, 3)
