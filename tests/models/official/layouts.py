@@ -133,7 +133,8 @@ class Persistent:
 def tree(tensors, arguments, name):
     """A persistent network: modules within modules, parameters and buffers."""
     node = {"_init_args": (), "_init_kwargs": arguments} if arguments else {}
-    node |= {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": {"scratch"}, "training": False}
+    node |= {"_parameters": {}, "_buffers": {}, "_modules": {}, "training": False}
+    node["_non_persistent_buffers_set"] = {"scratch"}
     node["_buffers"]["scratch"] = torch.zeros(1)  # in no state dict
     inner: dict[str, Any] = {}
     for path, value in tensors.items():
