@@ -264,11 +264,27 @@ def _range(text: str) -> tuple[float, float]:
     return low, high
 
 
+TABLE_OPTIONS = {
+    "path_column": ("NAME", "of a table: names of the images' files"),
+    "label_column": ("NAME", "of a table or .tar file, or several: a,b,c; none: without labels"),
+    "label_separator": ("TEXT", "between several labels of an image, such as '|'; none: one label each"),
+    "split_column": ("NAME", "of training and held-out images; NAME=VALUE: the held-out rows; none: all rows"),
+    "root": ("DIR", "folder of the images that a table names, or of the fashion-mnist, cifar10 or idx files"),
+    "suffix": ("TEXT", "that the names in a table lack, such as .jpg"),
+}
+
+
+def add_table_options(parser: Parser) -> None:
+    """Add the options of tables, which `open_source` takes."""
+    for name, (metavar, told) in TABLE_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=told)
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
-    add("source", help=f"folder, .zip, .tar, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
+    add("source", help=f"folder, .zip, .tar or LMDB file, table (.csv, .tsv, .jsonl, .parquet), URL, or: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
     add("--size", type=_size, metavar="N|WxH", help="the images' side in px, or width x height; default: their own")
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
@@ -283,8 +299,7 @@ def make_parser() -> Parser:
     add("--val-share", metavar="X", help="hold this share out (0.1: a tenth), into DEST-val.lmdb")
     add("--val-dest", type=Path, metavar="FILE", help="for the held-out images, instead of DEST-val.lmdb")
     add("--seed", type=int, default=0, help="of the draw of held-out images (default: 0)")
-    add("--root", type=Path, metavar="DIR", help="folder of the fashion-mnist, cifar10 or idx files")
-    add("--label-column", metavar="NAME", help="of a .csv, .parquet, .arrow or .tar file; none: without labels")
+    add_table_options(parser)
     add(
         "--classes-from",
         choices=CLASSES_FROM,
@@ -313,7 +328,7 @@ def main(argv: list[str]) -> None:
     tune_malloc(KEPT_BYTES)
     cv2.setNumThreads(1)  # images go to threads whole
     del options["debug"]
-    of_source = {name: options.pop(name) for name in ("split", "root", "label_column", "classes_from", "stack")}
+    of_source = {name: options.pop(name) for name in ("split", "classes_from", "stack", *TABLE_OPTIONS)}
     with open_source(options.pop("source"), size=options["size"], **of_source) as source:
         if source.splits and val_share is not None:
             splits = f"{source.name} has splits of its own ({' and '.join(source.splits)})"

@@ -11,6 +11,7 @@ and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
 
 import json
 import os
+import re
 import stat
 import zipfile
 import zlib
@@ -37,6 +38,7 @@ from duetgan.data.sources.base import (
     refuse_split,
     split_name,
 )
+from duetgan.data.sources.labels import ONE, as_text, split_labels
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
@@ -49,12 +51,19 @@ MANIFEST = "dataset.json"
 CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # a folder beside class folders that is none
 ARRAY = ".npy"
+CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")  # folders that are no class
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # folders in a message
 
 
 def kind_of(name: str) -> bounded.FileLimit:
     """What a file of a source is read as."""
-    return bounded.TABLE if name == MANIFEST else bounded.IMAGE
+    return bounded.TABLE if PurePosixPath(name).name == MANIFEST else bounded.IMAGE
+
+
+def with_slashes(name: str) -> str:
+    """Return a path as this system has it: tools for Windows write backslashes."""
+    return name.replace("\\", "/")
 
 
 def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions) -> None:
@@ -71,12 +80,13 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         if options.split:
             raise UserError(f"{where}: --classes-from none takes the images of all splits; leave --split out")
         return
-    if MANIFEST in source.ignored:
-        source.ignored.remove(MANIFEST)
+    manifests = sorted((name for name in ignored if PurePosixPath(name).name == MANIFEST), key=_depth)
+    if manifests and not (options.classes_from and _depth(manifests[0])):
+        source.ignored.remove(manifests[0])
         refuse_split(where, options.split)
         if options.classes_from:
-            raise UserError(f"{where}: its classes are those of {MANIFEST}; leave --classes-from out")
-        _by_manifest(source, f"{where}: {MANIFEST}")
+            raise UserError(f"{where}: its classes are those of {manifests[0]}; leave --classes-from out")
+        _by_manifest(source, where, manifests, options)
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     named = [name for name in images if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
@@ -98,7 +108,11 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
                 f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has; rename it"
             )
     elif len(loose) == len(images):
-        source.remarks += _tables(where, prefix, ignored) or names_look_like_labels(where, images)
+        source.remarks += [
+            f"warning: {where}: packed without labels, although {name} lies there; if it holds labels, give it as the"
+            " source"
+            for name in _tables(prefix, ignored)[:1]
+        ] or names_look_like_labels(where, images)
         return
     elif loose:
         raise UserError(
@@ -112,18 +126,25 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
             instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
             source.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+        tables = _tables(prefix, ignored)
+        if not CONTAINER.fullmatch(names[0].lower()):
+            tables = [name for name in tables if name.startswith(f"{prefix}{names[0]}/")]
+        if options.classes_from is None and len(set(names)) == 1 and tables:
+            raise UserError(
+                f"{where}: all images lie in {prefix}{names[0]}, beside {tables[0]}: if that holds the labels, give it"
+                f" as the source; else pass --classes-from top (one class, {names[0]}) or none"
+            )
     source.take_labels(where, names, whole=False)
 
 
-def _tables(where: str, prefix: str, ignored: list[str]) -> list[str]:
-    """A warning if a table, which may hold labels, lies beside images that have none."""
-    beside = [name for name in ignored if name.startswith(prefix) or "/" not in name]
-    return [
-        f"warning: {where}: packed without labels, although {name} lies there; if it holds labels, give it as the"
-        " source, with the columns path and label"
-        for name in beside
-        if PurePosixPath(name).suffix.lower() in (".csv", ".parquet")
-    ][:1]
+def _tables(prefix: str, ignored: list[str]) -> list[str]:
+    """Return the tables, which may hold labels, in the folder of the images, below it, or above it."""
+    near = [name for name in ignored if name.startswith(prefix) or prefix.startswith(_folder(name))]
+    return [name for name in near if PurePosixPath(name).suffix.lower() in TABLES]
+
+
+def _folder(name: str) -> str:
+    return name[: name.rfind("/") + 1]
 
 
 def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
@@ -140,16 +161,22 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
     )
 
 
-def _by_manifest(source: "ListedSource", where: str) -> None:
-    """Labels by StyleGAN's `dataset.json`: numbers or names of classes, or lists of them.
+def _by_manifest(source: "ListedSource", place: str, manifests: list[str], options: SourceOptions) -> None:
+    """Labels by StyleGAN's `dataset.json`: numbers or names of classes, or lists of them, of all images.
 
-    Raises UserError if it is no such document, names an image that is not there, leaves one out, and as `take_labels`.
+    Raises UserError if it is no such document, lies beside images or another one, names an image that is not there,
+    leaves one out, and as `take_labels`.
     """
+    prefix, where = manifests[0].removesuffix(MANIFEST), f"{place}: {manifests[0]}"
+    source.takes = source.takes | {"label_separator"}
+    if outside := [name for name in [*manifests, *source.names] if not name.startswith(prefix)]:
+        alone = f"give {prefix[:-1]} alone, or pass --classes-from top (folders are classes) or none"
+        raise UserError(f"{where} has no labels for {outside[0]}: {alone}")
     with explained(ImageError, lambda why: f"{where} {why}; fix it"):
-        content = source.read(MANIFEST)
+        content = source.read(manifests[0])
     faults, form = (ValueError, TypeError, KeyError, RecursionError), '{"labels": [["name", class], ...]}'
     with explained(faults, lambda why: f"{where} is not {form} ({why})"):
-        pairs = [(str(name), label) for name, label in json.loads(content)["labels"] or []]
+        pairs = [(prefix + with_slashes(str(name)), label) for name, label in json.loads(content)["labels"] or []]
     known: dict[str, Any] = {}
     for name, label in pairs:
         if known.setdefault(name, label) != label:
@@ -158,12 +185,15 @@ def _by_manifest(source: "ListedSource", where: str) -> None:
             if not isinstance(one, int | str) or isinstance(one, bool):
                 told = "labels are names, or whole numbers from 0, or lists"
                 raise UserError(f"{where}: the label of {name} is {label!r}; {told}")
-    odd = sorted(set(known) ^ set(source.names)) if known else []
-    if odd:
-        raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
-    if known:
-        given = [list(map(str, label)) if isinstance(label := known[n], list) else str(label) for n in source.names]
-        source.take_labels(where, given, [f"{where}: {name}" for name in source.names])
+    if not known:
+        return
+    if odd := sorted(set(known) ^ set(source.names)):
+        what = "names {}, which is not there" if odd[0] in known else "has no label for {}"
+        raise UserError(f"{where} {what.format(odd[0])}: they must name the same images")
+    texts = [as_text(known[name]) for name in source.names]
+    given, how = split_labels(where, texts, options.label_separator)
+    source.remarks += [f"{where}: labels, {how}"] if how != ONE else []
+    source.take_labels(where, given, [f"{where}: {name}" for name in source.names])
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -179,6 +209,10 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
         inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
         raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
     raise UserError(f"{where} holds no images{_what_instead(others)}; supported are {' '.join(sorted(SUFFIXES))}")
+
+
+def _depth(name: str) -> int:
+    return name.count("/")
 
 
 def _hidden(name: str) -> bool:
@@ -258,6 +292,7 @@ class ListedSource(Source):
     """Images that have names; a subclass reads them."""
 
     between: ClassVar[str] = "/"  # what stands between the source and a file's name, for people
+    takes = frozenset(("classes_from", "stack"))
 
     def __init__(self, name: str, where: str) -> None:
         super().__init__(printable(name), [])
@@ -342,8 +377,7 @@ class ZipSource(ListedSource):
         with bounded.reading(path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile):
             bounded.check(path, bounded.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
-        # Tools for Windows write backslashes, where the format has "/" only.
-        members = [(member.filename.replace("\\", "/"), member) for member in self._archive.infolist()]
+        members = [(with_slashes(member.filename), member) for member in self._archive.infolist()]
         self._members = {name: member for name, member in members if not name.endswith("/")}
         folders = [name for name, _ in members if name.endswith("/")]
         if len(self._members) + len(folders) < len(members):
