@@ -27,7 +27,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter, check_target
 from duetgan.data.records import DEPTHS, Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
-from duetgan.utils.config.cli import Parser, add_import_option, number
+from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_import_option, add_table_options, number
 from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec
 from duetgan.utils.memory import tune_malloc
@@ -206,7 +206,8 @@ def _write(
                 skipped.add(Problem(source.item_name(row), str(record)))
                 continue
             written.enlarged += record.enlarged
-            written.cut += record.cut
+            written.cut += record.cut > 0
+            written.bits = max(written.bits, record.cut)
             pixels = int(record.signature["digest"][0])
             if drop and pixels in labels:
                 written.dropped += 1
@@ -264,27 +265,12 @@ def _range(text: str) -> tuple[float, float]:
     return low, high
 
 
-TABLE_OPTIONS = {
-    "path_column": ("NAME", "of a table: names of the images' files"),
-    "label_column": ("NAME", "of a table or .tar file, or several: a,b,c; none: without labels"),
-    "label_separator": ("TEXT", "between several labels of an image, such as '|'; none: one label each"),
-    "split_column": ("NAME", "of training and held-out images; NAME=VALUE: the held-out rows; none: all rows"),
-    "root": ("DIR", "folder of the images that a table names, or of the fashion-mnist, cifar10 or idx files"),
-    "suffix": ("TEXT", "that the names in a table lack, such as .jpg"),
-}
-
-
-def add_table_options(parser: Parser) -> None:
-    """Add the options of tables, which `open_source` takes."""
-    for name, (metavar, told) in TABLE_OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=told)
-
-
 def make_parser() -> Parser:
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
-    add("source", help=f"folder, .zip, .tar or LMDB file, table (.csv, .tsv, .jsonl, .parquet), URL, or: {', '.join(NAMED)}")
+    told = "folder, .zip, .tar or LMDB file, table (.csv, .tsv, .jsonl, .parquet), URL"
+    add("source", help=f"{told}, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
     add("--size", type=_size, metavar="N|WxH", help="the images' side in px, or width x height; default: their own")
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
@@ -341,10 +327,14 @@ def main(argv: list[str]) -> None:
         elif split is None and len(source.splits) > 1:
             parts = listed(source.splits)
             source.remarks.append(f"{source.name}: its training images are packed; --split takes another of {parts}")
+        warnings = [remark for remark in source.remarks if remark.startswith("warning: ")]
         for remark in source.remarks:
-            print(printable(remark), file=sys.stderr)
+            if remark not in warnings:
+                print(printable(remark), file=sys.stderr)
         summary = pack(source, **options)
-    print("\n".join(packing.summary_lines(summary, dest)))
+    print("\n".join(packing.summary_lines(summary, dest)), flush=True)
+    for warning in warnings:  # last, where they are seen
+        print(printable(warning), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -244,9 +244,17 @@ def numbered(
         place = places[labels.index(odd)] if places else where
         raise UserError(f"{place}: label {odd}; labels are names, or whole numbers from 0")
     order = {name: number for number, name in enumerate(sorted(counts, key=int if numeric else None))}
+    alike = defaultdict(list)
+    for name in order:
+        alike[" ".join(name.casefold().replace("_", " ").split())].append(printable(name))
+    remarks = [
+        f"{where}: the classes {' and '.join(map(repr, names))} differ only by case or spaces; are they one?"
+        for names in alike.values()
+        if len(names) > 1
+    ]
     twice = sorted(name for name, count in counts.items() if count > 1)
     remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
-    return list(map(printable, order)), [order[spelled[label]] for label in labels], [remark] if twice else []
+    return list(map(printable, order)), [order[spelled[label]] for label in labels], remarks + [remark] * bool(twice)
 
 
 # --- splits

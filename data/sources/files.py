@@ -52,6 +52,12 @@ CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # a folder beside class folders that is none
 ARRAY = ".npy"
 CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")  # folders that are no class
+OTHER_IMAGES = frozenset(
+    (
+        *(".npy", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr", ".dcm", ".nii"),
+        *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw", ".pcx", ".eps"),
+    )
+)  # that are not read, or not beside others
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # folders in a message
 
@@ -76,6 +82,7 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
     images, ignored = _images(where, files)
     source.take_names(images)
     source.ignored += ignored
+    source.remarks += _other_images(where, len(images), ignored)
     if options.classes_from == "none":  # all images, wherever they lie
         if options.split:
             raise UserError(f"{where}: --classes-from none takes the images of all splits; leave --split out")
@@ -135,6 +142,13 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
                 f" as the source; else pass --classes-from top (one class, {names[0]}) or none"
             )
     source.take_labels(where, names, whole=False)
+
+
+def _other_images(where: str, count: int, ignored: list[str]) -> list[str]:
+    """Return a warning where images of kinds that are not read lie among others."""
+    others = [name for name in ignored if PurePosixPath(name).suffix.lower() in OTHER_IMAGES]
+    text = f"warning: {where}: {len(others):,} of {count + len(others):,} images are of kinds that are not read"
+    return [f"{text}{_what_instead(others)}: convert them to PNG"] if others else []
 
 
 def _tables(prefix: str, ignored: list[str]) -> list[str]:

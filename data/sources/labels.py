@@ -58,7 +58,7 @@ def as_text(value: object) -> str:
 
 
 def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Counter[str]]:
-    """Return how many rows have each value of each column; of a column of many values the first ones."""
+    """Return assumed many rows have each value of each column; of a column of many values the first ones."""
     counts = {name: Counter[str]() for name in columns}
     for row in rows:
         for values, text in zip(counts.values(), row, strict=True):
@@ -70,7 +70,7 @@ def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Co
 def find_name(where: str, option: str, name: str, columns: Iterable[str]) -> str:
     """Return the column of this name in any case. Raises UserError if there is none, or several."""
     columns = list(columns)
-    fitting = [name] * (name in columns) or [other for other in columns if other.lower() == name.lower()]
+    fitting = [name] * (name in columns) or [name_in_any_case for name_in_any_case in columns if name_in_any_case.lower() == name.lower()]
     if len(fitting) != 1:
         hint = did_you_mean(name, columns)
         text = ", ".join(columns) or "none"
@@ -122,7 +122,7 @@ def _labels_by_name(where: str, counts: Counts, asked: str | None, declared: Ite
     lower: dict[str, list[str]] = defaultdict(list)
     for name in counts:
         lower[name.lower()].append(name)
-    fitting = lower[LABEL] or [name for other in LABEL_COLUMNS for name in lower[other]] or list(declared)
+    fitting = lower[LABEL] or [name for name_in_any_case in LABEL_COLUMNS for name in lower[name_in_any_case]] or list(declared)
     if len(fitting) > 1:
         raise UserError(
             f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, or --label-column"
@@ -167,7 +167,7 @@ def _split(where: str, counts: Counts, asked: str | None, labelled: bool) -> tup
         return None, {}
     if asked is not None:
         return _split_by_name(where, counts, *asked.partition("=")[::2])
-    known: dict[str, dict[str, str]] = {}
+    splits: dict[str, dict[str, str]] = {}
     unclear = []
     for column, all_values in counts.items():
         usual, values = column.lower() in SPLIT_COLUMNS, all_values.keys() - {""}
@@ -175,19 +175,19 @@ def _split(where: str, counts: Counts, asked: str | None, labelled: bool) -> tup
             continue
         sides = _sides(column, values)
         if sides and (usual or len(set(sides.values())) > 1):
-            known[column] = sides
+            splits[column] = sides
         elif sides is None and (usual or {"train", "val"} <= {_train_or_val(value) for value in values}):
             unclear.append(column)
-    known = {column: sides for column, sides in known.items() if column.lower() == "split"} or known
-    name: str | None = next(iter([*known, *unclear]), None)
-    flags = [other for other in counts if other != name and _is_one_hot(counts[other])]
+    splits = {column: sides for column, sides in splits.items() if column.lower() == "split"} or splits
+    name: str | None = next(iter([*splits, *unclear]), None)
+    flags = [name_in_any_case for name_in_any_case in counts if name_in_any_case != name and _is_one_hot(counts[name_in_any_case])]
     may_be_label = name is not None and base.side_of(name) != "" and not labelled and flags
-    if len(known) > 1 or may_be_label:
-        names = " and ".join(known) if len(known) > 1 else name
+    if len(splits) > 1 or may_be_label:
+        names = " and ".join(splits) if len(splits) > 1 else name
         raise UserError(f"{where}: {names} may be a split: pass --split-column {name}, or {NO_LABELS}")
-    if unclear and not known:
+    if unclear and not splits:
         raise UserError(f"{where}: {_unclear(unclear[0], counts[unclear[0]].keys() - {''})}")
-    return name, known.get(name or "", {})
+    return name, splits.get(name or "", {})
 
 
 def _split_by_name(where: str, counts: Counts, name: str, held_out: str) -> tuple[str, dict[str, str]]:
@@ -289,42 +289,60 @@ def take_columns(
     source: base.Source,
     where: str,
     columns: Columns,
-    rows: Sequence[Sequence[str]],  # of the values of `columns.labels`
+    rows: Sequence[Sequence[str]],  # of the values of `columns.names`
     places: Sequence[str],
-    separator: str | None,
+    options: base.SourceOptions,
 ) -> list[int]:
-    """Give the source the labels of the rows, problems for those without one, and a remark that says what was assumed.
-    Return the rows that have labels. Raises UserError as `take_labels`.
+    """Give the source the labels of the rows, and problems for those that lack a label or a split; a remark says what
+    was assumed. Return the rows of the chosen split. Raises UserError as `take_labels` and `choose_split`.
     """
-    usable = list(range(len(rows)))
-    if not columns.labels:
-        source._labels = np.zeros(len(rows), np.int64)
-        if columns.split:
-            source.remarks.append(f"{where}: no labels{_split_words(columns)}")
+    width = len(columns.labels)
+    values, assumed = _values(where, columns, [row[:width] for row in rows], options.label_separator)
+    lists = any(isinstance(value, list) for value in values)  # then an empty one is a list of none
+    usable = []
+    for index, (row, value) in enumerate(zip(rows, values, strict=True)):
+        lacks = "label" if width and not value and not lists else "split" if columns.split and not row[-1] else ""
+        if lacks:
+            source.problems.append(base.Problem(places[index], f"has no {lacks}"))
+        else:
+            usable.append(index)
+    if assumed != ONE or columns.split or columns.assumed:  # else nothing was assumed
+        names = ", ".join(f'"{name}"' for name in columns.labels)
+        text = f"labels from column{'s' * (width > 1)} {names}, {assumed}" if names else "no labels"
+        source.remarks.append(f"{where}: {text}{_split_words(columns)}")
+    source._labels = np.zeros(len(usable), np.int64)
+    if width:
+        source.take_labels(where, [values[index] for index in usable], [places[index] for index in usable])
+    if columns.split is None:
+        if not source.splits:
+            base.refuse_split(where, options.split)
         return usable
-    names = ", ".join(f'"{name}"' for name in columns.labels)
-    how = ONE
-    values: list[str | list[str]]
+    sides = [columns.sides[rows[index][-1]] for index in usable]
+    source.splits = tuple(sorted(set(sides)))
+    chosen = base.choose_split(where, options.split, source.splits) if sides else ""
+    kept = [side == chosen for side in sides]
+    source._labels = source._labels[kept]
+    return list(itertools.compress(usable, kept))
+
+
+def _values(
+    where: str, columns: Columns, rows: Sequence[Sequence[str]], separator: str | None
+) -> tuple[list[str | list[str]], str]:
+    """Return the label or labels of each row, and words that say what was assumed."""
+    width = len(columns.labels)
     if columns.one_hot:
         sets = [_of_one_hot(columns.labels, row) for row in rows]
         single = all(len(labels) == 1 for labels in sets)
-        values = [labels[0] if single else labels for labels in sets]
         absent = sorted(set(columns.labels) - set(itertools.chain(*sets)))
-        how = f"{ONE if single else 'several per image'} (1: has it)"
-        how += f"; left out: {listed(absent)}, which no image has" if absent else ""
-    else:
-        cells, how = split_labels(where, list(itertools.chain(*rows)), separator)
-        width = len(columns.labels)
-        values = cells if width == 1 else [_joined(cells[row * width : (row + 1) * width]) for row in usable]
-        how += " and column" * (width > 1)
-    if not any(isinstance(value, list) for value in values):  # else an empty one is a list of none
-        source.problems += [base.Problem(places[row], "has no label") for row in usable if not values[row]]
-        usable = [row for row in usable if values[row]]
-    if how != ONE or columns.split or columns.assumed:  # else nothing was assumed
-        plural = "s" * (len(columns.labels) > 1)
-        source.remarks.append(f"{where}: labels from column{plural} {names}, {how}{_split_words(columns)}")
-    source.take_labels(where, [values[row] for row in usable], [places[row] for row in usable])
-    return usable
+        assumed = f"{ONE if single else 'several per image'} (1: has it)"
+        assumed += f"; left out: {listed(absent)}, which no image has" if absent else ""
+        return [labels[0] if single else labels for labels in sets], assumed
+    cells, assumed = split_labels(where, list(itertools.chain(*rows)), separator)
+    if width == 1:
+        return cells, assumed
+    return [_joined(cells[row * width : (row + 1) * width]) for row in range(len(rows))], assumed + " and column" * (
+        width > 1
+    )
 
 
 def _of_one_hot(names: Sequence[str], row: Sequence[str]) -> list[str]:

@@ -12,7 +12,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote
@@ -139,15 +138,6 @@ class Place(NamedTuple):
         return self.folder / self.name(value)
 
 
-@dataclass
-class Row:
-    place: str  # in the table
-    path: str
-    label: Sequence[str]
-    split: str
-    number: int = 0  # of the label
-
-
 class PathTable(LocalSource):
     """The images that a table names. Raises UserError if it cannot be used."""
 
@@ -164,20 +154,18 @@ class PathTable(LocalSource):
         place = _find_place(path, options.root or self.folder, counts, options, self.remarks)
         columns = labels.choose_columns(self, str(path), counts, options, paths=place.column)
         self.problems = []
-        rows = self._without_repeats(place, self._rows(table, place, columns, options.label_separator), columns)
-        self.splits = tuple(sorted({columns.sides[row.split] for row in rows if row.split}))
-        if columns.split is None:
-            base.refuse_split(path, options.split, "column split")
-        elif rows:
-            chosen = base.choose_split(path, options.split, self.splits)
-            rows = [row for row in rows if columns.sides[row.split] == chosen]
-        self.folder, there = place.folder, []
-        for row in rows:
-            if os.path.isfile(file := place.file(row.path)):
-                there.append(row)
+        rows = self._rows(table, place, columns)
+        places = [f"{path} {where}" for where, _, _ in rows]
+        usable = labels.take_columns(self, str(path), columns, [row[2] for row in rows], places, options)
+        self.folder, names, numbers = place.folder, [], []
+        for index, number in zip(usable, self.labels().tolist(), strict=True):
+            where, value, _ = rows[index]
+            if os.path.isfile(file := place.file(value)):
+                names.append(place.name(value))
+                numbers.append(number)
             else:
-                self.problems.append(base.Problem(str(file), f"is no file ({row.place} of {path.name})"))
-        self.take_names([place.name(row.path) for row in there], [row.number for row in there])
+                self.problems.append(base.Problem(str(file), f"is no file ({where} of {path.name})"))
+        self.take_names(names, numbers)
 
     def _usable(self, table: Table, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         for place, values in table.rows(columns):
@@ -186,40 +174,24 @@ class PathTable(LocalSource):
             else:
                 yield place, values
 
-    def _rows(self, table: Table, place: Place, columns: labels.Columns, separator: str | None) -> list[Row]:
-        """Return the rows that can be used, with the numbers of their labels; the others become problems."""
-        rows = []
-        for where, (path, *label) in self._usable(table, [place.column, *columns.names]):
-            split = label.pop() if columns.split else ""
-            empty = place.column if not path else columns.split if columns.split and not split else None
-            if empty is None:
-                rows.append(Row(where, clean(path), label, split))
-            else:
-                self.problems.append(base.Problem(f"{self.where} {where}", f"has an empty {empty}"))
-        places = [f"{self.where} {row.place}" for row in rows]
-        usable = labels.take_columns(self, self.where, columns, [row.label for row in rows], places, separator)
-        rows = [rows[index] for index in usable]
-        for row, number in zip(rows, self.labels().tolist(), strict=True):
-            row.number = number
-        return rows
-
-    def _without_repeats(self, place: Place, rows: list[Row], columns: labels.Columns) -> list[Row]:
-        """The first row of each file. Rows that give one file two labels or put it into two splits raise UserError."""
-        first: dict[str, Row] = {}
-        for row in rows:
-            known = first.setdefault(os.path.normpath(place.file(row.path)), row)
-            if known is row:
+    def _rows(self, table: Table, place: Place, columns: labels.Columns) -> list[tuple[str, str, list[str]]]:
+        """Return each file's place in the table, path and values. Rows that repeat another become problems; UserError
+        for those that contradict it.
+        """
+        first: dict[str, tuple[str, str, list[str]]] = {}
+        for where, (path, *values) in self._usable(table, [place.column, *columns.names]):
+            here = f"{self.where} {where}"
+            if not path:
+                self.problems.append(base.Problem(here, f"has an empty {place.column}"))
                 continue
-            where = f"{self.where} {row.place}"
-            for what, same, one, other in (
-                ("label", known.number == row.number, known.label, row.label),
-                ("split", known.split == row.split, [known.split], [row.split]),
-            ):
-                if not same:
-                    remedy = "; several in one row: a;b" if what == "label" and not columns.one_hot else ""
-                    texts = [" ".join(values) or "none" for values in (other, one)]
-                    raise UserError(f"{where}: {row.path} has {what} {texts[0]}, in {known.place} {texts[1]}{remedy}")
-            self.problems.append(base.Problem(where, f"repeats {row.path} of {known.place}"))
+            row = where, clean(path), values
+            known = first.setdefault(os.path.normpath(place.file(row[1])), row)
+            for name, value, other in zip(columns.names, values, known[2], strict=True):
+                if value != other:
+                    remedy = f"{here}: {path} has {name} {value or 'none'}, in {known[0]} {other or 'none'}"
+                    raise UserError(f"{remedy}; give several labels in one row: a;b")
+            if known is not row:
+                self.problems.append(base.Problem(here, f"repeats {path} of {known[0]}"))
         return list(first.values())
 
 

@@ -209,31 +209,17 @@ class TableSource(base.Source):
         """Take the labels, and leave out rows that have none (null, empty text and numbers below 0) and those of other
         splits. Of classes that the schema names, those that no image has are left out.
         """
-        if columns.split is None:
-            base.refuse_split(where, options.split, "splits in its files' names, or a column of them")
-        if not columns.names:
-            self._labels = np.zeros_like(self._rows)
-            return
         rows = [row for _, row in self.shards.rows(columns.names, bounded.TABLE.limit)]
-        sides = [columns.sides.get(row[-1], "") for row in rows] if columns.split else []
-        values = [row[:-1] for row in rows] if columns.split else rows
-        if len(columns.labels) == 1 and self.shards.first.use(columns.labels[0]) == "number":
-            values = [[""] if row[0].startswith("-") else row for row in values]
+        rows = rows or [[]] * len(self._rows)
+        single = len(columns.labels) == 1 and not columns.one_hot
+        if single and self.shards.first.use(columns.labels[0]) == "number":
+            rows = [["", *row[1:]] if row[0].startswith("-") else row for row in rows]
         places = list(map(self.item_name, range(len(rows))))
-        usable = labels.take_columns(self, where, columns, values, places, options.label_separator)
-        if not usable:
-            raise UserError(
-                f"{where}: no row has a label in the column {columns.labels[0]}: choose another --split or drop the"
-                " column"
-            )
-        if len(columns.labels) == 1 and not columns.one_hot:
+        self._rows = self._rows[labels.take_columns(self, where, columns, rows, places, options)]
+        if not len(self._rows):
+            raise UserError(f"{where}: no row has a label: choose another --split or drop the column")
+        if single:
             self._name_classes(where, columns.labels[0])
-        self._rows = np.array(usable)
-        if sides:
-            self.splits = tuple(sorted({*sides} - {""}))
-            chosen = base.choose_split(where, options.split, self.splits)
-            kept = np.array([sides[row] == chosen for row in usable])
-            self._rows, self._labels = self._rows[kept], self._labels[kept]
 
     def _name_classes(self, where: str, column: str) -> None:
         """Give the classes the names of the schema, if it has them, and its order."""

@@ -24,9 +24,7 @@ from duetgan.data.sources.base import (
     Problem,
     SourceOptions,
     choose_shards,
-    choose_split,
     looks_like_labels,
-    refuse_split,
 )
 from duetgan.data.sources.files import ListedSource, arrange, kind_of, with_slashes
 from duetgan.data.tar_files import Member, TarFiles, read_members
@@ -118,20 +116,11 @@ class TarSource(ListedSource):
         if not samples:
             raise UserError(f"{self.where} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
         columns = self._choose_columns(samples, options)
-        if columns.split is None and not self.splits:
-            refuse_split(self.where, options.split)
-        rows = [[sample.notes.get(name, "") for name in columns.labels] for sample in samples]
+        rows = [[sample.notes.get(name, "") for name in columns.names] for sample in samples]
         places = [self._place_name(sample.images[0]) for sample in samples]
-        usable = labels.take_columns(self, self.where, columns, rows, places, options.label_separator)
-        samples, numbers = [samples[index] for index in usable], self.labels().tolist()
-        if columns.split:
-            sides = [columns.sides.get(sample.notes.get(columns.split, ""), "") for sample in samples]
-            self.splits = tuple(sorted({*sides} - {""}))
-            chosen = choose_split(self.where, options.split, self.splits)
-            kept = [index for index, side in enumerate(sides) if side == chosen]
-            samples, numbers = [samples[index] for index in kept], [numbers[index] for index in kept]
+        samples = [samples[index] for index in labels.take_columns(self, self.where, columns, rows, places, options)]
         self._images = [sample.images[0] for sample in samples]
-        self.take_names([member.name for member in self._images], numbers)
+        self.take_names([member.name for member in self._images], self.labels().tolist())
 
     def _choose_columns(self, samples: Sequence[Sample], options: SourceOptions) -> labels.Columns:
         """The notes that hold labels and the split; adds remarks. Raises UserError if it is unclear."""

@@ -4,19 +4,25 @@ each is read as it is meant, or refused with the option that settles it.
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from duetgan.data.lmdb.format import multi_hot
+from duetgan.data.pack import main
 from duetgan.data.sources import Source, open_source
+from duetgan.utils.errors import EXIT_OK
+from duetgan.utils.script import run_cli
 from tests.data.conftest import save
-from tests.data.sources.source_files import cells, parquet, refused
+from tests.data.sources.source_files import cells, content_of, parquet, refused
 from tests.data.sources.test_tars import samples, tar
 
 AB = "a.png b.png"
+KINDS = ("folder", "zip", "tar")
 LISTS = '[{"image": "/data/local-files/?d=s/a%2Bb.png", "id": 7, "choice": {"choices": ["cat", "dog"]}},'
 LISTS += ' {"image": "/data/local-files/?d=s%5Cb.png", "id": 9, "choice": "cat"}]'
 STUDIO = 'annotator,choice,id,image\n1,"{""choices"": [""cat"", ""dog""]}",1,/data/upload/3/a.png\n1,cat,2,/data/upload/3/b.png\n'
@@ -253,3 +259,104 @@ def test_parquet_and_tars_have_the_same_rules(
         with open_source(str(file), **options) as source:  # type: ignore[arg-type]
             labels = [label or "-" for _, label in read(source)]
             assert (" ".join(labels), source.problems) == (expected, [])
+
+
+def arranged(folder: Path, kind: str, files: dict[str, str]) -> Path:
+    """A folder, zip or tar of small images and texts, by the files' names."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode() or content_of(len(name)))
+    if kind == "folder":
+        return folder
+    content = {name: (folder / name).read_bytes() for name in files}
+    if kind == "tar":
+        return tar(folder.with_suffix(".tar"), content)
+    with zipfile.ZipFile(folder.with_suffix(".zip"), "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    return folder.with_suffix(".zip")
+
+
+def stylegan(**labels: object) -> str:
+    return json.dumps({"labels": [[f"0\\{name}.png", label] for name, label in labels.items()]})
+
+
+# folder, zip or tar; the files, without a text images; the options; as CASES
+PLACES: list[tuple[str, dict[str, str], dict[str, str], str]] = [
+    *((kind, {"0/a.png": "", "0/b.png": "", "dataset.json": stylegan(a=1, b=0)}, {}, "1 0") for kind in KINDS),
+    *(
+        (kind, {"my/0/a.png": "", "my/0/b.png": "", "my/dataset.json": stylegan(a="x", b="y")}, {}, "x y")
+        for kind in KINDS
+    ),
+    ("zip", {"x/my/0/a.png": "", "x/my/dataset.json": stylegan(a="x|y")}, {}, "x+y"),
+    ("zip", {"my/0/a.png": "", "my/dataset.json": stylegan(a="x|y")}, {"label_separator": "none"}, "x|y"),
+    ("zip", {"my/0/a.png": "", "my/dataset.json": stylegan(a="x", b="y")}, {}, "!names my/0/b.png, which is not there"),
+    (
+        "zip",
+        {"my/0/a.png": "", "my/0/b.png": "", "my/dataset.json": stylegan(a="x")},
+        {},
+        "!has no label for my/0/b.png",
+    ),
+    *(
+        (
+            kind,
+            {"my/0/a.png": "", "cat/c.png": "", "my/dataset.json": stylegan(a="x")},
+            {},
+            "!no labels for cat/c.png: give my alone",
+        )
+        for kind in KINDS
+    ),
+    ("folder", {"my/a.png": "", "cat/c.png": "", "my/dataset.json": "[]"}, {"classes_from": "top"}, "cat my"),
+    (
+        "folder",
+        {"images/a.png": "", "labels.csv": "a"},
+        {},
+        "!all images lie in images, beside labels.csv: if that holds",
+    ),
+    (
+        "zip",
+        {"my/a.png": "", "my/labels.jsonl": "a"},
+        {},
+        "!all images lie in my, beside my/labels.jsonl: if that holds",
+    ),
+    ("folder", {"images/a.png": "", "labels.csv": "a"}, {"classes_from": "top"}, "images"),
+    ("folder", {"cat/a.png": "", "notes.csv": "a"}, {}, "cat"),
+    ("folder", {"train_images/a.png": "", "test_images/b.png": ""}, {}, ""),
+    ("folder", {"Cat/a.png": "", "cat /b.png": "", "dog/c.png": ""}, {}, "Cat cat  dog"),
+    *((kind, {"cat\\a.png": "", "dog\\b.png": ""}, {}, "cat dog") for kind in ("zip", "tar")),
+    ("tar", {"a.left.png": "", "a.left.cls": "x", "a.right.png": "", "a.right.cls": "y"}, {}, "x y"),
+    ("tar", {"cat/a.left.png": "", "dog/b.left.png": "", "README.txt": "x"}, {}, "cat dog"),
+    (
+        "tar",
+        {"a.png": "", "a.cls": "x", "b.left.png": "", "b.left.cls": "y"},
+        {},
+        "?ends at the first dot of b.left.png",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(PLACES)))
+def test_places_of_labels_and_names(tmp_path: Path, case: int) -> None:
+    """D1, D7, D9 and D10: `dataset.json` below the root, tables beside folders, dots and backslashes in names."""
+    kind, files, options, expected = PLACES[case]
+    where = arranged(tmp_path / "x", kind, files)
+    if expected.startswith("!"):
+        refused(where, expected[1:], **options)
+        return
+    with open_source(str(where), **options) as source:  # type: ignore[arg-type]
+        if expected.startswith("?"):
+            assert expected[1:] in str(source.problems[0])
+            return
+        assert (" ".join(labels for _, labels in read(source)), source.problems) == (expected, [])
+        assert any("'Cat' and 'cat ' differ only by case" in remark for remark in source.remarks) == ("Cat" in expected)
+        assert isinstance(source.content(0), bytes)
+
+
+def test_d6_images_that_are_not_read_are_the_last_thing_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = arranged(tmp_path / "x", "folder", {"a.avif": "", "b.jxl": "x", "c.dng": "x", "d.jxl": "x", "e.txt": "x"})
+    Image.new("RGB", (8, 8), "red").save(where / "a.avif")
+    assert run_cli(main, [str(where), str(tmp_path / "x.lmdb")]) == EXIT_OK
+    told = f"warning: {where}: 3 of 4 images are of kinds that are not read (only 2 .jxl, 1 .dng): convert them to PNG"
+    assert capsys.readouterr().err.splitlines()[-1] == told

@@ -345,7 +345,7 @@ def test_manifest_labels_and_split(tmp_path: Path) -> None:
         assert source.labels().tolist() == [label]
         assert (source.classes, len(source.problems)) == (["cat", "dog", "emu"], problems)
     refused(manifest(tmp_path, "path,split\na.png,train\n"), "no test split, only train", split="test")
-    refused(manifest(tmp_path, "path\na.png\n"), "no column split: leave --split out", split="test")
+    refused(manifest(tmp_path, "path\na.png\n"), "has no splits: leave --split out", split="test")
 
 
 @pytest.mark.parametrize(

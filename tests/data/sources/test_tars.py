@@ -69,7 +69,12 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
         (["dog", "cat", "dog", "cat"], "txt", ["cat", "dog"], 'labels from column "txt", one per image'),
         (["a dog", "a cat", "two", "three"], "txt", [], None),  # captions
         ([json.dumps({"label": label, "url": "x"}) for label in "abab"], "json", ["a", "b"], None),
-        ([json.dumps({"class": n % 2}) for n in range(4)], "json", ["0", "1"], 'labels from column "class", one per image'),
+        (
+            [json.dumps({"class": n % 2}) for n in range(4)],
+            "json",
+            ["0", "1"],
+            'labels from column "class", one per image',
+        ),
         ([json.dumps({"kind": n % 2, "deep": [1]}) for n in range(4)], "json", [], "--label-column kind"),
         (
             [json.dumps({"label": label}) for label in (["b"], ["a", "b"], [], ["a"])],
