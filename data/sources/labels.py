@@ -5,7 +5,7 @@ Parquet, Arrow and tar files (docs/lmdb.md). What is ambiguous is refused with t
 import ast
 import itertools
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ def as_text(value: object) -> str:
 
 
 def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Counter[str]]:
-    """Return assumed many rows have each value of each column; of a column of many values the first ones."""
+    """Return how many rows have each value of each column; of a column of many values the first ones."""
     counts = {name: Counter[str]() for name in columns}
     for row in rows:
         for values, text in zip(counts.values(), row, strict=True):
@@ -70,11 +70,10 @@ def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Co
 def find_name(where: str, option: str, name: str, columns: Iterable[str]) -> str:
     """Return the column of this name in any case. Raises UserError if there is none, or several."""
     columns = list(columns)
-    fitting = [name] * (name in columns) or [name_in_any_case for name_in_any_case in columns if name_in_any_case.lower() == name.lower()]
+    fitting = [name] * (name in columns) or [column for column in columns if column.lower() == name.lower()]
     if len(fitting) != 1:
-        hint = did_you_mean(name, columns)
-        text = ", ".join(columns) or "none"
-        raise UserError(f"{where}: {option} {name}: no such column{hint}; there are {text}")
+        text = f"no such column{did_you_mean(name, columns)}; there are {', '.join(columns) or 'none'}"
+        raise UserError(f"{where}: {option} {name}: {text}")
     return fitting[0]
 
 
@@ -119,10 +118,9 @@ def _labels_by_name(where: str, counts: Counts, asked: str | None, declared: Ite
     if asked is not None:
         names = [asked] if asked in counts else asked.split(",")
         return [find_name(where, "--label-column", name.strip(), counts) for name in names]
-    lower: dict[str, list[str]] = defaultdict(list)
-    for name in counts:
-        lower[name.lower()].append(name)
-    fitting = lower[LABEL] or [name for name_in_any_case in LABEL_COLUMNS for name in lower[name_in_any_case]] or list(declared)
+    usual = [name for name in counts if name.lower() in LABEL_COLUMNS]
+    usual.sort(key=lambda name: LABEL_COLUMNS.index(name.lower()))
+    fitting = [name for name in counts if name.lower() == LABEL] or usual or list(declared)
     if len(fitting) > 1:
         raise UserError(
             f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, or --label-column"
@@ -132,8 +130,7 @@ def _labels_by_name(where: str, counts: Counts, asked: str | None, declared: Ite
 
 
 def _is_one_hot(values: Iterable[str]) -> bool:
-    lower = {value.lower() for value in values}
-    return lower <= POSITIVE | NEGATIVE or lower <= POSITIVE | MINUS
+    return _lower(values) <= POSITIVE | NEGATIVE or _lower(values) <= POSITIVE | MINUS
 
 
 def _one_hot_columns(where: str, counts: Counts) -> list[str]:
@@ -143,10 +140,10 @@ def _one_hot_columns(where: str, counts: Counts) -> list[str]:
     varying = [name for name in binary if len(columns[name]) > 1]
     if len(binary) < 2 or not varying or (len(varying) == 1 and len(binary) < len(columns)):
         return []
-    odd = [name for name, values in columns.items() if name not in binary and _values_of_one_hot(values)]
     rivals = [name for name in columns if name not in binary]
-    if odd or base.looks_like_labels(where, {name: columns[name] for name in rivals}):
-        reason = f"{odd[0]} has -1 beside 0 and 1" if odd else f"{listed(rivals, 4)} may hold them too"
+    unsure = [name for name in rivals if _lower(columns[name]) <= POSITIVE | NEGATIVE | MINUS]
+    if unsure or base.looks_like_labels(where, {name: columns[name] for name in rivals}):
+        reason = f"{unsure[0]} has -1 beside 0 and 1" if unsure else f"{listed(rivals, 4)} may hold them too"
         raise UserError(
             f"{where}: the columns {listed(binary, 4)} may be labels of 0 and 1, but {reason}: pass --label-column"
             f" {','.join(binary[:3])}{',...' * (len(binary) > 3)}, another column, or {NO_LABELS}"
@@ -154,8 +151,8 @@ def _one_hot_columns(where: str, counts: Counts) -> list[str]:
     return binary
 
 
-def _values_of_one_hot(values: Iterable[str]) -> bool:
-    return {value.lower() for value in values} <= POSITIVE | NEGATIVE | MINUS
+def _lower(values: Iterable[str]) -> set[str]:
+    return set(map(str.lower, values))
 
 
 # --- splits
@@ -176,17 +173,17 @@ def _split(where: str, counts: Counts, asked: str | None, labelled: bool) -> tup
         sides = _sides(column, values)
         if sides and (usual or len(set(sides.values())) > 1):
             splits[column] = sides
-        elif sides is None and (usual or {"train", "val"} <= {_train_or_val(value) for value in values}):
+        elif sides is None and (
+            usual or len({base.side_of(value) == "train" for value in filter(base.side_of, values)}) == 2
+        ):
             unclear.append(column)
     splits = {column: sides for column, sides in splits.items() if column.lower() == "split"} or splits
     name: str | None = next(iter([*splits, *unclear]), None)
-    flags = [name_in_any_case for name_in_any_case in counts if name_in_any_case != name and _is_one_hot(counts[name_in_any_case])]
-    may_be_label = name is not None and base.side_of(name) != "" and not labelled and flags
-    if len(splits) > 1 or may_be_label:
-        names = " and ".join(splits) if len(splits) > 1 else name
-        raise UserError(f"{where}: {names} may be a split: pass --split-column {name}, or {NO_LABELS}")
+    flags = [column for column in counts if column != name and _is_one_hot(counts[column])]
+    if len(splits) > 1 or (splits and base.side_of(name or "") and flags and not labelled):
+        raise UserError(f"{where}: {' and '.join(splits)} may be a split: pass --split-column {name}, or {NO_LABELS}")
     if unclear and not splits:
-        raise UserError(f"{where}: {_unclear(unclear[0], counts[unclear[0]].keys() - {''})}")
+        raise _unclear(where, unclear[0], counts[unclear[0]].keys() - {""})
     return name, splits.get(name or "", {})
 
 
@@ -199,12 +196,8 @@ def _split_by_name(where: str, counts: Counts, name: str, held_out: str) -> tupl
         return name, {value: "val" if value in chosen else "train" for value in values}
     sides = _sides(name, values)
     if sides is None:
-        raise UserError(f"{where}: {_unclear(name, values)}")
+        raise _unclear(where, name, values)
     return name, sides
-
-
-def _train_or_val(value: str) -> str:
-    return base.side_of(value).replace("test", "val")
 
 
 def _sides(name: str, values: Iterable[str]) -> dict[str, str] | None:
@@ -218,13 +211,13 @@ def _sides(name: str, values: Iterable[str]) -> dict[str, str] | None:
     return sides if all(sides.values()) and len(sides) <= base.MOST_VALUES else None
 
 
-def _unclear(name: str, values: Iterable[str]) -> str:
-    values = sorted(values)
-    odd = next(value for value in values if not base.side_of(value))
-    hint = did_you_mean(odd.lower(), sorted(base.SPLIT_NAMES))
-    return (
-        f"the column {name} may be a split, but {odd!r} is no name of one{hint}; its values are {listed(values, 4)}:"
-        f" pass --split-column {name}={odd} if those rows are held out, or --split-column {NO_LABELS}"
+def _unclear(where: str, name: str, values: Iterable[str]) -> UserError:
+    value = min(value for value in values if not base.side_of(value))
+    hint = did_you_mean(value.lower(), sorted(base.SPLIT_NAMES))
+    return UserError(
+        f"{where}: the column {name} may be a split, but {value!r} is no name of one{hint}; its values are"
+        f" {listed(sorted(values), 4)}: pass --split-column {name}={value} if those rows are held out, or"
+        f" --split-column {NO_LABELS}"
     )
 
 
@@ -260,10 +253,10 @@ def split_labels(where: str, texts: Sequence[str], asked: str | None) -> tuple[l
         return values, f'several per image separated by "{separator}"'
     if any(isinstance(value, list) for value in values):
         return values, "lists of several per image"
-    odd = next((sign for sign in POSSIBLE_SEPARATORS for value in sorted(plain) if sign in value), "")
-    example = next((value for value in sorted(plain) if odd in value), "")
-    hint = f' ("{example}" is one; several: --label-separator "{odd}")' if odd and asked is None else ""
-    return values, f"{ONE}{hint}"
+    joined = [(sign, value) for sign in POSSIBLE_SEPARATORS for value in sorted(plain) if sign in value]
+    if not joined or asked is not None:
+        return values, ONE
+    return values, f'{ONE} ("{joined[0][1]}" is one; several: --label-separator "{joined[0][0]}")'
 
 
 def _separator(where: str, labels: set[str]) -> str:
@@ -309,7 +302,9 @@ def take_columns(
     if assumed != ONE or columns.split or columns.assumed:  # else nothing was assumed
         names = ", ".join(f'"{name}"' for name in columns.labels)
         text = f"labels from column{'s' * (width > 1)} {names}, {assumed}" if names else "no labels"
-        source.remarks.append(f"{where}: {text}{_split_words(columns)}")
+        sides = ", ".join(f"{value} -> {side}" for value, side in sorted(columns.sides.items()))
+        text += f'; split from column "{columns.split}": {sides}' if columns.split else ""
+        source.remarks.append(f"{where}: {text}")
     source._labels = np.zeros(len(usable), np.int64)
     if width:
         source.take_labels(where, [values[index] for index in usable], [places[index] for index in usable])
@@ -317,12 +312,11 @@ def take_columns(
         if not source.splits:
             base.refuse_split(where, options.split)
         return usable
-    sides = [columns.sides[rows[index][-1]] for index in usable]
-    source.splits = tuple(sorted(set(sides)))
-    chosen = base.choose_split(where, options.split, source.splits) if sides else ""
-    kept = [side == chosen for side in sides]
-    source._labels = source._labels[kept]
-    return list(itertools.compress(usable, kept))
+    source.splits = tuple(sorted({columns.sides[rows[index][-1]] for index in usable}))
+    chosen = base.choose_split(where, options.split, source.splits) if usable else ""
+    of_split = [columns.sides[rows[index][-1]] == chosen for index in usable]
+    source._labels = source._labels[of_split]
+    return list(itertools.compress(usable, of_split))
 
 
 def _values(
@@ -340,9 +334,8 @@ def _values(
     cells, assumed = split_labels(where, list(itertools.chain(*rows)), separator)
     if width == 1:
         return cells, assumed
-    return [_joined(cells[row * width : (row + 1) * width]) for row in range(len(rows))], assumed + " and column" * (
-        width > 1
-    )
+    joined = [_joined(cells[row * width : (row + 1) * width]) for row in range(len(rows))]
+    return list(joined), assumed + " and column" * (width > 1)
 
 
 def _of_one_hot(names: Sequence[str], row: Sequence[str]) -> list[str]:
@@ -353,11 +346,3 @@ def _joined(cells: Sequence[str | list[str]]) -> list[str]:
     """Return the labels of a row's columns; one that is empty, or that an earlier column has, is none."""
     labels = itertools.chain.from_iterable([cell] if isinstance(cell, str) else cell for cell in cells)
     return list(dict.fromkeys(filter(None, labels)))
-
-
-def _split_words(columns: Columns) -> str:
-    """Return what is said of a split's column, "" without one."""
-    if columns.split is None:
-        return ""
-    sides = ", ".join(f"{value} -> {side}" for value, side in sorted(columns.sides.items()))
-    return f'; split from column "{columns.split}": {sides}'

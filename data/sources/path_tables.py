@@ -146,11 +146,9 @@ class PathTable(LocalSource):
     def __init__(self, path: Path, options: base.SourceOptions, table: Table) -> None:
         super().__init__(path if path.is_dir() else path.parent, path.name, str(path))
         counts = labels.count(table.names, (values for _, values in self._usable(table, table.names)))
-        self.take_names([])
         if not any(counts.values()):
-            if not self.problems:
-                raise UserError(f"{path} has no rows below its header: add a row for each image")
-            return
+            empty = f"{path} has no rows below its header: add a row for each image"
+            raise UserError(str(self.problems[0]) if self.problems else empty)
         place = _find_place(path, options.root or self.folder, counts, options, self.remarks)
         columns = labels.choose_columns(self, str(path), counts, options, paths=place.column)
         self.problems = []
@@ -180,18 +178,15 @@ class PathTable(LocalSource):
         """
         first: dict[str, tuple[str, str, list[str]]] = {}
         for where, (path, *values) in self._usable(table, [place.column, *columns.names]):
-            here = f"{self.where} {where}"
-            if not path:
-                self.problems.append(base.Problem(here, f"has an empty {place.column}"))
-                continue
             row = where, clean(path), values
-            known = first.setdefault(os.path.normpath(place.file(row[1])), row)
-            for name, value, other in zip(columns.names, values, known[2], strict=True):
-                if value != other:
-                    remedy = f"{here}: {path} has {name} {value or 'none'}, in {known[0]} {other or 'none'}"
-                    raise UserError(f"{remedy}; give several labels in one row: a;b")
-            if known is not row:
-                self.problems.append(base.Problem(here, f"repeats {path} of {known[0]}"))
+            earlier = first.setdefault(os.path.normpath(place.file(row[1])), row) if path else row
+            for name, value, before in zip(columns.names, values, earlier[2], strict=True):
+                if value != before:
+                    text = f"{path} has {name} {value or 'none'}, in {earlier[0]} {before or 'none'}"
+                    raise UserError(f"{self.where} {where}: {text}; give several labels in one row: a;b")
+            if earlier is not row or not path:
+                reason = f"repeats {path} of {earlier[0]}" if path else f"has an empty {place.column}"
+                self.problems.append(base.Problem(f"{self.where} {where}", reason))
         return list(first.values())
 
 
@@ -254,7 +249,6 @@ def _places(
     for skipped, added, inside in itertools.product(range(DEEPEST), suffixes, folders):
         for path in paths:
             places = [Place(column, skipped, text, inner) for inner in inside for text in added]
-            there = [place for place in places if place.name(path) and os.path.isfile(place.file(path))]
-            if there:
-                return there
+            if hits := [place for place in places if place.name(path) and os.path.isfile(place.file(path))]:
+                return hits
     return []
