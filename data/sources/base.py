@@ -257,6 +257,11 @@ def numbered(
     return list(map(printable, order)), [order[spelled[label]] for label in labels], remarks + [remark] * bool(twice)
 
 
+def with_slashes(name: str) -> str:
+    """Return a path as this system has it: tools for Windows write backslashes."""
+    return name.replace("\\", "/")
+
+
 # --- splits
 
 TRAIN = ("train", "training", "trainval", "trn")

@@ -9,7 +9,6 @@ and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
   top) or "parent" (a class per name of the folder in which images lie).
 """
 
-import json
 import os
 import re
 import stat
@@ -19,12 +18,13 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from duetgan.data.errors import ImageError, unread
 from duetgan.data.images import SUFFIXES
+from duetgan.data.sources import stylegan
 from duetgan.data.sources.base import (
     SHARDED,
     TRAIN,
@@ -37,8 +37,9 @@ from duetgan.data.sources.base import (
     names_look_like_labels,
     refuse_split,
     split_name,
+    with_slashes,
 )
-from duetgan.data.sources.labels import ONE, as_text, split_labels
+from duetgan.data.sources.stylegan import MANIFEST
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
@@ -47,7 +48,6 @@ from duetgan.utils.text import listed, printable
 # LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
-MANIFEST = "dataset.json"
 CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # a folder beside class folders that is none
 ARRAY = ".npy"
@@ -67,11 +67,6 @@ def kind_of(name: str) -> bounded.FileLimit:
     return bounded.TABLE if PurePosixPath(name).name == MANIFEST else bounded.IMAGE
 
 
-def with_slashes(name: str) -> str:
-    """Return a path as this system has it: tools for Windows write backslashes."""
-    return name.replace("\\", "/")
-
-
 def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions) -> None:
     """Sort files, by relative names with "/", into images and classes, which the source takes.
 
@@ -87,13 +82,7 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         if options.split:
             raise UserError(f"{where}: --classes-from none takes the images of all splits; leave --split out")
         return
-    manifests = sorted((name for name in ignored if PurePosixPath(name).name == MANIFEST), key=_depth)
-    if manifests and not (options.classes_from and _depth(manifests[0])):
-        source.ignored.remove(manifests[0])
-        refuse_split(where, options.split)
-        if options.classes_from:
-            raise UserError(f"{where}: its classes are those of {manifests[0]}; leave --classes-from out")
-        _by_manifest(source, where, manifests, options)
+    if stylegan.take_labels(source, ignored, options):
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     named = [name for name in images if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
@@ -128,20 +117,30 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         )
     else:
         _check_depth(where, prefix, paths, options.classes_from)
-        parent = options.classes_from == "parent"
-        names = [path[-2 if parent else 0] for path in paths]
-        for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
-            instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
-            source.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
-        tables = _tables(prefix, ignored)
-        if not CONTAINER.fullmatch(names[0].lower()):
-            tables = [name for name in tables if name.startswith(f"{prefix}{names[0]}/")]
-        if options.classes_from is None and len(set(names)) == 1 and tables:
-            raise UserError(
-                f"{where}: all images lie in {prefix}{names[0]}, beside {tables[0]}: if that holds the labels, give it"
-                f" as the source; else pass --classes-from top (one class, {names[0]}) or none"
-            )
+        names = _folder_classes(source, prefix, paths, folders, options.classes_from)
     source.take_labels(where, names, whole=False)
+
+
+def _folder_classes(
+    source: "ListedSource", prefix: str, paths: list[list[str]], folders: list[str], classes_from: str | None
+) -> list[str]:
+    """Return each image's class, by its folder; folders without images become problems. Raises UserError for the only
+    folder beside a table that may hold the labels.
+    """
+    where, parent = source.where, classes_from == "parent"
+    names = [path[-2 if parent else 0] for path in paths]
+    for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
+        instead = _what_instead([file for file in source.ignored if file.startswith(f"{prefix}{name}/")])
+        source.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+    tables = _tables(prefix, source.ignored)
+    if not CONTAINER.fullmatch(names[0].lower()):
+        tables = [name for name in tables if name.startswith(f"{prefix}{names[0]}/")]
+    if classes_from is None and len(set(names)) == 1 and tables:
+        raise UserError(
+            f"{where}: all images lie in {prefix}{names[0]}, beside {tables[0]}: if that holds the labels, give it"
+            f" as the source; else pass --classes-from top (one class, {names[0]}) or none"
+        )
+    return names
 
 
 def _other_images(where: str, count: int, ignored: list[str]) -> list[str]:
@@ -175,41 +174,6 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
     )
 
 
-def _by_manifest(source: "ListedSource", place: str, manifests: list[str], options: SourceOptions) -> None:
-    """Labels by StyleGAN's `dataset.json`: numbers or names of classes, or lists of them, of all images.
-
-    Raises UserError if it is no such document, lies beside images or another one, names an image that is not there,
-    leaves one out, and as `take_labels`.
-    """
-    prefix, where = manifests[0].removesuffix(MANIFEST), f"{place}: {manifests[0]}"
-    source.takes = source.takes | {"label_separator"}
-    if outside := [name for name in [*manifests, *source.names] if not name.startswith(prefix)]:
-        alone = f"give {prefix[:-1]} alone, or pass --classes-from top (folders are classes) or none"
-        raise UserError(f"{where} has no labels for {outside[0]}: {alone}")
-    with explained(ImageError, lambda why: f"{where} {why}; fix it"):
-        content = source.read(manifests[0])
-    faults, form = (ValueError, TypeError, KeyError, RecursionError), '{"labels": [["name", class], ...]}'
-    with explained(faults, lambda why: f"{where} is not {form} ({why})"):
-        pairs = [(prefix + with_slashes(str(name)), label) for name, label in json.loads(content)["labels"] or []]
-    known: dict[str, Any] = {}
-    for name, label in pairs:
-        if known.setdefault(name, label) != label:
-            raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
-        for one in label if isinstance(label, list) else [label]:
-            if not isinstance(one, int | str) or isinstance(one, bool):
-                told = "labels are names, or whole numbers from 0, or lists"
-                raise UserError(f"{where}: the label of {name} is {label!r}; {told}")
-    if not known:
-        return
-    if odd := sorted(set(known) ^ set(source.names)):
-        what = "names {}, which is not there" if odd[0] in known else "has no label for {}"
-        raise UserError(f"{where} {what.format(odd[0])}: they must name the same images")
-    texts = [as_text(known[name]) for name in source.names]
-    given, how = split_labels(where, texts, options.label_separator)
-    source.remarks += [f"{where}: labels, {how}"] if how != ONE else []
-    source.take_labels(where, given, [f"{where}: {name}" for name in source.names])
-
-
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     """The visible files in order of name: images by their suffix, without any the arrays, and the others."""
     names = sorted(name for name in files if not _hidden(name))
@@ -223,10 +187,6 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
         inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
         raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
     raise UserError(f"{where} holds no images{_what_instead(others)}; supported are {' '.join(sorted(SUFFIXES))}")
-
-
-def _depth(name: str) -> int:
-    return name.count("/")
 
 
 def _hidden(name: str) -> bool:

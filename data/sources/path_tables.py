@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from duetgan.data.images import SUFFIXES
 from duetgan.data.sources import base, labels
-from duetgan.data.sources.files import LocalSource, with_slashes
+from duetgan.data.sources.files import LocalSource
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
@@ -194,7 +194,7 @@ def clean(value: str) -> str:
     """Return a path with slashes; of Label Studio's `/data/local-files/?d=...` that of the file."""
     if value.startswith("/data/"):
         value = unquote(value.rpartition("?d=")[2])
-    return with_slashes(value)
+    return base.with_slashes(value)
 
 
 def _find_place(

@@ -25,8 +25,9 @@ from duetgan.data.sources.base import (
     SourceOptions,
     choose_shards,
     looks_like_labels,
+    with_slashes,
 )
-from duetgan.data.sources.files import ListedSource, arrange, kind_of, with_slashes
+from duetgan.data.sources.files import ListedSource, arrange, kind_of
 from duetgan.data.tar_files import Member, TarFiles, read_members
 from duetgan.utils.errors import UserError
 
