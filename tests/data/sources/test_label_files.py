@@ -25,7 +25,8 @@ AB = "a.png b.png"
 KINDS = ("folder", "zip", "tar")
 LISTS = '[{"image": "/data/local-files/?d=s/a%2Bb.png", "id": 7, "choice": {"choices": ["cat", "dog"]}},'
 LISTS += ' {"image": "/data/local-files/?d=s%5Cb.png", "id": 9, "choice": "cat"}]'
-STUDIO = 'annotator,choice,id,image\n1,"{""choices"": [""cat"", ""dog""]}",1,/data/upload/3/a.png\n1,cat,2,/data/upload/3/b.png\n'
+STUDIO = 'annotator,choice,id,image\n1,"{""choices"": [""cat"", ""dog""]}",1,/data/upload/3/a.png\n'
+STUDIO += "1,cat,2,/data/upload/3/b.png\n"
 USAGE = "path,label,Usage\na.png,x,Training\nb.png,y,PublicTest\nc.png,x,PrivateTest\n"
 FOLDS = "path,label,fold\na.png,x,0\nb.png,y,1\nc.png,x,2\n"
 CELEBA = "image_id,Young,Smiling\na.png,1,-1\nb.png,-1,1\nc.png,1,1\n"
