@@ -8,7 +8,7 @@ is one of Duet's own commands, printed before it runs. After an interruption the
 from pathlib import Path
 
 from duetgan.planning.steps import QUICK_STEPS, SAMPLE, WEEK, Quickstart, default_folder, plan_for
-from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.config.cli import Parser, add_table_options, number
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import exit_cli
 
@@ -16,9 +16,10 @@ from duetgan.utils.script import exit_cli
 def main(argv: list[str]) -> int:
     parser = Parser(prog="quickstart.py", description=__doc__)
     add = parser.add_argument
-    add("source", nargs="?", default=SAMPLE, metavar="FOLDER", help="images: folder, zip, CSV (default: the sample)")
+    add("source", nargs="?", default=SAMPLE, metavar="FOLDER", help="images: folder, zip, table (default: the sample)")
     add("--minutes", type=number(float, 1, WEEK), default=15.0, help="how long it may take in all")
     weights = "ImageNet weights to fine-tune the classifier from (default: see docs); of several the best are taken"
+    add_table_options(parser)
     add("--weights", metavar="FILE", action="append", default=[], help=weights)
     add("--predict", metavar="IMAGES", help="name these new images in the end: predictions.csv beside the report")
     add("--seed", type=number(int, 0), default=0, help="of the split and of both trainings (default: 0)")

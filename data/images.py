@@ -14,26 +14,44 @@ import numpy as np
 from PIL import Image
 
 from duetgan.data.errors import MOST_PIXELS, ImageError
+from duetgan.utils.errors import explained
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-SUFFIXES = frozenset((".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
+SUFFIXES = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
+        *(".avif", ".heic", ".heif"),
+    )
+)
+HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brands in a file's head
 PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not images
 # What Pillow raises for a file that is damaged.
 DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, OverflowError, MemoryError),
-    *(struct.error, zlib.error),
+    *(struct.error, zlib.error, RuntimeError),  # the last one: AVIF's and HEIC's decoders
 )
 BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 JPEG_QUALITY = 95  # without chroma subsampling
 
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
 PUBLISHED = re.compile("shorter-side-([0-9]{1,5})[+](bilinear|bicubic|lanczos)[+]centre-crop")  # of ready-made networks
+NO_HEIF = "is a HEIC image, which needs a package that is not installed: pip install pillow-heif"
 TOO_LARGE = f"has more than {MOST_PIXELS:,} pixels; make it smaller first"
 
 # Remarks about odd EXIF data are ignored, too many pixels are an error.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+
+def formats(content: bytes) -> tuple[str, ...]:
+    """Return the formats that a file may have. Raises ImageError for HEIC without the package that reads it."""
+    if content[4:8] != b"ftyp" or content[8:12] not in HEIC or b"avif" in content[8:32]:
+        return FORMATS
+    with explained(ImportError, lambda _: ImageError(NO_HEIF)):
+        from pillow_heif import register_heif_opener  # type: ignore[import-not-found,unused-ignore]
+    register_heif_opener()
+    return ("HEIF",)
 
 
 def has_16_bits(content: bytes) -> bool:
@@ -57,9 +75,9 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
         raise ImageError("is an empty file")
     try:
         if size is None and content[:8] == PNG:
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
                 image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=formats(content)) as image:
             # Pillow itself may only warn of its size, the filters are the process's; it may be stored on its side.
             check_size((image.height, image.width), None if image.size == size else size)
             if image.format != "MPO" and has_another(image):  # MPO: a camera's JPEG, the first frame is the image

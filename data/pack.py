@@ -27,7 +27,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter, check_target
 from duetgan.data.records import DEPTHS, Converted, Plan, converted, make_plan, thread_count
 from duetgan.data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
-from duetgan.utils.config.cli import Parser, add_import_option, number
+from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_import_option, add_table_options, number
 from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.image_spec import MOST_CHANNELS, ImageSpec
 from duetgan.utils.memory import tune_malloc
@@ -206,7 +206,8 @@ def _write(
                 skipped.add(Problem(source.item_name(row), str(record)))
                 continue
             written.enlarged += record.enlarged
-            written.cut += record.cut
+            written.cut += record.cut > 0
+            written.bits = max(written.bits, record.cut)
             pixels = int(record.signature["digest"][0])
             if drop and pixels in labels:
                 written.dropped += 1
@@ -268,7 +269,8 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add_import_option(parser)
-    add("source", help=f"folder, .zip, .tar, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
+    told = "folder, .zip, .tar or LMDB file, table (.csv, .tsv, .jsonl, .parquet), URL"
+    add("source", help=f"{told}, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
     add("--size", type=_size, metavar="N|WxH", help="the images' side in px, or width x height; default: their own")
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
@@ -283,8 +285,7 @@ def make_parser() -> Parser:
     add("--val-share", metavar="X", help="hold this share out (0.1: a tenth), into DEST-val.lmdb")
     add("--val-dest", type=Path, metavar="FILE", help="for the held-out images, instead of DEST-val.lmdb")
     add("--seed", type=int, default=0, help="of the draw of held-out images (default: 0)")
-    add("--root", type=Path, metavar="DIR", help="folder of the fashion-mnist, cifar10 or idx files")
-    add("--label-column", metavar="NAME", help="of a .csv, .parquet, .arrow or .tar file; none: without labels")
+    add_table_options(parser)
     add(
         "--classes-from",
         choices=CLASSES_FROM,
@@ -313,7 +314,7 @@ def main(argv: list[str]) -> None:
     tune_malloc(KEPT_BYTES)
     cv2.setNumThreads(1)  # images go to threads whole
     del options["debug"]
-    of_source = {name: options.pop(name) for name in ("split", "root", "label_column", "classes_from", "stack")}
+    of_source = {name: options.pop(name) for name in ("split", "classes_from", "stack", *TABLE_OPTIONS)}
     with open_source(options.pop("source"), size=options["size"], **of_source) as source:
         if source.splits and val_share is not None:
             splits = f"{source.name} has splits of its own ({' and '.join(source.splits)})"
@@ -326,10 +327,14 @@ def main(argv: list[str]) -> None:
         elif split is None and len(source.splits) > 1:
             parts = listed(source.splits)
             source.remarks.append(f"{source.name}: its training images are packed; --split takes another of {parts}")
+        warnings = [remark for remark in source.remarks if remark.startswith("warning: ")]
         for remark in source.remarks:
-            print(printable(remark), file=sys.stderr)
+            if remark not in warnings:
+                print(printable(remark), file=sys.stderr)
         summary = pack(source, **options)
-    print("\n".join(packing.summary_lines(summary, dest)))
+    print("\n".join(packing.summary_lines(summary, dest)), flush=True)
+    for warning in warnings:  # last, where they are seen
+        print(printable(warning), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
@@ -18,12 +19,12 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from duetgan.data.errors import MOST_SIDE, ImageError
-from duetgan.data.images import FORMATS, RESIZE_FILTERS, encode, fit, has_16_bits, resized
+from duetgan.data.images import RESIZE_FILTERS, encode, fit, formats, resized
 from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, check_encoding, make_entry
 from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Problem, Source
-from duetgan.data.values import Content, Values, decode_image, kind
+from duetgan.data.values import Content, Values, bits_of, decode_image, kind
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
@@ -123,7 +124,7 @@ def plain_codec(content: bytes, channels: int) -> int:
     """The decoder that reads this file as `decode_image` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
     (8 bits, no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
     """
-    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+    with Image.open(io.BytesIO(content), formats=formats(content)) as image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
         if turned or image.has_transparency_data or image.mode not in (("L",) if channels == 1 else ("L", "RGB")):
             return CODEC_RULES
@@ -292,7 +293,9 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     pure = content.pixels if isinstance(content, Values) else content
     as_had = pure if isinstance(pure, bytes) else b"%dx%dx%d" % pure.shape + pure.tobytes()
     enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], layout.spec.size))
-    cut = payload is None and layout.spec.plain and isinstance(content, bytes) and has_16_bits(content)
+    cut = 0
+    with suppress(ImageError):  # of files that only Pillow reads
+        cut = bits_of(content) if payload is None and layout.spec.plain else 0
     return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut)
 
 

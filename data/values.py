@@ -67,6 +67,15 @@ def kind(content: Content) -> ImageSpec:
     return ImageSpec.of(pixels.shape[2], 0, {"alpha": alpha, "depth": pixels.dtype.name})
 
 
+def bits_of(content: Content) -> int:
+    """Return how many bits the values of an image of 16 bits use; 0 for an image of another depth."""
+    if isinstance(content, bytes) and content[:6] != NPY and not has_16_bits(content):
+        return 0
+    pixels, alpha = native(content)
+    colours = pixels[:, :, : pixels.shape[2] - alpha]
+    return max(1, int(colours.max()).bit_length()) if pixels.dtype == np.uint16 else 0
+
+
 def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
     """An image's values as they are, of files with `plain` as Pillow has them. Raises ImageError for what cannot be
     read and for values without a meaning.

@@ -10,6 +10,7 @@ class Survey(Stored):
     """What is known of a source of images."""
 
     source: str  # as the user named it
+    options: list[str] = []  # of a table: its columns
     count: int  # images for training, the held-out ones included where they are not apart
     held_out: int  # images of the source's own held-out part; 0: it has none
     unlabelled: int = 0  # images in a folder of that name, not counted above

@@ -6,6 +6,7 @@ A process of its own, so that the memory of the networks that are measured is fr
 import functools
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from duetgan.data.values import decode_image, kind
 from duetgan.planning.given import Machine, Speed, Survey, Weights
 from duetgan.planning.plan import FEW_LABELS, Plan, choose
 from duetgan.utils import threads
-from duetgan.utils.config.cli import Parser, number
+from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
 from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.image_spec import ImageSpec
@@ -40,9 +41,10 @@ CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoin
 # --- the images
 
 
-def survey(spec: str) -> Survey:
+def survey(spec: str, options: Namespace | None = None) -> Survey:
     """Look at what `spec` names (see `data.sources.open_source`). Raises UserError where nothing can be made of it."""
-    with open_source(spec) as source:
+    chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
+    with open_source(spec, **chosen) as source:
         count = len(source)
         if count < FEWEST:
             raise UserError(f"{spec}: holds {count} images; give {FEWEST} or more")
@@ -65,7 +67,7 @@ def survey(spec: str) -> Survey:
         seconds = (time.perf_counter() - started) / len(rows)
         held_out = 0
         if first_of("test", source.splits):
-            with open_source(spec, split="test") as test:
+            with open_source(spec, split="test", **chosen) as test:
                 if test.classes or not source.classes:  # else a part that is to be named: nothing to evaluate with
                     require_same_classes(f"{spec}, its test part", test.classes, "the training part", source.classes)
                     held_out = len(test)
@@ -74,6 +76,7 @@ def survey(spec: str) -> Survey:
     kinds, sides, grey = zip(*seen, strict=True)
     return Survey(
         source=spec,
+        options=table_words(options) if options else [],
         count=count,
         held_out=held_out,
         unlabelled=source.unlabelled,
@@ -208,9 +211,11 @@ def plan_lines(plan: Plan) -> list[str]:
     return [*lines, "this will take here:", *(f"  {line}" for line in columns(rows, "<").splitlines())]
 
 
-def make_plan(source: str, minutes: float, weights: Sequence[str], quick: bool) -> Plan:
+def make_plan(
+    source: str, minutes: float, weights: Sequence[str], quick: bool, options: Namespace | None = None
+) -> Plan:
     """Look at the images, measure, choose. Raises UserError."""
-    images = survey(source)
+    images = survey(source, options)
     print(f"images: {images.text()}", flush=True)
     if quick:
         machine = Machine()
@@ -235,13 +240,14 @@ def make_plan(source: str, minutes: float, weights: Sequence[str], quick: bool) 
 def main(argv: list[str]) -> None:
     parser = Parser(prog="python -m planning.measure", description="Look at images, measure this machine, make a plan.")
     parser.add_argument("source")
+    add_table_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
     parser.add_argument("--minutes", type=number(float, 1), default=15.0)
     parser.add_argument("--weights", metavar="FILE", action="append", default=[])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)
-    plan = make_plan(options.source, options.minutes, options.weights, options.quick)
+    plan = make_plan(options.source, options.minutes, options.weights, options.quick, options)
     plan = plan.model_copy(update={"seed": options.seed})
     print("\n".join(plan_lines(plan)), flush=True)
     write_atomic(options.out, as_json(plan.model_dump()))

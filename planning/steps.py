@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from duetgan import HOME as ROOT
 from duetgan.planning.plan import SCRATCH_FROM, Plan, Training
 from duetgan.planning.replan import spent_before_gan
+from duetgan.utils.config.cli import table_words
 from duetgan.utils.distributed.launch import handling, obeyed_signals
 from duetgan.utils.errors import EXIT_SIGNAL, UserError, explained
 from duetgan.utils.files import as_json, check_writable, write_atomic
@@ -125,8 +126,8 @@ class Quickstart:
         for name, files, options in parts:
             done = all(file.exists() and complete(file) for file in files)
             overwrite = ["--overwrite"] if not done and any(file.exists() for file in files) else []
-            pack = ["-m", "data.pack", plan.survey.source, shown(files[0]), *images, *options, *overwrite]
-            yield Step(name, pack, done)
+            pack = ["-m", "data.pack", plan.survey.source, shown(files[0]), *plan.survey.options, *images]
+            yield Step(name, [*pack, *options, *overwrite], done)
 
     def training(self, task: str) -> list[str]:
         training = self.plan.trainings[task]
@@ -204,7 +205,8 @@ def in_sentences(folder: Path, plan: Plan) -> list[str]:
     longer = 0.0 if ended else min(4 * plan.minutes, WEEK)
     what, options, suffix = advice(classifier, longer, smallest, weights=bool(weights) or scratch)
     another = f"{shown(folder)}-{suffix}"
-    command = ["quickstart.py", plan.survey.source, *weights, *options, *seeded(plan), "--dir", another]
+    command = ["quickstart.py", plan.survey.source, *plan.survey.options, *weights, *options, *seeded(plan)]
+    command += ["--dir", another]
     packed = json.loads((folder / "gan" / "data.json").read_text())
     left = plan.survey.count + plan.survey.held_out - sum(packed[role]["count"] for role in ("training", "held-out"))
     left, why = left + plan.survey.unlabelled * plan.pooled, " or look like held-out ones" * plan.pooled
@@ -317,7 +319,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
     if made := [name for name in ("data", "classifier", "gan") if (folder / name).exists()]:
         raise UserError(f"{folder}: has no plan.json for its {listed(made)}; {ANOTHER}")
     print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
-    command = [sys.executable, "-m", "planning.measure", source, "--out", str(file)]
+    command = [sys.executable, "-m", "planning.measure", source, *table_words(options), "--out", str(file)]
     command += ["--minutes", f"{options.minutes:g}", "--seed", str(options.seed), *["--quick"] * options.quick]
     command += [word for file in options.weights for word in ("--weights", str(Path(file).resolve()))]
     code = call(command)
@@ -328,9 +330,10 @@ def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
     """The plan that an earlier start made. Raises UserError if it is for something else."""
     with explained(ValueError, lambda why: f"{file}: is no plan of this version ({why}); {ANOTHER}"):
         plan = Plan.read(json.loads(file.read_text()), "plan")
-    if (plan.survey.source, plan.quick, plan.seed) != (source, options.quick, options.seed):
+    images = [plan.survey.source, *plan.survey.options]
+    if (images, plan.quick, plan.seed) != ([source, *table_words(options)], options.quick, options.seed):
         how = ["with", *["--quick"] * plan.quick, *[f"--seed {plan.seed}"] * (plan.seed != options.seed)]
-        what = " ".join([plan.survey.source, *how * (len(how) > 1)])
+        what = " ".join([*images, *how * (len(how) > 1)])
         raise UserError(f"{file.parent}: its plan is for {what}; {ANOTHER}")
     used = [each.weights for each in [*plan.choices, *filter(None, [plan.classifier])]]
     given, planned = ({Path(name).resolve() for name in names if name} for names in (options.weights, used))

@@ -57,7 +57,7 @@ class Record:
     signature: np.ndarray  # SIGNATURE [1]
     digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
     enlarged: bool = False  # the image in the source was smaller than asked for
-    cut: bool = False  # it had 16 bits a value, and 8 are kept
+    cut: int = 0  # bits that its values used, of an image of 16 bits a value of which 8 are kept
     ends: tuple[float, float] = (0.0, 0.0)  # of the values, see `value_ends`; of 8 bits not looked for
 
 

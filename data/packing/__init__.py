@@ -199,6 +199,7 @@ class Written:
     records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
     enlarged: int = 0  # images that were smaller than asked for and scaled up
     cut: int = 0  # images of 16 bits a value
+    bits: int = 0  # that their values use at most
     apart: int = 0  # left out because the file of --apart holds them, or images that they look like
     dropped: int = 0  # exact duplicates of earlier images that were left out
     dropped_otherwise: int = 0  # of those: with another label than the one that was kept
@@ -264,8 +265,10 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
     if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
         rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
+    dark, most = 0 < written.bits < 16, (1 << written.bits) - 1
     told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
-    rows += [("16 bits", told)] if written.cut else []
+    told += f"; their values end at {most:,}, so they are dark: --depth 16 --range 0,{most} makes {most:,} white" * dark
+    rows += [("warning" if dark else "16 bits", told)] if written.cut else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     told = f"{written.apart:,} images that the file of --apart holds, or that look like one of its"
     rows += [("left out", told)] if written.apart else []

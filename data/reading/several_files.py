@@ -244,7 +244,7 @@ def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
     for remark in source.remarks:
         if remark.startswith("warning: "):
             text = remark.removeprefix("warning: ").replace("packed without", "read without")
-            raise UserError(f"{text}: only data.pack has that option: pack the images, and train from the packed file")
+            raise UserError(f"{text}: to go on, pack the images with data.pack, and train from the packed file")
         say(remark)
     remedy = "pack the images with data.pack --on-error skip, which leaves it out"
     source.shard_states = known

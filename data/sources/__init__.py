@@ -7,13 +7,13 @@ from pathlib import Path
 
 from duetgan.data.lmdb.environment import is_lmdb
 from duetgan.data.sources.arrays import StackSource, TiffSource, open_npy, open_npz
-from duetgan.data.sources.base import SPLITS, Problem, Source, SourceOptions, sharded
-from duetgan.data.sources.files import CLASSES_FROM, ListedSource, LocalSource, ZipSource, open_folder
+from duetgan.data.sources.base import NO_LABELS, SPLITS, Problem, Source, SourceOptions, sharded
+from duetgan.data.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
 from duetgan.data.sources.lmdb_files import open_lmdb
-from duetgan.data.sources.manifest import open_manifest
 from duetgan.data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
+from duetgan.data.sources.path_tables import open_csv, open_json
 from duetgan.data.sources.remote import RemoteSource
-from duetgan.data.sources.tables import TableSource, is_saved, open_arrow
+from duetgan.data.sources.tables import is_saved, open_arrow, open_table
 from duetgan.data.sources.tars import TarSource
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -36,10 +36,14 @@ NAMED: dict[str, Callable[[str, Path | None], Source]] = {
 READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".lmdb": open_lmdb,
     ".mdb": open_lmdb,
-    ".parquet": TableSource,
+    ".parquet": open_table,
     ".arrow": open_arrow,
     ".tar": TarSource,
-    ".csv": open_manifest,
+    ".csv": open_csv,
+    ".tsv": open_csv,
+    ".jsonl": open_json,
+    ".ndjson": open_json,
+    ".json": open_json,
     ".zip": ZipSource,
     ".npz": open_npz,
     ".npy": open_npy,
@@ -47,41 +51,45 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".tiff": TiffSource,
 }
 IMAGES = (".npy", ".tif", ".tiff")  # of these a file among others is an image, and one alone holds many
-WHOLE = (".lmdb", ".mdb", ".csv", ".zip", ".npz", *IMAGES)  # of these a folder holds no shards
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # of these a folder holds no shards
 
 
 def open_source(
     spec: str,
     *,
-    root: str | Path | None = None,  # where a named source lies
-    split: str | None = None,  # these as SourceOptions
-    size: int | None = None,
-    label_column: str | None = None,
-    classes_from: str | None = None,
     stack: str | None = None,  # see StackSource
+    split: str | None = None,  # these as SourceOptions
+    size: int | str | None = None,
+    classes_from: str | None = None,
+    root: str | Path | None = None,
+    label_column: str | None = None,
+    label_separator: str | None = None,
+    split_column: str | None = None,
+    path_column: str | None = None,
+    suffix: str | None = None,
 ) -> Source:
     """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or an LMDB's) or a
-    file (zip, tar, CSV manifest, Parquet, Arrow, LMDB).
+    file (zip, tar, a table in CSV, TSV, JSON lines, Parquet or Arrow, LMDB).
 
     A source without splits is taken whole. Raises UserError if there is nothing there, no images in it, if it is
     something else, or for an option that does not apply to it.
     """
     if split not in (None, *SPLITS):
         raise UserError(f"split {split!r}: choose train, test or val")
-    place = None if root is None else Path(root).expanduser()
-    if place is not None and not place.is_dir():
-        raise UserError(f"--root {place}: no such folder")
-    source = _open(spec, place, SourceOptions(split, size, label_column, classes_from))
-    manifest = isinstance(source, LocalSource) and Path(spec).expanduser().is_file()
-    listed = isinstance(source, ListedSource) and not manifest
-    for option, value, applies in (
-        ("label-column", label_column, manifest or isinstance(source, (TableSource, TarSource))),
-        ("classes-from", classes_from, listed or isinstance(source, TarSource)),
-        ("stack", stack, listed),
-    ):
-        if value is not None and not applies:
+    folder = None if root is None else Path(root).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--root {folder}: no such folder")
+    options = SourceOptions(
+        split, size, classes_from, folder, label_column, label_separator, split_column, path_column, suffix
+    )
+    source = _open(spec, options)
+    not_always = {*SourceOptions._fields} - {"split", "size"}
+    chosen = {name: value for name, value in options._asdict().items() if name in not_always} | {"stack": stack}
+    for name, value in chosen.items():
+        if value is not None and name not in source.takes:
             source.__exit__()
-            raise UserError(f"--{option} does not apply to {spec}: leave it out")
+            raise UserError(f"--{name.replace('_', '-')} does not apply to {spec}: leave it out")
     return source if stack is None or not isinstance(source, ListedSource) else StackSource(source, stack)
 
 
@@ -98,20 +106,20 @@ def kinds() -> str:
 
 def open_images(spec: str) -> Source:
     """Every image of a folder or a file, wherever it lies in it, without labels. Raises UserError as `open_source`."""
-    return _open(os.path.join(".", spec), None, SourceOptions(label_column="none", classes_from="none"))
+    options = SourceOptions(label_column=NO_LABELS, split_column=NO_LABELS, classes_from="none")
+    return _open(os.path.join(".", spec), options)
 
 
-def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
+def _open(spec: str, options: SourceOptions) -> Source:
     side = "test" if options.split in ("test", "val") else "train"
     name = spec.replace("_", "-")
     if name in NAMED:
-        source = NAMED[name](side, place)
+        source = NAMED[name](side, options.root)
+        source.takes = frozenset(("root",))
         source.splits = ("test", "train")
         if os.path.isdir(spec):
             source.remarks.append(f"{spec}: the data set of this name; for the folder give ./{spec}")
         return source
-    if place is not None:
-        raise UserError(f"--root does not apply to {spec}: it is for fashion-mnist, cifar10 and idx")
     if "://" in spec:
         return RemoteSource(spec, options)
     path = Path(spec).expanduser()

@@ -4,16 +4,14 @@ Shards are taken in order of name. Those with a split's name (`train-00000-of-00
 says that there are N of them.
 """
 
-import ast
 import itertools
-import json
 import re
 import unicodedata
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -26,7 +24,6 @@ from duetgan.data.images import SUFFIXES
 from duetgan.data.lmdb.format import Shard, Split, multi_hot
 from duetgan.data.values import Content
 from duetgan.utils import bounded
-from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import RANGES, ImageSpec
 from duetgan.utils.provenance import Provenance
@@ -38,8 +35,14 @@ class SourceOptions(NamedTuple):
 
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
     size: int | str | None = None  # px, or WxH: among the resolutions of a source that has several; else the largest
-    label_column: str | None = None  # of a CSV, Parquet, Arrow or tar file; "none": unlabelled; None: by its name
     classes_from: str | None = None  # "top", "parent", "name" or "none"; None: see data/sources/files.py
+    root: Path | None = None  # the folder of a named source, or of the images that a table names
+    # of tables, see data/sources/labels.py; "none": without; None: by the columns' names and values
+    label_column: str | None = None  # or several, divided by commas
+    label_separator: str | None = None  # between several labels of an image
+    split_column: str | None = None  # or NAME=VALUE,...: the values of held-out images
+    path_column: str | None = None
+    suffix: str | None = None  # that the paths lack
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Source(AbstractContextManager["Source"]):
     """
 
     in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
+    takes = frozenset[str]()  # of SourceOptions and `stack`: those that not every source takes
     as_is: bool = field(default=False, init=False)
     ranged: bool = field(default=False, init=False)
     unlabelled: int = field(default=0, init=False)  # images left out that lie in a folder of that name
@@ -137,34 +141,6 @@ class Source(AbstractContextManager["Source"]):
         self.remarks += remarks
         self._labels = np.array(numbers, np.int64)
 
-    def choose_label(
-        self,
-        where: str,
-        columns: Sequence[str],
-        asked: str | None,
-        declared: Iterable[str] = (),  # columns that the file itself calls labels
-    ) -> str | None:
-        """The column of labels (None: unlabelled): the one that is asked for, else `label`, else the only one of
-        LABEL_COLUMNS, else of the declared ones, with a remark. Raises UserError if it is not there, or for several.
-        """
-        text = ", ".join(columns)
-        if asked == NO_LABELS:
-            return None
-        if asked is not None and asked not in columns:
-            hint = did_you_mean(asked, columns)
-            raise UserError(f"{where}: --label-column {asked}: no such column{hint}; there are {text or 'none'}")
-        if asked is not None or LABEL in columns:
-            return asked or LABEL
-        fitting = [name for name in LABEL_COLUMNS if name in columns] or list(declared)
-        if len(fitting) > 1:
-            raise UserError(
-                f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, call one label,"
-                f" or pass --label-column {NO_LABELS}; its columns are {text}"
-            )
-        remark = "{}: the labels are those of the column {}; without: --label-column none"
-        self.remarks += [remark.format(where, name) for name in fitting]
-        return next(iter(fitting), None)
-
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Images of each class, of how many have each label."""
         return histogram if self.sets is None else histogram @ multi_hot(self.sets, len(self.classes))
@@ -217,8 +193,6 @@ class ArraySource(Source):
 
 # --- labels
 
-LABEL = "label"
-LABEL_COLUMNS = ("labels", "label_name", "fine_label", "class", "class_name", "category", "target")
 NO_LABELS = "none"  # asked for: pack without labels
 MOST_VALUES = 1000  # different ones, of a column that is taken for labels
 # Words before numbers in files' names that are no classes.
@@ -270,27 +244,29 @@ def numbered(
         place = places[labels.index(odd)] if places else where
         raise UserError(f"{place}: label {odd}; labels are names, or whole numbers from 0")
     order = {name: number for number, name in enumerate(sorted(counts, key=int if numeric else None))}
+    alike = defaultdict(list)
+    for name in order:
+        alike[" ".join(name.casefold().replace("_", " ").split())].append(printable(name))
+    remarks = [
+        f"{where}: the classes {' and '.join(map(repr, names))} differ only by case or spaces; are they one?"
+        for names in alike.values()
+        if len(names) > 1
+    ]
     twice = sorted(name for name, count in counts.items() if count > 1)
     remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
-    return list(map(printable, order)), [order[spelled[label]] for label in labels], [remark] if twice else []
+    return list(map(printable, order)), [order[spelled[label]] for label in labels], remarks + [remark] * bool(twice)
 
 
-def listed_labels(text: str) -> str | list[str]:
-    """The labels of a list, JSON's or Python's (`["cat", "dog"]`) or divided by ";" (`cat;dog`); of others the text
-    itself.
-    """
-    if text.startswith("[") and text.endswith("]"):
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                content = read(text)
-                if all(isinstance(label, str | int) and not isinstance(label, bool) for label in content):
-                    return [str(label).strip() for label in content]
-    return [label.strip() for label in text.split(";")] if ";" in text else text
+def with_slashes(name: str) -> str:
+    """Return a path as this system has it: tools for Windows write backslashes."""
+    return name.replace("\\", "/")
 
 
 # --- splits
 
-TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
+TRAIN = ("train", "training", "trainval", "trn")
+TEST = ("test", "testing", "tst", "privatetest")
+VAL = ("val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "heldout", "publictest")
 SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
 SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
 SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # what a folder of shards holds
@@ -302,8 +278,15 @@ SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 
 def split_name(text: str) -> str:
     """The name of SPLIT_NAMES that a folder's name, or another text, stands for, or ""."""
-    name = re.sub(r"[-_ ]?set$", "", text.strip().lower())
+    name = re.sub(r"[\W_]", "", text.lower())
+    name = re.sub(r"(set|images?|imgs|data|split|20[0-9]{2})$", "", name)
     return name if name in SPLIT_NAMES else ""
+
+
+def side_of(text: str) -> str:
+    """Return the split that a text stands for: train, test, val, or "" for none."""
+    name = split_name(text)
+    return next((side for side, names in (("train", TRAIN), ("test", TEST), ("val", VAL)) if name in names), "")
 
 
 def first_of(split: str, names: Iterable[str]) -> str | None:
@@ -366,8 +349,6 @@ def choose_shards(where: Path, suffix: str, split: str | None) -> tuple[list[Pat
     arguments as above. Raises UserError if it has none, or if a shard is missing.
     """
     groups, ignored = shards_by_split(where, suffix)
-    if "" in groups:
-        refuse_split(where, split, "splits in its files' names")
     # A file that is named is meant, whatever its split.
     single = "" in groups or (where.is_file() and split in (None, "train"))
     chosen = groups[next(iter(groups)) if single else choose_split(where, split, groups)]

@@ -9,8 +9,8 @@ and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
   top) or "parent" (a class per name of the folder in which images lie).
 """
 
-import json
 import os
+import re
 import stat
 import zipfile
 import zlib
@@ -18,12 +18,13 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from duetgan.data.errors import ImageError, unread
 from duetgan.data.images import SUFFIXES
+from duetgan.data.sources import stylegan
 from duetgan.data.sources.base import (
     SHARDED,
     TRAIN,
@@ -36,7 +37,9 @@ from duetgan.data.sources.base import (
     names_look_like_labels,
     refuse_split,
     split_name,
+    with_slashes,
 )
+from duetgan.data.sources.stylegan import MANIFEST
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
@@ -45,16 +48,23 @@ from duetgan.utils.text import listed, printable
 # LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
-MANIFEST = "dataset.json"
 CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # a folder beside class folders that is none
 ARRAY = ".npy"
+CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")  # folders that are no class
+OTHER_IMAGES = frozenset(
+    (
+        *(".npy", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr", ".dcm", ".nii"),
+        *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw", ".pcx", ".eps"),
+    )
+)  # that are not read, or not beside others
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 LISTED = 4  # folders in a message
 
 
 def kind_of(name: str) -> bounded.FileLimit:
     """What a file of a source is read as."""
-    return bounded.TABLE if name == MANIFEST else bounded.IMAGE
+    return bounded.TABLE if PurePosixPath(name).name == MANIFEST else bounded.IMAGE
 
 
 def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions) -> None:
@@ -67,16 +77,12 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
     images, ignored = _images(where, files)
     source.take_names(images)
     source.ignored += ignored
+    source.remarks += _other_images(where, len(images), ignored)
     if options.classes_from == "none":  # all images, wherever they lie
         if options.split:
             raise UserError(f"{where}: --classes-from none takes the images of all splits; leave --split out")
         return
-    if MANIFEST in source.ignored:
-        source.ignored.remove(MANIFEST)
-        refuse_split(where, options.split)
-        if options.classes_from:
-            raise UserError(f"{where}: its classes are those of {MANIFEST}; leave --classes-from out")
-        _by_manifest(source, f"{where}: {MANIFEST}")
+    if stylegan.take_labels(source, ignored, options):
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     named = [name for name in images if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
@@ -98,7 +104,11 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
                 f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has; rename it"
             )
     elif len(loose) == len(images):
-        source.remarks += _tables(where, prefix, ignored) or names_look_like_labels(where, images)
+        source.remarks += [
+            f"warning: {where}: packed without labels, although {name} lies there; if it holds labels, give it as the"
+            " source"
+            for name in _tables(prefix, ignored)[:1]
+        ] or names_look_like_labels(where, images)
         return
     elif loose:
         raise UserError(
@@ -107,23 +117,47 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         )
     else:
         _check_depth(where, prefix, paths, options.classes_from)
-        parent = options.classes_from == "parent"
-        names = [path[-2 if parent else 0] for path in paths]
-        for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
-            instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
-            source.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+        names = _folder_classes(source, prefix, paths, folders, options.classes_from)
     source.take_labels(where, names, whole=False)
 
 
-def _tables(where: str, prefix: str, ignored: list[str]) -> list[str]:
-    """A warning if a table, which may hold labels, lies beside images that have none."""
-    beside = [name for name in ignored if name.startswith(prefix) or "/" not in name]
-    return [
-        f"warning: {where}: packed without labels, although {name} lies there; if it holds labels, give it as the"
-        " source, with the columns path and label"
-        for name in beside
-        if PurePosixPath(name).suffix.lower() in (".csv", ".parquet")
-    ][:1]
+def _folder_classes(
+    source: "ListedSource", prefix: str, paths: list[list[str]], folders: list[str], classes_from: str | None
+) -> list[str]:
+    """Return each image's class, by its folder; folders without images become problems. Raises UserError for the only
+    folder beside a table that may hold the labels.
+    """
+    where, parent = source.where, classes_from == "parent"
+    names = [path[-2 if parent else 0] for path in paths]
+    for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
+        instead = _what_instead([file for file in source.ignored if file.startswith(f"{prefix}{name}/")])
+        source.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+    tables = _tables(prefix, source.ignored)
+    if not CONTAINER.fullmatch(names[0].lower()):
+        tables = [name for name in tables if name.startswith(f"{prefix}{names[0]}/")]
+    if classes_from is None and len(set(names)) == 1 and tables:
+        raise UserError(
+            f"{where}: all images lie in {prefix}{names[0]}, beside {tables[0]}: if that holds the labels, give it"
+            f" as the source; else pass --classes-from top (one class, {names[0]}) or none"
+        )
+    return names
+
+
+def _other_images(where: str, count: int, ignored: list[str]) -> list[str]:
+    """Return a warning where images of kinds that are not read lie among others."""
+    others = [name for name in ignored if PurePosixPath(name).suffix.lower() in OTHER_IMAGES]
+    text = f"warning: {where}: {len(others):,} of {count + len(others):,} images are of kinds that are not read"
+    return [f"{text}{_what_instead(others)}: convert them to PNG"] if others else []
+
+
+def _tables(prefix: str, ignored: list[str]) -> list[str]:
+    """Return the tables, which may hold labels, in the folder of the images, below it, or above it."""
+    near = [name for name in ignored if name.startswith(prefix) or prefix.startswith(_folder(name))]
+    return [name for name in near if PurePosixPath(name).suffix.lower() in TABLES]
+
+
+def _folder(name: str) -> str:
+    return name[: name.rfind("/") + 1]
 
 
 def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
@@ -138,32 +172,6 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
         f" --classes-from top for the classes {listed(tops, LISTED)}, or --classes-from parent for the classes"
         f" {listed(inner, LISTED)}; or give one folder alone, for example {where}/{prefix}{tops[0]}"
     )
-
-
-def _by_manifest(source: "ListedSource", where: str) -> None:
-    """Labels by StyleGAN's `dataset.json`: numbers or names of classes, or lists of them.
-
-    Raises UserError if it is no such document, names an image that is not there, leaves one out, and as `take_labels`.
-    """
-    with explained(ImageError, lambda why: f"{where} {why}; fix it"):
-        content = source.read(MANIFEST)
-    faults, form = (ValueError, TypeError, KeyError, RecursionError), '{"labels": [["name", class], ...]}'
-    with explained(faults, lambda why: f"{where} is not {form} ({why})"):
-        pairs = [(str(name), label) for name, label in json.loads(content)["labels"] or []]
-    known: dict[str, Any] = {}
-    for name, label in pairs:
-        if known.setdefault(name, label) != label:
-            raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
-        for one in label if isinstance(label, list) else [label]:
-            if not isinstance(one, int | str) or isinstance(one, bool):
-                told = "labels are names, or whole numbers from 0, or lists"
-                raise UserError(f"{where}: the label of {name} is {label!r}; {told}")
-    odd = sorted(set(known) ^ set(source.names)) if known else []
-    if odd:
-        raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
-    if known:
-        given = [list(map(str, label)) if isinstance(label := known[n], list) else str(label) for n in source.names]
-        source.take_labels(where, given, [f"{where}: {name}" for name in source.names])
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -258,6 +266,7 @@ class ListedSource(Source):
     """Images that have names; a subclass reads them."""
 
     between: ClassVar[str] = "/"  # what stands between the source and a file's name, for people
+    takes = frozenset(("classes_from", "stack"))
 
     def __init__(self, name: str, where: str) -> None:
         super().__init__(printable(name), [])
@@ -342,8 +351,7 @@ class ZipSource(ListedSource):
         with bounded.reading(path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile):
             bounded.check(path, bounded.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
-        # Tools for Windows write backslashes, where the format has "/" only.
-        members = [(member.filename.replace("\\", "/"), member) for member in self._archive.infolist()]
+        members = [(with_slashes(member.filename), member) for member in self._archive.infolist()]
         self._members = {name: member for name, member in members if not name.endswith("/")}
         folders = [name for name, _ in members if name.endswith("/")]
         if len(self._members) + len(folders) < len(members):

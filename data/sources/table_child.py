@@ -21,6 +21,7 @@ BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
 PIECE = 16 << 20  # bytes sent at a time, unless a row has more
 MAGIC = b"ARROW1\0\0"  # of the kind of Arrow file with an index at its end, which holds a stream behind these bytes
 USES = {"binary": "bytes", "string": "text"}
+FITTING = {"number": pyarrow.types.is_integer, "real": pyarrow.types.is_floating, "flag": pyarrow.types.is_boolean}
 Batches = Iterator[tuple[int, Any]]  # the number of the first row, record batch
 
 
@@ -122,11 +123,14 @@ class Reader:
 
 
 def use_of(kind: Any) -> str:
-    """What a column may hold: images' bytes, labels as text or as number; "": none of these."""
+    """What a column may hold: images' bytes, labels as text, number, flag or list, real numbers; "": none of these."""
     if pyarrow.types.is_struct(kind):
         return "bytes" if any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind) else ""
-    if pyarrow.types.is_integer(kind):
-        return "number"
+    for use, fits in FITTING.items():
+        if fits(kind):
+            return use
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return "list" if use_of(kind.value_type) in ("text", "number") else ""
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     return USES.get(str(kind).removeprefix("large_").removesuffix("_view"), "")
 

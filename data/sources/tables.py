@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import threading
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from duetgan.data.errors import ImageError, unread
-from duetgan.data.sources import base
+from duetgan.data.sources import base, labels
+from duetgan.data.sources.path_tables import PathTable
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.memory import available_bytes
@@ -34,6 +36,8 @@ from duetgan.utils.text import listed, printable
 MEMORY_SHARE = 0.5  # of what is available, for the process that reads
 LOOKED_AT = 10_000  # rows of a column that may be labels
 PIECE_ROWS = 16  # of images at a time
+LABELS = ("text", "number", "flag", "list")  # uses of a column that may be labels
+READABLE = (*LABELS, "real")
 INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
 
 
@@ -50,6 +54,9 @@ class _Table(NamedTuple):
 
     def of_use(self, *uses: str) -> list[str]:
         return [name for name, _, use in self.columns if use in uses]
+
+    def use(self, column: str) -> str:
+        return next(use for name, _, use in self.columns if name == column)
 
 
 class _Child:
@@ -106,52 +113,88 @@ _child = _Child()
 _reading = functools.partial(bounded.reading, remedy="copy or get it again")
 
 
+class Shards:
+    """The rows of some files of one kind, one after the other; a Table of path_tables.py. Raises UserError for what
+    cannot be used, by name.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        if importlib.util.find_spec("pyarrow") is None:
+            raise UserError("Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow")
+        self.paths, self.tables = list(paths), list[_Table]()
+        for path in self.paths:
+            with _reading(path):
+                table = _Table(*_child.ask(path, None, 0, 0, bounded.TABLE))
+            self.tables.append(table)
+            if table.rows > (size := path.stat().st_size):  # no image takes less than a byte
+                raise UserError(f"{path} says that it holds {table.rows:,} rows in {size:,} bytes; get it again")
+        self.starts = np.cumsum([0, *(table.rows for table in self.tables)])  # of the files' rows, and their end
+        self.first = self.tables[0]
+        self.names = self.first.of_use(*READABLE)
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise UserError for a column that some file lacks or has of another type."""
+        for name in columns:
+            kind = self.first.types[name]
+            for path, table in zip(self.paths, self.tables, strict=True):
+                if (other := table.types.get(name, "missing")) != kind:
+                    raise UserError(f"{path}: the column {name} is {other}, in {self.paths[0].name} {kind}")
+
+    def rows(self, columns: Sequence[str], limit: float = math.inf) -> Iterator[tuple[str, list[str]]]:
+        """Yield the rows as text. Raises UserError beyond so many bytes."""
+        self.check(columns)
+        number, size = itertools.count(), 0
+        for path, table in zip(self.paths, self.tables, strict=True):
+            read = 0
+            while columns and read < table.rows:
+                with _reading(path):
+                    more, values = _child.ask(path, list(columns), read, LOOKED_AT, bounded.TABLE)
+                    size += more
+                    if size > limit:
+                        raise bounded.Refused(f"its columns {', '.join(columns)} have more than {bounded.TABLE.remedy}")
+                for row in zip(*values, strict=True):
+                    yield f"row {next(number)}", list(map(labels.as_text, row))
+                read += len(values[0])
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the file in which a row lies, and its number there."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return shard, row - int(self.starts[shard])
+
+
 class TableSource(base.Source):
-    """The images of some files of one kind. Raises UserError for what cannot be used, by name.
+    """The images in the rows of some files. Raises UserError for what cannot be used, by name.
 
     Rows are read forward, as packing goes; a step back begins anew.
     """
 
     in_order = True
+    takes = frozenset(("label_column", "label_separator", "split_column"))
 
-    def __init__(
-        self,
-        path: Path,
-        options: base.SourceOptions,
-        shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split
-    ) -> None:
-        if importlib.util.find_spec("pyarrow") is None:
-            raise UserError("Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow")
+    def __init__(self, path: Path, options: base.SourceOptions, shards: Shards) -> None:
         super().__init__(path.name, [])
-        if shards is None:
-            suffix = base.sharded(path) if path.is_dir() else path.suffix.lower()
-            shards, self.splits, self.ignored = base.choose_shards(path, suffix, options.split)
-        self.shards, self._tables = list(shards), []
-        for shard in self.shards:
-            with _reading(shard):
-                table = _Table(*_child.ask(shard, None, 0, 0, bounded.TABLE))
-            self._tables.append(table)
-            if table.rows > (size := shard.stat().st_size):  # no image takes less than a byte
-                raise UserError(f"{shard} says that it holds {table.rows:,} rows in {size:,} bytes; get it again")
-        self._starts = np.cumsum([0, *(table.rows for table in self._tables)])  # of the shards' rows, and their end
-        self._image, label = self._choose_columns(self.shards[0], self._tables[0], options.label_column)
-        for name in filter(None, (self._image, label)):
-            kind = self._tables[0].types[name]
-            for shard, table in zip(self.shards, self._tables, strict=True):
-                if (other := table.types.get(name, "missing")) != kind:
-                    raise UserError(f"{shard}: the column {name} is {other}, in {self.shards[0].name} {kind}")
-        if not self._starts[-1]:
+        self.shards = shards
+        first = shards.paths[0]
+        self._image = self._image_column(first, shards.first)
+        shards.check([self._image])
+        if not shards.starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
-        self._rows = np.arange(self._starts[-1])  # of all shards, one after the other
-        self._labels = np.zeros_like(self._rows)
-        if label is not None:
-            self._read_labels(path, label)
-        self._piece: tuple[int, int, Any] = (0, 0, [])  # the shard, the first row in it, and the images there
+        self._rows = np.arange(shards.starts[-1])  # of all files, one after the other
+        counts = labels.count(shards.names, (row for _, row in shards.rows(shards.names)))
+        odd = (name for name in shards.first.types if name in (labels.LABEL, options.label_column))
+        counts = {name: Counter() for name in odd} | counts
+        declared = [name for name in shards.names if class_names(first, shards.first, name)]
+        columns = labels.choose_columns(self, str(path), counts, options, declared=declared)
+        for name in columns.names:
+            if shards.first.use(name) not in LABELS and not columns.one_hot:
+                kind = shards.first.types[name]
+                raise UserError(f"{first}: the column {name} is {kind}; labels are whole numbers, text or lists")
+        self._take_rows(str(path), columns, options)
+        self._piece: tuple[int, int, Any] = (0, 0, [])  # the file, the first row in it, and the images there
 
     # --- columns
 
-    def _choose_columns(self, path: Path, table: _Table, label_column: str | None) -> tuple[str, str | None]:
-        """The columns of images and of labels (None: unlabelled); sets remarks. Raises UserError if it is unclear."""
+    def _image_column(self, path: Path, table: _Table) -> str:
         images = table.of_use("bytes")
         if "image" in images:
             images = ["image"]
@@ -160,63 +203,50 @@ class TableSource(base.Source):
             reason = several if images else f"no column holds bytes{INSTEAD}"
             columns = ", ".join(f"{name} ({kind})" for name, kind in table.types.items())
             raise UserError(f"{path}: {reason}; its columns are {columns}")
-        may = table.of_use("text", "number")
-        fitting = [name for name in table.types if name == base.LABEL or name in may]
-        names = fitting if label_column is None else list(table.types)
-        declared = (name for name in fitting if class_names(path, table, name))
-        label = self.choose_label(str(path), names, label_column, declared)
-        if label is None:
-            if label_column is None and fitting and table.rows:
-                with _reading(path):
-                    _, values = _child.ask(path, fitting, 0, LOOKED_AT, bounded.TABLE)
-                counts = {name: Counter(map(str, column)) for name, column in zip(fitting, values, strict=True)}
-                self.remarks += base.looks_like_labels(str(path), counts)
-        elif label not in may:
-            raise UserError(f"{path}: the column {label} is {table.types[label]}; labels are whole numbers or text")
-        return images[0], label
+        return images[0]
 
-    def _read_labels(self, where: Path, column: str) -> None:
-        """Take the labels, and leave out rows that have none: null, empty text and numbers below 0 are none. Of classes
-        that the schema names, those that no image has are left out.
+    def _take_rows(self, where: str, columns: labels.Columns, options: base.SourceOptions) -> None:
+        """Take the labels, and leave out rows that have none (null, empty text and numbers below 0) and those of other
+        splits. Of classes that the schema names, those that no image has are left out.
         """
-        text, values = column in self._tables[0].of_use("text"), []
-        for shard, table in zip(self.shards, self._tables, strict=True):
-            with _reading(shard):
-                values += _column(shard, column, table.rows)
-        has = np.array([value not in (None, "") and (text or value >= 0) for value in values])
-        self.problems = [base.Problem(self.item_name(int(row)), "has no label") for row in np.flatnonzero(~has)]
-        self._rows = np.flatnonzero(has)
-        given = list(itertools.compress(values, has))
-        if not given:
-            raise UserError(
-                f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
-            )
-        classes = [] if text else class_names(self.shards[0], self._tables[0], column)
-        for shard, table in zip(self.shards, self._tables, strict=True):
-            if not text and class_names(shard, table, column) != classes:
-                raise UserError(
-                    f"{shard} and {self.shards[0].name} name their classes differently: get both from one place"
-                )
-        if not classes:
-            self.take_labels(str(where), list(map(str, given)), whole=not text)
+        rows = [row for _, row in self.shards.rows(columns.names, bounded.TABLE.limit)]
+        rows = rows or [[]] * len(self._rows)
+        single = len(columns.labels) == 1 and not columns.one_hot
+        if single and self.shards.first.use(columns.labels[0]) == "number":
+            rows = [["", *row[1:]] if row[0].startswith("-") else row for row in rows]
+        places = list(map(self.item_name, range(len(rows))))
+        self._rows = self._rows[labels.take_columns(self, where, columns, rows, places, options)]
+        if not len(self._rows):
+            raise UserError(f"{where}: no row has a label: choose another --split or drop the column")
+        if single:
+            self._name_classes(where, columns.labels[0])
+
+    def _name_classes(self, where: str, column: str) -> None:
+        """Give the classes the names of the schema, if it has them, and its order."""
+        paths, tables = self.shards.paths, self.shards.tables
+        names = class_names(paths[0], tables[0], column)
+        for path, table in zip(paths, tables, strict=True):
+            if class_names(path, table, column) != names:
+                raise UserError(f"{path} and {paths[0].name} name their classes differently: get both from one place")
+        if not names:
             return
-        used, self._labels = np.unique(given, return_inverse=True)
-        if used[-1] >= len(classes):
+        numbers = list(map(int, self.classes))
+        if numbers[-1] >= len(names):
             raise UserError(
-                f"{where}: labels go up to {used[-1]}, but there are only {len(classes)} classes; get it again"
+                f"{where}: labels go up to {numbers[-1]}, but there are only {len(names)} classes; get it again"
             )
-        self.classes = [classes[number] for number in used]
-        if unused := [name for name in classes if name not in self.classes]:
+        self.classes = [names[number] for number in numbers]
+        if unused := [name for name in names if name not in self.classes]:
             self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
 
     # --- images
 
     def content(self, index: int) -> bytes:
-        shard, row = self._place(index)
+        shard, row = self.shards.place(int(self._rows[index]))
         number, first, images = self._piece
         if number != shard or not first <= row < first + len(images):
             with explained(OSError, unread):
-                _, (images,) = _child.ask(self.shards[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE)
+                _, (images,) = _child.ask(self.shards.paths[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE)
             first = row
             self._piece = (shard, first, images)
         content: bytes | None = images[row - first]
@@ -227,45 +257,48 @@ class TableSource(base.Source):
         return content
 
     def item_name(self, index: int) -> str:
-        shard, row = self._place(index)
-        return f"{self.shards[shard]}: row {row}"
+        shard, row = self.shards.place(int(self._rows[index]))
+        return f"{self.shards.paths[shard]}: row {row}"
 
     def stored_name(self, index: int) -> str:
-        shard, row = self._place(index)
-        return f"{self.shards[shard].name}: row {row}"
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """The shard in which an image lies, and its row there."""
-        row = int(self._rows[index])
-        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return shard, row - int(self._starts[shard])
-
-
-def _column(path: Path, name: str, rows: int) -> list[Any]:
-    """All of a column of small values. Raises OSError."""
-    values: list[Any] = []
-    size = 0
-    while len(values) < rows:
-        more, (part,) = _child.ask(path, [name], len(values), LOOKED_AT, bounded.TABLE)
-        values, size = values + part, size + more
-        with explained(bounded.Refused, lambda why: bounded.Refused(f"its column {name} {why}")):
-            bounded.refuse_large(size, bounded.TABLE)
-    return values
+        shard, row = self.shards.place(int(self._rows[index]))
+        return f"{self.shards.paths[shard].name}: row {row}"
 
 
 def class_names(path: Path, table: _Table, column: str) -> list[str]:
     """The names of a ClassLabel in Hugging Face's metadata, or none."""
     if table.metadata is None:
         return []
-    record, faults = f"{path}: its metadata record huggingface", (ValueError, AttributeError, RecursionError)
+    record = f"{path}: its metadata record huggingface"
+    faults = (ValueError, AttributeError, IndexError, RecursionError)
     with bounded.reading(record, "get it again", *faults):
         content = json.loads(table.metadata)
-        names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
+        feature = content.get("info", content).get("features", {}).get(column, {})
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)  # of a list
+        names = feature.get("names", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         names = [unicodedata.normalize("NFC", name) for name in names]
         if len(set(names)) == len(names):
             return list(map(printable, names))
     raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")
+
+
+def open_table(path: Path, options: base.SourceOptions, shards: Sequence[Path] | None = None) -> base.Source:
+    """Return the images of Parquet or Arrow files (None: those of the path's split): in a column of bytes, else those
+    that a column of paths names.
+    """
+    splits: tuple[str, ...] = ()
+    ignored: list[str] = []
+    if shards is None:
+        suffix = base.sharded(path) if path.is_dir() else path.suffix.lower()
+        shards, splits, ignored = base.choose_shards(path, suffix, options.split)
+    table = Shards(shards)
+    if splits or base.SPLIT_PREFIX.match(path.stem.lower()):  # the files are those of one split
+        options = options._replace(split_column=options.split_column or base.NO_LABELS, split=None)
+    named = not table.first.of_use("bytes") and table.first.of_use("text")
+    source: base.Source = PathTable(path, options, table) if named else TableSource(path, options, table)
+    source.splits, source.ignored = splits or source.splits, ignored
+    return source
 
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -275,13 +308,12 @@ def is_saved(folder: Path) -> bool:
     return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 
-def open_arrow(path: Path, options: base.SourceOptions) -> TableSource:
+def open_arrow(path: Path, options: base.SourceOptions) -> base.Source:
     """The images of an Arrow file or of a folder of `save_to_disk`. Raises UserError for what cannot be used."""
     if not is_saved(path):
-        return TableSource(path, options)
+        return open_table(path, options)
     if not (path / SPLITS).is_file():
-        base.refuse_split(path, options.split)
-        return TableSource(path, options, _shards(path))
+        return open_table(path, options, _shards(path))
     splits = _document(path / SPLITS).get("splits")
     if not isinstance(splits, list) or not splits or not all(map(_is_name, splits)):
         raise UserError(f"{path / SPLITS} names no splits; save it again")
@@ -289,7 +321,8 @@ def open_arrow(path: Path, options: base.SourceOptions) -> TableSource:
         chosen = options.split or splits[0]
     else:
         chosen = base.choose_split(path, options.split, splits)
-    source = TableSource(path, options, _shards(path / chosen))
+    options = options._replace(split=None, split_column=options.split_column or base.NO_LABELS)
+    source = open_table(path, options, _shards(path / chosen))
     source.name, source.splits = f"{path.name} {chosen}", tuple(sorted(splits))
     return source
 

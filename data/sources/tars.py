@@ -1,7 +1,8 @@
 """Tar files: webdataset's samples, in one `.tar` or a folder of shards, or images arranged as in a folder.
 
-The files of a sample lie one after the other; the image is the one with an image's suffix alone. A tar without any
-file that says something (NOTES) is arranged as a folder is. Nothing is extracted: the places of the images are noted
+The files of a sample lie one after the other; the image is the one with an image's suffix alone. Where that makes no
+image, a sample's name ends at the last dot (`a.left.png`). A tar in which no image has a file that says something
+(NOTES) is arranged as a folder is. Nothing is extracted: the places of the images are noted
 once, and only regular files are read.
 """
 
@@ -10,21 +11,21 @@ import json
 import re
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from duetgan.data.errors import ImageError
 from duetgan.data.images import SUFFIXES
+from duetgan.data.sources import labels
 from duetgan.data.sources.base import (
-    LABEL,
-    LABEL_COLUMNS,
+    MOST_VALUES,
+    NO_LABELS,
     Problem,
     SourceOptions,
     choose_shards,
-    listed_labels,
     looks_like_labels,
-    refuse_split,
+    with_slashes,
 )
 from duetgan.data.sources.files import ListedSource, arrange, kind_of
 from duetgan.data.tar_files import Member, TarFiles, read_members
@@ -33,7 +34,8 @@ from duetgan.utils.errors import UserError
 SUFFIX = ".tar"
 NOTES = ("cls", "json", "txt")  # suffixes of what is said of an image
 SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # webdataset's: up to the first dot, and the rest
-FIELDS = ("cls", LABEL, *LABEL_COLUMNS)  # of `json`
+LAST_DOT = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)", re.DOTALL)
+FIELDS = ("cls", labels.LABEL, *labels.LABEL_COLUMNS)  # of `json`
 LOOKED_AT = 10_000  # samples whose other fields may be labels
 META = re.compile(r"__[^/]*__(/|$)")  # webdataset's own notes
 NOTE_BYTES = 1 << 20
@@ -46,10 +48,13 @@ class Sample:
     key: str
     images: list[Member] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)  # by the suffix, or by the field of `json`
+    dotted: str = ""  # a file that is an image by its last suffix, but has several
 
 
 class TarSource(ListedSource):
     """The images of tar files. Raises UserError for what cannot be used, by name."""
+
+    takes = ListedSource.takes | {"label_column", "label_separator", "split_column"}
 
     def __init__(
         self,
@@ -58,7 +63,6 @@ class TarSource(ListedSource):
         shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
     ) -> None:
         super().__init__(path.name, str(path))
-        label_column = options.label_column
         self.shards = [path] if shards is None else list(shards)
         if path.is_dir() and shards is None:
             self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, options.split)
@@ -66,15 +70,16 @@ class TarSource(ListedSource):
         members = [member for number in range(len(self.shards)) for member in self._members(number)]
         if not members and self.problems:
             raise UserError(str(self.problems[0]))
-        matches = [SAMPLE.fullmatch(member.name) for member in members]
-        if label_column is not None or any(match and _kind(match[2]) in NOTES for match in matches):
+        parts = _parts(members, SAMPLE)
+        if not any(_is_image(match[2]) for match, _ in parts):
+            parts = _parts(members, LAST_DOT)
+        noted = {match[1] for match, _ in parts if _kind(match[2]) in NOTES}
+        if options.label_column is not None or any(_is_image(match[2]) and match[1] in noted for match, _ in parts):
             if options.classes_from is not None:
                 raise UserError(f"--classes-from does not apply to {path}: its labels lie beside the images")
-            if not self.splits:
-                refuse_split(path, options.split)
-            self.ignored += [member.name for member, match in zip(members, matches, strict=True) if not match]
-            parts = [(match, member) for member, match in zip(members, matches, strict=True) if match]
-            self._take_samples(list(self._samples(parts, label_column)), label_column)
+            named = {member.name for _, member in parts}
+            self.ignored += [member.name for member in members if member.name not in named]
+            self._take_samples(list(self._samples(parts, options.label_column)), options)
         else:
             self._by_name = {member.name: member for member in members}
             if len(self._by_name) < len(members):
@@ -88,7 +93,7 @@ class TarSource(ListedSource):
         shard = self.shards[number]
         try:
             for member in read_members(shard):
-                name = member.name.removeprefix("./")
+                name = with_slashes(member.name).removeprefix("./")
                 if member.isdir() or META.match(name):
                     continue
                 if not member.isreg() or member.issparse():
@@ -101,42 +106,60 @@ class TarSource(ListedSource):
 
     # --- webdataset
 
-    def _take_samples(self, samples: list[Sample], label_column: str | None) -> None:
+    def _take_samples(self, samples: list[Sample], options: SourceOptions) -> None:
         for sample in samples:
             if len(sample.images) != 1:
                 images = f"{len(sample.images)} images" if sample.images else "no image"
-                self.problems.append(Problem(f"{self.where}: sample {sample.key}", f"has {images}; a sample has one"))
+                dots = f"; its name ends at the first dot of {sample.dotted}" if sample.dotted else ""
+                problem = f"has {images}; a sample has one{dots}"
+                self.problems.append(Problem(f"{self.where}: sample {sample.key}", problem))
         samples = [sample for sample in samples if len(sample.images) == 1]
         if not samples:
             raise UserError(f"{self.where} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
-        column = self._label_of(samples, label_column)
-        if column is not None:
-            for sample in samples:
-                if not sample.notes.get(column):
-                    self.problems.append(Problem(self._place_name(sample.images[0]), f"has no label {column}"))
-            samples = [sample for sample in samples if sample.notes.get(column)]
+        columns = self._choose_columns(samples, options)
+        rows = [[sample.notes.get(name, "") for name in columns.names] for sample in samples]
+        places = [self._place_name(sample.images[0]) for sample in samples]
+        samples = [samples[index] for index in labels.take_columns(self, self.where, columns, rows, places, options)]
         self._images = [sample.images[0] for sample in samples]
-        self.take_names([member.name for member in self._images])
-        if column is not None:
-            places = [self._place_name(member) for member in self._images]
-            self.take_labels(self.where, [listed_labels(sample.notes[column]) for sample in samples], places)
+        self.take_names([member.name for member in self._images], self.labels().tolist())
+
+    def _choose_columns(self, samples: Sequence[Sample], options: SourceOptions) -> labels.Columns:
+        """The notes that hold labels and the split; adds remarks. Raises UserError if it is unclear."""
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for sample in samples:
+            for name, text in sample.notes.items():
+                counts[name][text] += 1
+        if options.label_column is None and "cls" in counts:
+            options = options._replace(label_column="cls")
+        declared = ["txt"] if looks_like_labels(self.where, {"txt": counts.get("txt", Counter[str]())}) else []
+        if self.splits:  # the shards are those of one split
+            options = options._replace(split_column=options.split_column or NO_LABELS)
+        return labels.choose_columns(self, self.where, counts, options, declared=declared)
 
     def _samples(self, parts: list[tuple[re.Match[str], Member]], asked: str | None) -> Iterator[Sample]:
         """Files of one name that lie one after the other."""
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
+        counts: dict[str, set[str]] = defaultdict(set)  # values of the first samples, by field
+        fields: set[str] | None = None
         for number, ((key, _), files) in enumerate(groups):
             sample = Sample(key)
-            # Of fields that are no labels by their names the first values show whether they look like some.
-            fields = None if number < LOOKED_AT else (*FIELDS, asked)
+            if number == LOOKED_AT:  # fields of few values may be labels or splits
+                few = {name for name, values in counts.items() if len(values) <= MOST_VALUES}
+                fields = {*FIELDS, *(asked or "").split(","), *few}
             for match, member in files:
                 suffix = match[2].lower()
-                if f".{suffix}" in SUFFIXES:
+                if _is_image(suffix):
                     sample.images.append(member)
                 elif _kind(suffix) in NOTES:
                     self._take_note(sample, suffix, member, fields)
+                elif _is_image(_kind(suffix)):
+                    sample.dotted = member.name
+            if number < LOOKED_AT:
+                for name, text in sample.notes.items():
+                    counts[name].add(text)
             yield sample
 
-    def _take_note(self, sample: Sample, suffix: str, member: Member, fields: Sequence[str | None] | None) -> None:
+    def _take_note(self, sample: Sample, suffix: str, member: Member, fields: Collection[str] | None) -> None:
         """Take what a file says of its sample; of `json` these fields, None: all."""
         try:
             if member.size > NOTE_BYTES:
@@ -151,24 +174,7 @@ class TarSource(ListedSource):
         elif isinstance(document, dict):
             for name, value in document.items():
                 if isinstance(value, (str, int, float, list)) and (fields is None or name in fields):
-                    text = json.dumps(value) if isinstance(value, list) else str(value)
-                    sample.notes.setdefault(name, text.strip())
-
-    def _label_of(self, samples: Sequence[Sample], asked: str | None) -> str | None:
-        """The note that is a sample's label, or None: unlabelled; adds remarks. Raises UserError if it is unclear."""
-        counts: dict[str, Counter[str]] = defaultdict(Counter)
-        for sample in samples:
-            for name, text in sample.notes.items():
-                counts[name][text] += 1
-        if asked is None and "cls" in counts:
-            return "cls"
-        label = self.choose_label(self.where, list(counts), asked)
-        if label is None and asked is None:
-            if "txt" in counts and looks_like_labels(self.where, {"txt": counts["txt"]}):
-                self.remarks.append(f"{self.where}: the labels are those of txt; without: --label-column none")
-                return "txt"
-            self.remarks += looks_like_labels(self.where, counts)
-        return label
+                    sample.notes.setdefault(name, labels.as_text(value))
 
     def read(self, name: str) -> bytes:
         return self._files.read(self._by_name[name], kind_of(name))
@@ -194,6 +200,15 @@ class TarSource(ListedSource):
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
+
+
+def _parts(members: Sequence[Member], form: re.Pattern[str]) -> list[tuple[re.Match[str], Member]]:
+    """Return the members whose names are a sample's and a suffix."""
+    return [(match, member) for member in members if (match := form.fullmatch(member.name))]
+
+
+def _is_image(suffix: str) -> bool:
+    return f".{suffix.lower()}" in SUFFIXES
 
 
 def _kind(suffix: str) -> str:

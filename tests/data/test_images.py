@@ -1,11 +1,13 @@
 """Every kind of image is converted by its rule or refused with its reason."""
 
+import io
 import itertools
 import struct
 import subprocess
 import sys
 import warnings
 import zlib
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -31,7 +33,7 @@ GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 def test_files_of_one_or_more_frames_exact_or_near() -> None:
     for kind in ("PNG", "BMP", "TIFF", "PPM"):
         np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(GRADIENT), kind), 3), GRADIENT)
-    for kind in ("JPEG", "WEBP", "GIF"):
+    for kind in ("JPEG", "WEBP", "GIF", "AVIF"):
         decoded = decode_file(as_file(Image.new("RGB", (16, 16), (200, 100, 50)), kind), 3)
         assert decoded.shape == (16, 16, 3)
         assert np.abs(decoded.astype(int) - (200, 100, 50)).max() <= 4
@@ -42,6 +44,21 @@ def test_files_of_one_or_more_frames_exact_or_near() -> None:
             assert decode_file(content, 3)[0, 0, 0] > 250
             continue
         assert_raises(ImageError, r"animated or has several pages", decode_file, content, 3)
+
+
+def test_d6_heic_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + as_file(Image.fromarray(GRADIENT))
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    assert_raises(ImageError, "is a HEIC image, .* pip install pillow-heif", decode_file, content, 3)
+
+    def register() -> None:
+        monkeypatch.setattr(Image, "OPEN", Image.OPEN | {"HEIF": (lambda file, _: behind(file), None)})
+
+    def behind(file: io.BytesIO) -> Image.Image:
+        return Image.open(io.BytesIO(file.read()[24:]), formats=["PNG"])
+
+    monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register))
+    np.testing.assert_array_equal(decode_file(content, 3), GRADIENT)
 
 
 def test_grey_to_rgb_and_back_and_other_modes() -> None:

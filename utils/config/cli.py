@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -188,6 +189,30 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
     add("--fold", action="store_true", help="a classifier's convolutions do their BatchNorm's work: faster")
     views = "mean of a classifier's logits: flip: with the mirror image; shift: and moved by a pixel (default: off)"
     add("--tta", choices=("off", "flip", "shift"), default="off", help=views)
+
+
+TABLE_OPTIONS = {  # of data.pack and the quickstart: the columns of a label table
+    "path_column": ("NAME", "of a table: names of the images' files"),
+    "label_column": ("NAME", "of a table or .tar file, or several: a,b,c; none: without labels"),
+    "label_separator": ("TEXT", "between several labels of an image, such as '|'; none: one label each"),
+    "split_column": ("NAME", "of training and held-out images; NAME=VALUE: the held-out rows; none: all rows"),
+    "root": ("DIR", "folder of the images that a table names, or of the fashion-mnist, cifar10 or idx files"),
+    "suffix": ("TEXT", "that the names in a table lack, such as .jpg"),
+}
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add TABLE_OPTIONS."""
+    for name, (metavar, text) in TABLE_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+
+
+def table_words(options: argparse.Namespace) -> list[str]:
+    """Return those of TABLE_OPTIONS that are set, as words of a command that runs in any folder."""
+    chosen = {name: getattr(options, name) for name in TABLE_OPTIONS if getattr(options, name) is not None}
+    if "root" in chosen:
+        chosen["root"] = os.path.abspath(os.path.expanduser(chosen["root"]))
+    return [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:

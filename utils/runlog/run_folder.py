@@ -61,24 +61,23 @@ class RunFolder:
         """
         if self._lock is not None:
             return
-        file = self.path / ".lock"
-        with explained(
-            OSError, lambda why: f"{self.path}: cannot be written ({why.strerror}); choose another --run-dir"
-        ):
+        file, text = self.path / ".lock", f"{self.path}: cannot be written ({{}}); choose another --run-dir"
+        with explained(OSError, lambda why: text.format(why.strerror)), contextlib.ExitStack() as failed:
             self._made = [path for path in (file, *file.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-            held = hold(lock)
-        if not held:
-            owner = os.read(lock, 32).decode(errors="replace").strip()
-            os.close(lock)
-            raise UserError(f"{self.path}: another run (process {owner}) is writing here; choose another --run-dir")
-        if not file.exists() or not os.path.samestat(os.fstat(lock), file.stat()):  # its owner has just removed it
-            os.close(lock)
-            return self.open()
-        os.truncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        self._lock = lock
+            if not hold(lock):
+                owner = os.read(lock, 32).decode(errors="replace").strip()
+                os.close(lock)
+                raise UserError(f"{self.path}: another run (process {owner}) is writing here; choose another --run-dir")
+            if not file.exists() or not os.path.samestat(os.fstat(lock), file.stat()):  # its owner has just removed it
+                os.close(lock)
+                return self.open()
+            self._lock = lock
+            failed.callback(self.close)
+            os.truncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)  # a full disk refuses this
+            failed.pop_all()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a run of before, or none
             self._before = float(json.loads((self.path / "status.json").read_text())["seconds"])
 

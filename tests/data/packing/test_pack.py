@@ -78,11 +78,31 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["enlarged", "1"] in [words[:2] for words in told]
     assert not any(words[:1] == ["colour"] for words in told)
-    assert "16 bits 1 images have 16 bits a value: the high 8 are kept; --depth 16 keeps all".split() in told  # noqa: SIM905
+    dark = " ".join(next(words for words in told if "--depth" in words))
+    assert dark.startswith(
+        "warning 1 images have 16 bits a value: the high 8 are kept; --depth 16 keeps all; their values"
+    )
+    assert dark.endswith("end at 1,023, so they are dark: --depth 16 --range 0,1023 makes 1,023 white")
     Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
     reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
     assert reader.read([1])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]
     assert reader.meta.resize_filter == "zero-pad"
+
+
+@pytest.mark.parametrize(("high", "bits"), [(4095, "0,4095"), (255, "0,255"), (40_000, "")])
+@pytest.mark.parametrize("suffix", [".png", ".tif", ".npy"])
+def test_d8_values_of_fewer_than_16_bits_are_said(tmp_path, capsys, high, bits, suffix) -> None:
+    values = np.full((8, 8), high, np.uint16)
+    (tmp_path / "photos").mkdir()
+    file = tmp_path / "photos" / f"x{suffix}"
+    np.save(file, values) if suffix == ".npy" else Image.fromarray(values).save(file)
+    packed(tmp_path / "photos", "--depth", "8")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "the high 8 are kept" in line]
+    assert (row.split()[0] == "warning", "--range" in row) == (bool(bits), bool(bits))
+    assert bits in row
+    if bits:
+        reader = packed(tmp_path / "photos", "--depth", "16", "--range", bits)
+        assert reader.meta.spec.high == high
 
 
 def test_grey_images_in_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
     [
         ("link", r"a.tar:../../\x1b[31mevil\n.jpg is a link; put the file itself into the tar: fix it, or pack the"),
         ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
-        ("unclear", "pass --label-column kind: only data.pack has that option: pack the images, and train from the"),
+        ("unclear", "pass --label-column kind: to go on, pack the images with data.pack, and train from"),
         ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
         ("compressed", "a.tar.gz is compressed, so that no image can be found in it: make it a .tar, as gunzip does"),
         ("splits", "shards of val and train: give a pattern, "),

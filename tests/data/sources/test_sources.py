@@ -158,8 +158,8 @@ def test_stylegan_zip(tmp_path: Path) -> None:
         (b"not json", "is not"),
         (b"[]", "is not"),
         (b'{"labels": [3]}', "is not"),
-        (dataset_json([["img.png", 0], ["gone.png", 1]])["dataset.json"], "gone.png is in one of them only"),
-        (dataset_json([["other.png", 0]])["dataset.json"], "do not match"),
+        (dataset_json([["img.png", 0], ["gone.png", 1]])["dataset.json"], "names gone.png, which is not there"),
+        (dataset_json([["other.png", 0]])["dataset.json"], "has no label for img.png"),
         (dataset_json([["img.png", 0.5]])["dataset.json"], "label of img.png is 0.5"),
         (dataset_json([["img.png", -1]])["dataset.json"], "img.png: label -1; labels are names, or whole"),
         (dataset_json([["img.png", -7]])["dataset.json"], "img.png: label -7; labels are names, or whole"),
@@ -345,7 +345,7 @@ def test_manifest_labels_and_split(tmp_path: Path) -> None:
         assert source.labels().tolist() == [label]
         assert (source.classes, len(source.problems)) == (["cat", "dog", "emu"], problems)
     refused(manifest(tmp_path, "path,split\na.png,train\n"), "no test split, only train", split="test")
-    refused(manifest(tmp_path, "path\na.png\n"), "no column split: leave --split out", split="test")
+    refused(manifest(tmp_path, "path\na.png\n"), "has no splits: leave --split out", split="test")
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_manifest_labels_and_split(tmp_path: Path) -> None:
     [
         ("gone.png,x", r"gone\.png is no file .line 3 of list\.csv.$"),
         ("deep,x", r"deep is no file .line 3"),
-        ("b.png,", r"list\.csv line 3 has an empty label$"),
+        ("b.png,", r"list\.csv line 3 has no label$"),
         (",x", r"list\.csv line 3 has an empty path$"),
         ("b.png", r"list\.csv line 3 has 1 fields where the header has 2$"),
         ("b.png,x,y", r"line 3 has 3 fields"),
@@ -373,17 +373,17 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no column path, its columns are none"),
+        ("", "has no rows below its header"),
+        ("a.png,x\nb.png,y\n", "line 1: a.png is no name of a column: add a header"),
         ("path,label\n", "has no rows below its header"),
-        ("paht,label\na.png,x\n", r"line 1: no column path .did you mean 'paht'"),
-        ("path,lable\na.png,x\n", r"line 1: no column label .did you mean 'lable'"),
+        ("text,label\nzz,x\n", r"no column path, its columns are text, label; pass --path-column NAME"),
+        ("path,lable\na.png,x\n", r"no column label .did you mean 'lable'...*pass --label-column lable"),
         ("path,path\na.png,x\n", "column path appears 2 times"),
         ("path,label\na.png,-1\nb.png,0\n", "line 2: label -1"),
         ("path,label\na.png,-7\n", "line 2: label -7; labels are names, or whole numbers from 0"),
         ("path,label\na.png,x\na.png,y\n", "line 3: a.png has label y, in line 2 x"),
         ("path,split\na.png,train\na.png,test\n", "line 3: a.png has split test, in line 2 train"),
-        ("path,set\na.png,train\nb.png,Test\n", "the column set names splits; call it split, or remove it"),
-        ("path,split\na.png,trian\n", "line 2: split 'trian' .did you mean 'train'"),
+        ("path,split\na.png,trian\n", "the column split may be a split, but 'trian' .*.did you mean 'train'"),
         ('path,label\n"a.png,x\n', "line 2 cannot be read"),
         ("path,label\na.png,ü\n", "is not UTF-8"),
     ],

@@ -85,7 +85,7 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None
     parquet(tmp_path / "x" / "train.parquet", {"image": cells(1)})
     refused(tmp_path / "x", "has no test split, only train", split="test")
     path = parquet(tmp_path / "y.parquet", {"image": cells(1)})
-    refused(path, "no splits in its files' names: leave --split out", split="test")
+    refused(path, "has no splits: leave --split out", split="test")
     table = {"image": cells(1, 2), "label": [0, 2]}
     refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "labels go up to 2, but there are only 2 classes")
     parquet(tmp_path / "y" / "a.parquet", table, names=["a", "b", "c"])
@@ -103,7 +103,8 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None
     ("table", "message"),
     [
         ({"left": [b"1"], "right": [b"2"]}, r"left and right could be images.*left .binary., right .binary."),
-        ({"file": ["a.png"]}, r"no column holds bytes, perhaps only paths: give the folder.*columns are file .string"),
+        ({"file": ["a.png"]}, r"/a\.png is no file, as are others of the column file: pass --root"),
+        ({"n": [0.5]}, r"no column holds bytes, perhaps only paths: give the folder.*columns are n .double"),
         ({"image": [b"1"], "labels": [0], "target": [0]}, "labels and target could be labels"),
         ({"image": [b"1"], "label": [0.5]}, "column label is double"),
         ({"image": [b"1"], "label": [-1]}, "no row has a label"),

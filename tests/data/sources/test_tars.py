@@ -66,16 +66,21 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
     [
         (["dog", "cat", "dog", "cat"], "cls", ["cat", "dog"], None),
         ([10, 2, 10, 2], "cls", ["2", "10"], None),
-        (["dog", "cat", "dog", "cat"], "txt", ["cat", "dog"], "the labels are those of txt; without: --label-column"),
+        (["dog", "cat", "dog", "cat"], "txt", ["cat", "dog"], 'labels from column "txt", one per image'),
         (["a dog", "a cat", "two", "three"], "txt", [], None),  # captions
         ([json.dumps({"label": label, "url": "x"}) for label in "abab"], "json", ["a", "b"], None),
-        ([json.dumps({"class": n % 2}) for n in range(4)], "json", ["0", "1"], "those of the column class; without"),
+        (
+            [json.dumps({"class": n % 2}) for n in range(4)],
+            "json",
+            ["0", "1"],
+            'labels from column "class", one per image',
+        ),
         ([json.dumps({"kind": n % 2, "deep": [1]}) for n in range(4)], "json", [], "--label-column kind"),
         (
             [json.dumps({"label": label}) for label in (["b"], ["a", "b"], [], ["a"])],
             "json",
             ["a", "b"],
-            "1 of 4 images",
+            'labels from column "label", lists of several per image',
         ),
         ([json.dumps({"label": n % 2 / 1}) for n in range(4)], "json", ["0.0", "1.0"], None),
         (["cafe\u0301", "caf\u00e9", "cafe\u0301", "b"], "cls", ["b", "caf\u00e9"], "written in two ways"),
@@ -122,7 +127,7 @@ def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
     assert problems[1:] == [
         ": sample 2 has no image; a sample has one",
         ": sample 3 has 2 images; a sample has one",
-        ":5.jpg has no label cls",
+        ":5.jpg has no label",
     ]
 
 

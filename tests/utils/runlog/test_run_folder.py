@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import sys
@@ -60,6 +61,18 @@ def test_a_place_that_cannot_be_written(tmp_path):
         with pytest.raises(UserError, match=r"cannot be written \(.*\); choose another --run-dir") as error:
             opened(place)
         assert str(place) in str(error.value)
+
+
+def test_d11_a_new_folder_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(
+        UserError, match=r"run: cannot be written \(No space left on device\); choose another --run-dir"
+    ):
+        opened(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_empty_and_missing_folders_have_no_config(tmp_path):

@@ -1,0 +1,363 @@
+"""Label files as Kaggle, fastai, Keras, Label Studio, torchvision and Hugging Face users have them (D2 to D5, D9, D10):
+each is read as it is meant, or refused with the option that settles it.
+"""
+
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from duetgan.data.lmdb.format import multi_hot
+from duetgan.data.pack import main
+from duetgan.data.sources import Source, open_source
+from duetgan.utils.errors import EXIT_OK
+from duetgan.utils.script import run_cli
+from tests.data.conftest import save
+from tests.data.sources.source_files import cells, content_of, parquet, refused
+from tests.data.sources.test_tars import samples, tar
+
+AB = "a.png b.png"
+KINDS = ("folder", "zip", "tar")
+LISTS = '[{"image": "/data/local-files/?d=s/a%2Bb.png", "id": 7, "choice": {"choices": ["cat", "dog"]}},'
+LISTS += ' {"image": "/data/local-files/?d=s%5Cb.png", "id": 9, "choice": "cat"}]'
+STUDIO = 'annotator,choice,id,image\n1,"{""choices"": [""cat"", ""dog""]}",1,/data/upload/3/a.png\n'
+STUDIO += "1,cat,2,/data/upload/3/b.png\n"
+USAGE = "path,label,Usage\na.png,x,Training\nb.png,y,PublicTest\nc.png,x,PrivateTest\n"
+FOLDS = "path,label,fold\na.png,x,0\nb.png,y,1\nc.png,x,2\n"
+CELEBA = "image_id,Young,Smiling\na.png,1,-1\nb.png,-1,1\nc.png,1,1\n"
+PLANET = "image_name,tags\na,haze primary\nb,clear primary\nc,clear haze\n"
+ONE_HOT = "path,cat,dog,bird\na.png,1,0,0\nb.png,0,1,1\nc.png,0,0,0\n"
+FASTAI = "fname,labels,is_valid\na.png,car person,True\nb.png,car,False\nc.png,person,False\n"
+
+# the file and its text, the images that are there, the options; the images that are read with their labels, or "!" and
+# the refusal; what is said
+CASES: dict[str, tuple[str, str, str, dict[str, str], str, str]] = {
+    "kaggle ids": (
+        *("train.csv", "id,label\n1,cat\n2,dog\n", "train/1.jpg train/2.jpg test/3.jpg", {}),
+        *("1.jpg:cat 2.jpg:dog", r'images from column "id": 1 is \S+/train/1\.jpg$'),
+    ),
+    "kaggle ids in two folders": (
+        *("train.csv", "id,label\n1,cat\n", "train/1.jpg small/1.jpg", {}),
+        *(r"!/small and \S+/train fit: choose one with --root", ""),
+    ),
+    "kaggle ids, root": (
+        *("train.csv", "id,label\n1,cat\n2,dog\n", "train/1.jpg train/2.jpg small/1.jpg", {"root": "train"}),
+        *("1.jpg:cat 2.jpg:dog", "images from"),
+    ),
+    "kaggle ids, two kinds": (
+        *("train.csv", "id,label\n1,cat\n", "1.jpg 1.png", {}, r"!\.jpg and \.png fit: choose one with --suffix", ""),
+    ),
+    "kaggle ids, suffix": (
+        *("train.csv", "id_code,diagnosis\n1,0\n2,2\n3,2\n4,0\n", "1_s.png 2_s.png 3_s.png 4_s.png 1.jpg"),
+        *({"suffix": "_s.png"}, "1_s.png:0 2_s.png:2 3_s.png:2 4_s.png:0", 'labels from column "diagnosis", one per'),
+    ),
+    "no such files": ("x.csv", "id,label\n7,cat\n", AB, {}, "!/7 is no file, .* id: pass --root .* and --suffix", ""),
+    "kaggle paths": (
+        *("x.csv", "image_path,label\n/kaggle/input/s/a.png,cat\n/kaggle/input/s/b.png,dog\n", "s/a.png s/b.png", {}),
+        *("s/a.png:cat s/b.png:dog", r'images from column "image_path": /kaggle/input/s/a\.png is'),
+    ),
+    "kaggle usage": (
+        *("x.csv", USAGE, f"{AB} c.png", {}, "a.png:x"),
+        'split from column "Usage": PrivateTest -> test, PublicTest -> val, Training -> train$',
+    ),
+    "kaggle usage, val": ("x.csv", USAGE, f"{AB} c.png", {"split": "val"}, "b.png:y", "Usage"),
+    "kaggle usage, all": ("x.csv", USAGE, f"{AB} c.png", {"split_column": "none"}, "a.png:x b.png:y c.png:x", ""),
+    "kaggle folds": (
+        "x.csv",
+        FOLDS,
+        f"{AB} c.png",
+        {},
+        "!column fold may be a split.*: pass --split-column fold=0",
+        "",
+    ),
+    "kaggle folds, held out": (
+        *("x.csv", FOLDS, f"{AB} c.png", {"split_column": "Fold=1,2"}, "a.png:x", "0 -> train, 1 -> val, 2 -> val"),
+    ),
+    "any name of a split": (
+        *("x.csv", "path,role\na.png,Train set\nb.png,dev\n", AB, {"split": "test"}, "b.png:"),
+        'no labels; split from column "role": Train set -> train, dev -> val',
+    ),
+    "splits and others": ("x.csv", "path,of\na.png,train\nb.png,test\nc.png,web\n", AB, {}, "!of may be a split, ", ""),
+    "two splits": (
+        "x.csv",
+        "path,is_train,is_test\na.png,1,0\nb.png,0,1\n",
+        AB,
+        {},
+        "!is_train and is_test may be",
+        "",
+    ),
+    "a flag or a class": ("x.csv", "path,bus,train\na.png,1,0\nb.png,0,1\n", AB, {}, "!train may be a split: pass", ""),
+    "one-hot": (
+        *("x.csv", ONE_HOT, f"{AB} c.png", {}, "a.png:cat b.png:bird+dog c.png:"),
+        r'labels from columns "cat", "dog", "bird", several per image \(1: has it\)$',
+    ),
+    "one-hot, one each": (
+        *("x.csv", "image_id,Healthy,Rust\na,1.0,0.0\nb,0.0,1.0\n", AB, {}, "a.png:Healthy b.png:Rust"),
+        "one per image .1: has it",
+    ),
+    "celeba": (
+        *("x.csv", CELEBA, f"{AB} c.png", {}, "a.png:Young b.png:Smiling c.png:Smiling+Young", "several per image"),
+    ),
+    "celeba's partition": (
+        "x.csv",
+        "image_id,partition\na.png,0\nb.png,1\n",
+        AB,
+        {},
+        "!column partition may be a split, but '0'",
+        "",
+    ),
+    "chexpert": (
+        *("x.csv", "Path,Edema,Mass,Drains\na.png,1,0,-1\nb.png,0,1,1\nc.png,1,1,0\n", AB, {}),
+        *("!columns Edema, Mass may be labels of 0 and 1, but Drains has -1.*--label-column Edema,Mass, another", ""),
+    ),
+    "keras raw": (
+        *("x.csv", "filename,cat,dog,width\na.png,1,1,9\nb.png,0,0,9\n", AB, {"label_column": "Cat, dog"}),
+        *("a.png:cat+dog b.png:", "several per image"),
+    ),
+    "keras lists": (
+        "x.csv",
+        "filename,class\na.png,\"['cat', 'dog']\"\nb.png,['cat']\n",
+        AB,
+        {},
+        "a.png:cat+dog b.png:cat",
+        "lists",
+    ),
+    "pipes": (
+        *("x.csv", "Image Index,Finding Labels,Age\na.png,Edema|Mass,3\nb.png,None,4\n", AB, {}),
+        *("a.png:Edema+Mass b.png:None", r'labels from column "Finding Labels", several per image separated by "\|"$'),
+    ),
+    "one label with a pipe": ("x.csv", "path,label\na.png,x|y\n", AB, {"label_separator": "none"}, "a.png:x|y", ""),
+    "commas": (
+        "x.csv",
+        'path,label\na.png,"cat, dog"\nb.png,cat\n',
+        AB,
+        {},
+        '!"cat, dog" may be one or several: pass',
+        "",
+    ),
+    "commas that are clear": (
+        *("x.csv", 'path,label\na.png,"cat, dog"\nb.png,cat\nc.png,dog\n', f"{AB} c.png", {}),
+        *("a.png:cat+dog b.png:cat c.png:dog", 'several per image separated by ","'),
+    ),
+    "planet": (
+        "x.csv",
+        PLANET,
+        f"{AB} c.png",
+        {},
+        '!"clear haze" may be one or several: pass --label-separator " "',
+        "",
+    ),
+    "planet, several": (
+        *(
+            "x.csv",
+            PLANET,
+            f"{AB} c.png",
+            {"label_separator": " "},
+            "a.png:haze+primary b.png:clear+primary c.png:clear+haze",
+        ),
+        'several per image separated by " "',
+    ),
+    "one label with a space": (
+        *("x.csv", "path,label\na.png,polar bear\nb.png,bear\n", AB, {}, "a.png:polar bear b.png:bear"),
+        r'one per image \("polar bear" is one; several: --label-separator " "\)$',
+    ),
+    "fastai": (
+        "x.csv",
+        FASTAI,
+        f"{AB} c.png",
+        {},
+        "b.png:car c.png:person",
+        'separated by " "; split from column "is_valid"',
+    ),
+    "two columns of labels": (
+        *("x.csv", "path,kind,colour\na.png,cat,red\nb.png,dog,\n", AB, {"label_column": "kind,colour"}),
+        *("a.png:cat+red b.png:dog", 'labels from columns "kind", "colour"'),
+    ),
+    "label studio": ("x.json", LISTS, "s/a+b.png s/b.png", {}, "s/a+b.png:cat+dog s/b.png:cat", "lists of several"),
+    "label studio, csv": ("x.csv", STUDIO, AB, {}, "a.png:cat+dog b.png:cat", "lists of several"),
+    "metadata.jsonl": (
+        *(
+            "x.jsonl",
+            '{"file_name": "s\\\\a.png", "labels": ["cat"], "set": "train"}\n{"file_name": "b.png", "labels": []}\n',
+        ),
+        *("s/a.png b.png", {"split_column": "none"}, "s/a.png:cat b.png:", "lists"),
+    ),
+    "tsv": (
+        "x.tsv",
+        "file\tlabel\twords\ns\\a.png\tcat\ta, b, c\nb.png\tdog\td\n",
+        "s/a.png b.png",
+        {},
+        "s/a.png:cat b.png:dog",
+        "",
+    ),
+    "jsonl, broken": ("x.jsonl", '{"path": "a.png"}\n3\n', AB, {}, "!x.jsonl line 2 is no JSON object", ""),
+}
+
+
+def read(source: Source) -> list[tuple[str, str]]:
+    """Return the names of the images, and their labels."""
+    numbers = source.labels()
+    hot = np.eye(len(source.classes), dtype=bool)[numbers] if source.classes and source.sets is None else None
+    if source.sets is not None:
+        hot = multi_hot(source.sets, len(source.classes))[numbers] > 0
+    found = []
+    for index in range(len(source)):
+        names = [] if hot is None else [source.classes[place] for place in np.flatnonzero(hot[index])]
+        found.append((source.stored_name(index), "+".join(names)))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_label_files(tmp_path: Path, case: str) -> None:
+    file, text, images, options, expected, said = CASES[case]
+    for name in images.split():
+        save(tmp_path / name)
+    (tmp_path / file).write_text(text)
+    options = {name: str(tmp_path / value) if name == "root" else value for name, value in options.items()}
+    if expected.startswith("!"):
+        refused(tmp_path / file, expected[1:], **options)
+        return
+    with open_source(str(tmp_path / file), **options) as source:  # type: ignore[arg-type]
+        found = " ".join(map(":".join, read(source)))
+        assert (found, list(map(str, source.problems))) == (expected, [])
+    assert bool(source.remarks) == bool(said), source.remarks
+    assert not said or re.search(said, "\n".join(source.remarks), re.MULTILINE), source.remarks
+
+
+IMAGES = {"image": cells(1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "expected"),
+    [
+        (IMAGES | {"label": ["x|y", "x", ""]}, {}, "x+y x -"),
+        (IMAGES | {"tags": [["x", "y"], ["x"], []]}, {}, "x+y x -"),
+        (IMAGES | {"label": ["x, y", "x", "z"]}, {}, "!may be one or several: pass --label-separator"),
+        (IMAGES | {"cat": [1.0, 0.0, 1.0], "dog": [0.0, 1.0, 1.0]}, {}, "cat dog cat+dog"),
+        (IMAGES | {"label": ["x", "y", "z"], "is_valid": [False, True, False]}, {"split": "val"}, "y"),
+        (IMAGES | {"label": ["x", "y", "z"], "fold": [0, 1, 2]}, {}, "!fold may be a split"),
+        ({"file": ["c.png", "s\\a.png"], "label": [7, 0], "Usage": ["Test", "Train"]}, {"split": "test"}, "7"),
+    ],
+)
+def test_parquet_and_tars_have_the_same_rules(
+    tmp_path: Path, columns: dict[str, list[Any]], options: dict[str, str], expected: str
+) -> None:
+    save(tmp_path / "c.png")
+    save(tmp_path / "s" / "a.png")
+    notes = {name: values for name, values in columns.items() if name != "image"}
+    rows = [json.dumps(dict(zip(notes, row, strict=True))) for row in zip(*notes.values(), strict=True)]
+    files = [parquet(tmp_path / "x.parquet", columns)]
+    files += [tar(tmp_path / "x.tar", samples(*rows, suffix="json"))] if "image" in columns else []
+    for file in files:
+        if expected.startswith("!"):
+            refused(file, expected[1:], **options)
+            continue
+        with open_source(str(file), **options) as source:  # type: ignore[arg-type]
+            labels = [label or "-" for _, label in read(source)]
+            assert (" ".join(labels), source.problems) == (expected, [])
+
+
+def arranged(folder: Path, kind: str, files: dict[str, str]) -> Path:
+    """A folder, zip or tar of small images and texts, by the files' names."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode() or content_of(len(name)))
+    if kind == "folder":
+        return folder
+    content = {name: (folder / name).read_bytes() for name in files}
+    if kind == "tar":
+        return tar(folder.with_suffix(".tar"), content)
+    with zipfile.ZipFile(folder.with_suffix(".zip"), "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    return folder.with_suffix(".zip")
+
+
+def stylegan(**labels: object) -> str:
+    return json.dumps({"labels": [[f"0\\{name}.png", label] for name, label in labels.items()]})
+
+
+# folder, zip or tar; the files, without a text images; the options; as CASES
+PLACES: list[tuple[str, dict[str, str], dict[str, str], str]] = [
+    *((kind, {"0/a.png": "", "0/b.png": "", "dataset.json": stylegan(a=1, b=0)}, {}, "1 0") for kind in KINDS),
+    *(
+        (kind, {"my/0/a.png": "", "my/0/b.png": "", "my/dataset.json": stylegan(a="x", b="y")}, {}, "x y")
+        for kind in KINDS
+    ),
+    ("zip", {"x/my/0/a.png": "", "x/my/dataset.json": stylegan(a="x|y")}, {}, "x+y"),
+    ("zip", {"my/0/a.png": "", "my/dataset.json": stylegan(a="x|y")}, {"label_separator": "none"}, "x|y"),
+    ("zip", {"my/0/a.png": "", "my/dataset.json": stylegan(a="x", b="y")}, {}, "!names my/0/b.png, which is not there"),
+    (
+        "zip",
+        {"my/0/a.png": "", "my/0/b.png": "", "my/dataset.json": stylegan(a="x")},
+        {},
+        "!has no label for my/0/b.png",
+    ),
+    *(
+        (
+            kind,
+            {"my/0/a.png": "", "cat/c.png": "", "my/dataset.json": stylegan(a="x")},
+            {},
+            "!no labels for cat/c.png: give my alone",
+        )
+        for kind in KINDS
+    ),
+    ("folder", {"my/a.png": "", "cat/c.png": "", "my/dataset.json": "[]"}, {"classes_from": "top"}, "cat my"),
+    (
+        "folder",
+        {"images/a.png": "", "labels.csv": "a"},
+        {},
+        "!all images lie in images, beside labels.csv: if that holds",
+    ),
+    (
+        "zip",
+        {"my/a.png": "", "my/labels.jsonl": "a"},
+        {},
+        "!all images lie in my, beside my/labels.jsonl: if that holds",
+    ),
+    ("folder", {"images/a.png": "", "labels.csv": "a"}, {"classes_from": "top"}, "images"),
+    ("folder", {"cat/a.png": "", "notes.csv": "a"}, {}, "cat"),
+    ("folder", {"train_images/a.png": "", "test_images/b.png": ""}, {}, ""),
+    ("folder", {"Cat/a.png": "", "cat /b.png": "", "dog/c.png": ""}, {}, "Cat cat  dog"),
+    *((kind, {"cat\\a.png": "", "dog\\b.png": ""}, {}, "cat dog") for kind in ("zip", "tar")),
+    ("tar", {"a.left.png": "", "a.left.cls": "x", "a.right.png": "", "a.right.cls": "y"}, {}, "x y"),
+    ("tar", {"cat/a.left.png": "", "dog/b.left.png": "", "README.txt": "x"}, {}, "cat dog"),
+    (
+        "tar",
+        {"a.png": "", "a.cls": "x", "b.left.png": "", "b.left.cls": "y"},
+        {},
+        "?ends at the first dot of b.left.png",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(PLACES)))
+def test_places_of_labels_and_names(tmp_path: Path, case: int) -> None:
+    """D1, D7, D9 and D10: `dataset.json` below the root, tables beside folders, dots and backslashes in names."""
+    kind, files, options, expected = PLACES[case]
+    where = arranged(tmp_path / "x", kind, files)
+    if expected.startswith("!"):
+        refused(where, expected[1:], **options)
+        return
+    with open_source(str(where), **options) as source:  # type: ignore[arg-type]
+        if expected.startswith("?"):
+            assert expected[1:] in str(source.problems[0])
+            return
+        assert (" ".join(labels for _, labels in read(source)), source.problems) == (expected, [])
+        assert any("'Cat' and 'cat ' differ only by case" in remark for remark in source.remarks) == ("Cat" in expected)
+        assert isinstance(source.content(0), bytes)
+
+
+def test_d6_images_that_are_not_read_are_the_last_thing_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = arranged(tmp_path / "x", "folder", {"a.avif": "", "b.jxl": "x", "c.dng": "x", "d.jxl": "x", "e.txt": "x"})
+    Image.new("RGB", (8, 8), "red").save(where / "a.avif")
+    assert run_cli(main, [str(where), str(tmp_path / "x.lmdb")]) == EXIT_OK
+    told = f"warning: {where}: 3 of 4 images are of kinds that are not read (only 2 .jxl, 1 .dng): convert them to PNG"
+    assert capsys.readouterr().err.splitlines()[-1] == told
