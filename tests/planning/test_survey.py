@@ -9,6 +9,7 @@ from PIL import Image
 
 from duetgan.planning.measure import FEWEST, survey
 from duetgan.planning.plan import choose
+from duetgan.utils.config.cli import Parser, add_table_options
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.planning.machines import Fast, seen
@@ -48,6 +49,12 @@ def test_flat_folder_zip_and_csv(tmp_path, folder):
     table.write_text("\n".join(["path,label", *rows]))
     for found in (survey(archive), survey(str(table))):
         assert (found.count, found.classes) == (20, 2)
+    table.write_text("\n".join(["path,kind,label", *(f"{row},x" for row in rows)]))
+    parser = Parser(prog="x")
+    add_table_options(parser)
+    words = ["--label-column=kind", f"--root={folder}"]
+    found = survey(str(table), parser.parse_args(words))
+    assert (found.classes, found.options) == (2, words)
 
 
 def test_the_embedded_sample_has_its_own_held_out_part():
