@@ -153,6 +153,8 @@ def test_samples_are_the_generators_and_say_their_seeds(generator, runs):
     assert samples.images.dtype == torch.uint8
     assert generator.sample(2, seed=3, psi=0.7, classes="light").images[1].equal(samples.images[2])
     assert not generator.sample(1, seed=4, psi=0.7, classes="light").images[0].equal(samples.images[0])
+    of_all = generator.sample(1, seed=3, psi=0.0, truncation_mean="global", classes="light")
+    assert not of_all.images.equal(generator.sample(1, seed=3, psi=0.0, classes="light").images)
     picture = generator.grid(6, columns=3)
     assert picture.size == (24, 16)
     assert_raises(duetgan.UserError, "classes: no class 'ligth'", generator.sample, classes="ligth")

@@ -190,6 +190,18 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
     add("--tta", choices=("off", "flip", "shift"), default="off", help=views)
 
 
+PSI = number(float, -10, 10)
+
+
+def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True) -> None:
+    """Add `--truncation-psi`, unless `psi` is False, and `--truncation-mean`."""
+    if psi:
+        text = "1: all variety; near 0: typical images (default: 1)"
+        parser.add_argument("--truncation-psi", type=PSI, default=1.0, metavar="X", help=text)
+    text = "what samples are truncated towards: the mean w of their class, or of all samples (default: class)"
+    parser.add_argument("--truncation-mean", choices=("class", "global"), default="class", help=text)
+
+
 def add_import_option(parser: argparse.ArgumentParser) -> None:
     """`--import`, whose files and modules `parse_args` imports."""
     text = "import code of your own, a .py file or an installed module, which adds to the registries; repeat it"
