@@ -281,7 +281,8 @@ class ClassifierTask(Task):
                         answers = None if self.teacher is None else self.teacher(images)
                     logits = logits.to(loss_sum.dtype)
                     loss = classifier_loss(logits, targets, self.config.loss, *self.by_class)
-                    loss = distilled(loss, logits, answers, targets, self.config.loss) / self.config.batch_size
+                    loss = distilled(loss, logits, answers, targets, self.config.loss, self.by_class[0])
+                    loss = loss / self.config.batch_size
                 with phase("backward"):
                     self.precision.backward(loss)
             loss_sum += loss.detach()
