@@ -76,7 +76,11 @@ class ClassifierTask(Task):
             model = Classifier(config.model, **self.shape)
         if config.model.weights is not None:
             with collectives.raising_together():  # each node may have files of its own
-                taken = load_pretrained(model) if config.model.discriminator is None else load_discriminator(model)
+                taken = (
+                    load_pretrained(model, reader.meta.classes)
+                    if config.model.discriminator is None
+                    else load_discriminator(model)
+                )
             say_main(taken)
         else:
             fit_first_filters(model, reader)
