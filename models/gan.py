@@ -321,25 +321,23 @@ def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
 
 def sizes_up_to(resolution: int | str) -> list[int]:
     """The shorter sides at which networks work, each twice the one before: 4, 8, ..., 64 for 64 and for 96x64 px, which
-    begin with 4x4 and 6x4 pixels. The first is 4 or more and as small as possible.
+    begin with 4x4 and 6x4 pixels; 6, 12, ..., 96 for 96. The first is 4 or more and as small as possible.
 
-    Raises UserError for squares whose side is no power of two from 8, and for rectangles that doubling a start of at
-    most LARGEST_START pixels does not lead to.
+    Raises UserError for sizes that doubling a start of at most LARGEST_START pixels does not lead to.
     """
     spec = ImageSpec.of(1, resolution)
     twos = math.gcd(*spec.size) & -math.gcd(*spec.size)  # the largest power of two that divides both sides
     while twos > 1 and spec.side < 4 * twos:
         twos //= 2
-    if spec.height == spec.width and (spec.side != 4 * twos or twos < 2):
-        raise UserError(
-            f"resolution {resolution} is not a power of two from 8 up; pack the data with --size 8, 16, 32, ..."
-        )
     if twos < 2 or spec.values > LARGEST_START * twos**2:
-        step = max(2, 1 << spec.side.bit_length() - 3)  # what doubles a start of 4 to 7 px
+        step = max(2, 1 << max(0, spec.side.bit_length() - 3))  # what doubles a start of 4 to 7 px
         near = [[max(4 * step, side // step * step + more) for side in spec.size[::-1]] for more in (0, step)]
-        sizes = " or ".join(f"{width}x{height}" for width, height in near)
+        is_square = spec.height == spec.width
+        names = dict.fromkeys(str(size[0]) if is_square else "x".join(map(str, size)) for size in near)
+        smaller = f"train with --data.resolution {near[0][0]}, or " if is_square and near[0][0] < spec.side else ""
         raise UserError(
-            f"resolution {resolution}: doubling a few pixels never gives it; pack the data with --size {sizes}"
+            f"resolution {resolution}: doubling a few pixels never gives it; {smaller}pack the data with --size "
+            f"{' or '.join(names)}"
         )
     return [spec.side // twos * 2**k for k in range(twos.bit_length())]
 

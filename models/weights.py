@@ -82,6 +82,7 @@ def read_plain(path: Path, remedy: str) -> Any:
     """
     with bounded.reading(path, remedy):
         bounded.check(path, bounded.WEIGHTS)
+    bounded.refuse_page(path)
     # torch's own message advises to read the file unsafely, so it is not passed on
     words = (
         "is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) writes it)"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import duetgan
+import duetgan.training
 from duetgan.data import Dataset
 from duetgan.inference.inputs import Transform
 from duetgan.metrics.evaluate_gan import judge_images
@@ -217,3 +218,9 @@ def test_lightning_trains_the_same_gan(tmp_path, monkeypatch):
     for ours, theirs in ((names["g"], gan.g), (names["d"], gan.d), (names["average"].model, gan.average.model)):
         for name, value in ours.state_dict().items():
             torch.testing.assert_close(theirs.state_dict()[name], value, rtol=0, atol=1e-7, msg=name)
+
+
+def test_completion_offers_what_is_imported_late():
+    """K5."""
+    assert {"load", "Classifier", "UserError"} <= set(dir(duetgan))
+    assert {"CLASSIFIER_LOSSES", "OBJECTIVES", "EMA"} <= set(dir(duetgan.training))

@@ -56,6 +56,8 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
         raise UserError(f"this format is for stylegan2, the checkpoint has {name}; choose safetensors")
     if isinstance(size := shape["resolution"], str):
         raise UserError(f"this format is for squares, the checkpoint draws {size} px; choose safetensors")
+    if size & (size - 1):
+        raise UserError(f"this format is for sides of 8, 16, 32, ... px, not {size}; choose safetensors")
     ImageSpec.read(shape).need_plain("this format")
     if tuple(checkpoint.get("stage", (size, 1.0))) != (size, 1.0):
         raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
