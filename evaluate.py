@@ -10,7 +10,14 @@ from typing import Any
 
 from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from duetgan.utils.checkpoint import resolve, resolve_for_people
-from duetgan.utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
+from duetgan.utils.config.cli import (
+    Parser,
+    add_model_options,
+    add_speed_options,
+    add_truncation_options,
+    number,
+    positive,
+)
 from duetgan.utils.distributed.launch import add_options, start_processes, wanted_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, check_writable, write_atomic
@@ -52,6 +59,7 @@ def parser() -> Parser:
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
     audit = "GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)"
     add("--audit", action="store_true", help=audit)
+    add_truncation_options(options, psi=False)
     add("--searched", type=number(int, 0), metavar="N", help=searched)
     return options
 
@@ -133,7 +141,8 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         from duetgan.inference.samples import draw_style_tables
 
         device = collectives.choose_device(options.device)
-        document["images"] += draw_style_tables(checkpoint, out, seed=options.seed, device=device)
+        how = {"seed": options.seed, "device": device, "mean": options.truncation_mean}
+        document["images"] += draw_style_tables(checkpoint, out, **how)
     collectives.from_main_process(lambda: write_atomic(out / name, as_json(document)))
     if collectives.is_main():
         if not options.audit:  # beside the document, which depends on the model alone; the report repeats it

@@ -8,7 +8,7 @@ from typing import Any
 from duetgan.inference.settings import FORMATS
 from duetgan.utils import threads
 from duetgan.utils.checkpoint import resolve_for_people
-from duetgan.utils.config.cli import Parser, add_import_option, positive
+from duetgan.utils.config.cli import Parser, add_import_option, add_truncation_options, positive
 from duetgan.utils.script import exit_cli
 
 FORMAT_HELP = (
@@ -32,6 +32,7 @@ def parser() -> Parser:
     add("--data", metavar="X.lmdb", help="images of the check (default: the run's held-out, else training images)")
     add("--calibration", metavar="X.lmdb", help="images for int8's ranges (default: the run's training images)")
     add("--n", type=positive, default=1000, metavar="N", help="images of the check, at most")
+    add_truncation_options(options)
     add("--calibrated", type=positive, default=256, metavar="N", help="images for int8's ranges, at most")
     add("--batch-size", type=positive, default=64, metavar="N", help="the larger batch that is timed")
     add("--repeats", type=positive, default=5, metavar="N", help="of the timing, medians")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from duetgan.data.lmdb.writer import check_target
 from duetgan.inference import settings
 from duetgan.utils.checkpoint import resolve_for_people
-from duetgan.utils.config.cli import Parser, add_model_options, file, number, positive
+from duetgan.utils.config.cli import PSI, Parser, add_model_options, add_truncation_options, file, number, positive
 from duetgan.utils.errors import require_same_classes
 from duetgan.utils.files import check_writable
 from duetgan.utils.script import exit_cli
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # what needs torch is imported when the options are known to 
     from duetgan.inference.samples import Sampler
 
 SEARCH, EDIT = settings.ProjectionConfig(), settings.EditConfig()  # the defaults
-PSI, WEIGHT, ABOVE_0 = number(float, -10, 10), number(float, 0), number(float, 0, inner=True)
+WEIGHT, ABOVE_0 = number(float, 0), number(float, 0, inner=True)
 
 
 def parser() -> Parser:
@@ -30,7 +30,9 @@ def parser() -> Parser:
         run: Callable[[Namespace], str], name: str, text: str, without: str = "", out: Sequence[str] = (".png",)
     ) -> Callable[..., Any]:
         command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
-        command.set_defaults(run=run, classes="all", truncation_psi=1.0, truncation_cutoff=None)
+        command.set_defaults(
+            run=run, classes="all", truncation_psi=1.0, truncation_cutoff=None, truncation_mean="class"
+        )
         add_model_options(command)
         add = command.add_argument
         add("--out", required=True, type=file(*out), metavar="FILE", help="the file to write; of grid also a folder")
@@ -39,9 +41,8 @@ def parser() -> Parser:
             add("--classes", default="all", metavar="A,B", help='names of classes, or of sets of them: "cat;dog"')
         text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours"
         add("--latents", choices=("torch", "numpy"), default="torch", help=text)
-        if "psi" not in without:
-            add("--truncation-psi", type=PSI, default=1.0, metavar="X", help="1: all variety; near 0: typical images")
         if "noise" not in without:
+            add_truncation_options(command, psi="psi" not in without)
             text = "truncate the first L layers only (default: all)"
             add("--truncation-cutoff", type=number(int, 0), metavar="L", help=text)
             add("--noise-mode", choices=("random", "const", "none"), default="random", help="per-pixel noise")
@@ -229,6 +230,7 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
         seed=options.seed,
         truncation_psi=options.truncation_psi,
         truncation_cutoff=options.truncation_cutoff,
+        truncation_mean=options.truncation_mean,
         noise_mode="const" if options.command == "project" else options.noise_mode,
         numpy_latents=options.latents == "numpy",
         batch_size=options.batch_size,

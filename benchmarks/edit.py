@@ -123,7 +123,7 @@ def redrawn(editor: Editor, sampler: Sampler, source: int, numbers: Sequence[int
         z, _, noise = vars(given.latents(numbers[first : first + sampler.batch_size])).values()
         labels = torch.full([len(z)], sampler.chosen[0], device=z.device)
         with torch.no_grad():
-            images = sampler.generator(z, labels, noise=noise, truncation_psi=sampler.truncation_psi)
+            images = sampler.generator(z, labels, noise=noise, **sampler.truncation)
         drawn.append((images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8).cpu())
     return torch.cat(drawn)
 

@@ -54,7 +54,7 @@ if _HERE.parent == HOME:
 
 def lazily(package: str, places: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """A package's `__getattr__`: a module is imported when one of its names is asked for. `places`: module -> names; of
-    a name in several the last counts.
+    a name in several the last counts. The package's `dir` has these names, too, for completion.
     """
     module_of = {name: f"{package}.{module}" for module, names in places.items() for name in names}
 
@@ -63,6 +63,8 @@ def lazily(package: str, places: Mapping[str, Sequence[str]]) -> Callable[[str],
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(module_of[name]), name)
 
+    module = sys.modules[package]
+    setattr(module, "__dir__", lambda: sorted({*vars(module), *module_of}))  # noqa: B010
     return attribute
 
 

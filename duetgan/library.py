@@ -18,7 +18,7 @@ from duetgan.inference.projection import Projection, find
 from duetgan.inference.samples import Sampler
 from duetgan.inference.settings import ProjectionConfig, label_of
 from duetgan.metrics.evaluate_gan import judge_images
-from duetgan.models.gan import ImageGenerator, NoiseMode
+from duetgan.models.gan import ImageGenerator, NoiseMode, TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, open_checkpoint
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
@@ -103,7 +103,8 @@ class Generator(nn.Module):
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """Images [N, channels, H, H] in about [-1, 1] of z [N, z_dim] (normal) and labels int64 [N], places in
-        `class_names`; None without classes. `options` (noise, truncation_psi, truncation_cutoff): as the network's.
+        `class_names`; None without classes. `options` (noise, truncation_psi, truncation_cutoff,
+        truncation_mean): as the network's.
 
         Raises UserError for another type or shape, and for labels of no class.
         """
@@ -126,6 +127,7 @@ class Generator(nn.Module):
         classes: str | Sequence[str] | None = None,  # by name ("cat; dog" of several labels), in turn; None: all
         seed: int = 0,
         psi: float = 1.0,  # truncation: 1 none, 0 the mean image; for generators with w
+        truncation_mean: TruncationMean = "class",  # of its class or of all ("global"), towards which w is truncated
         noise: NoiseMode = "random",
     ) -> Samples:
         """`n` images. The same seed gives the same images, however many are drawn.
@@ -136,7 +138,8 @@ class Generator(nn.Module):
             raise UserError(
                 f"sample: {n} images with noise {noise!r}; give 1 or more, {', '.join(get_args(NoiseMode))}"
             )
-        sampler = self._sampler(classes, seed, truncation_psi=psi, noise_mode=noise)
+        truncation = {"truncation_psi": psi, "truncation_mean": truncation_mean}
+        sampler = self._sampler(classes, seed, noise_mode=noise, **truncation)
         names = [self.label_names[label] for label in sampler.classes(range(n))]
         return Samples(sampler.images(range(n)), names, seed, sampler.indices(range(n)))
 

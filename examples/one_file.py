@@ -189,15 +189,14 @@ class Generator(nn.Module):
         self.constant = nn.Parameter(torch.randn(1, WIDTHS[0], 4, 4))
         widths = [WIDTHS[0], *WIDTHS]
         self.blocks = nn.ModuleList(map(SynthesisBlock, widths, WIDTHS, SIDES))
-        self.register_buffer("w_avg", torch.zeros(W_DIM))  # the mean w, towards which styles can be truncated
+        self.register_buffer("w_avg", torch.zeros(W_DIM))  # the mean w of all classes, which the program keeps
 
     def noise(self, count: int) -> list[Tensor]:
         """A map for each layer: one at 4 px, two at the others."""
         return [torch.randn(count, 1, side, side) for side in sorted(SIDES + SIDES[1:])]
 
-    def forward(self, w: Tensor, noise: list[Tensor], psi: float = 1.0) -> Tensor:
-        w, maps = self.w_avg.lerp(w, psi), iter(noise)
-        x, image = self.constant.expand(len(w), -1, -1, -1), None
+    def forward(self, w: Tensor, noise: list[Tensor]) -> Tensor:
+        x, image, maps = self.constant.expand(len(w), -1, -1, -1), None, iter(noise)
         for block in self.blocks:
             x, image = block(x, image, w, maps)
         assert image is not None
@@ -303,11 +302,12 @@ class Gan:
 
     @torch.no_grad()
     def sample(self, labels: Tensor, psi: float = 1.0) -> Tensor:
-        """Of the average, rounded to the 256 values that a file can hold."""
-        images = []
+        """Of the average, rounded as files are; truncated towards the mean w of its class (2202.11777)."""
+        images, z = [], torch.randn(1000, Z_DIM)
+        means = torch.stack([self.ema.mapping(z, torch.full([1000], label)).mean(0) for label in range(CLASSES)])
         for part in labels.split(100):
-            w = self.ema.mapping(torch.randn(len(part), Z_DIM), part)
-            images.append(self.ema(w, self.ema.noise(len(part)), psi).clamp(-1, 1))
+            w = means[part].lerp(self.ema.mapping(torch.randn(len(part), Z_DIM), part), psi)
+            images.append(self.ema(w, self.ema.noise(len(part))).clamp(-1, 1))
         return ((torch.cat(images) + 1) * 127.5).round() / 127.5 - 1
 
 

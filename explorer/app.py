@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound, Unauthorized
@@ -27,6 +27,7 @@ from duetgan.data.errors import ImageError
 from duetgan.explorer import models
 from duetgan.explorer.models import Shown, Source, compare_page
 from duetgan.inference.samples import parse_layers
+from duetgan.models.gan import TruncationMean
 from duetgan.reporting.pictures import number, picture
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import did_you_mean
@@ -123,9 +124,12 @@ class Asked:
         return shown
 
     def source(self, shown: Shown, which: str = "") -> Source:
-        """A sample: `seed`, `class` and `psi`, the first two with `which` behind."""
+        """A sample: `seed`, `class`, `psi` and `mean`, the first two with `which` behind."""
         label = self.label(f"class{which}", shown) if shown.classes else None
-        return Source(self.number(f"seed{which}", 0, LARGEST_SEED), label, self.number("psi", 0, 2, "1", float))
+        mean = self._args.get("mean", "class")
+        if mean not in get_args(TruncationMean):
+            raise UserError(f"mean {mean[:80]!r}: give {' or '.join(get_args(TruncationMean))}")
+        return Source(self.number(f"seed{which}", 0, LARGEST_SEED), label, self.number("psi", 0, 2, "1", float), mean)
 
     def sources(self, shown: Shown) -> list[Source]:
         """A sample and those of the seeds after it, `count` in all."""

@@ -28,6 +28,7 @@ from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.features.precision import device_of
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.metrics.lineage import data_of
+from duetgan.models.gan import TruncationMean
 from duetgan.models.restore import classifier_from, generator_from, read
 from duetgan.reporting import figures
 from duetgan.reporting.compare import shared_charts
@@ -139,16 +140,19 @@ LOSSLESS = 128  # px a side up to which images are sent as PNG
 
 @dataclass(frozen=True)
 class Source:
-    """A sample: what `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi PSI` draws."""
+    """A sample: what `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi PSI --truncation-mean MEAN`
+    draws.
+    """
 
     seed: int
     label: int | None = None  # None: unconditional
     psi: float = 1.0
+    mean: TruncationMean = "class"  # towards which it is truncated
 
     def sampler(self, shown: Shown) -> Sampler:
         """Its number 0 is this sample."""
         chosen = () if self.label is None else (self.label,)
-        how: dict[str, Any] = {"truncation_psi": self.psi, "batch_size": AT_ONCE}
+        how: dict[str, Any] = {"truncation_psi": self.psi, "truncation_mean": self.mean, "batch_size": AT_ONCE}
         return Sampler(generator=shown.model, chosen=chosen, seed=self.seed, **how)
 
 

@@ -89,7 +89,8 @@ function controls(form, changed) {
     range.value = 1;
     const output = make("output", { textContent: "1" });
     range.addEventListener("input", () => { output.textContent = range.value; });
-    form.append(make("label", {}, "Truncation ", range, output));
+    const mean = make("select", { name: "mean" }, option("its class", "class"), option("all samples", "global"));
+    form.append(make("label", {}, "Truncation ", range, output), field("towards the mean of", mean));
   }
   const fill = () => {
     const run = runs[form.elements.run?.value];
@@ -104,7 +105,10 @@ function controls(form, changed) {
       form.elements.target.replaceChildren(...names.map((name) => option(name, name)));
       form.elements.target.selectedIndex = Math.min(1, names.length - 1);
     }
-    if (form.elements.psi) form.elements.psi.parentElement.hidden = !run.layers;
+    if (form.elements.psi) {
+      form.elements.psi.parentElement.hidden = !run.layers;
+      form.elements.mean.parentElement.hidden = !(run.layers && run.classes.length);
+    }
   };
   if (samples.length) fill();
   form.addEventListener("submit", (event) => event.preventDefault());

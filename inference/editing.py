@@ -75,7 +75,7 @@ class Editor:
         """The images [n, C, H, H] in about [-1, 1], moved by `offsets` [n, size]; differentiable."""
         offsets = offsets.to(start.code.dtype)
         if self.space == "z":
-            return self.generator(start.code + offsets, start.labels, noise=start.noise)
+            return self.generator(start.code + offsets, start.labels, noise=start.noise, **self.sampler.truncation)
         return cast(StyledGenerator, self.generator).synthesis(start.code + offsets[:, None], start.noise)
 
     def starts(self, label: int, count: int, *, seed: int | None = None) -> Start:

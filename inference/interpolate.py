@@ -80,15 +80,14 @@ class Journey:
         if not sampler.generator.has_styles:
             mixed = [one_hot(end, sampler.generator.classes, t.dtype) for end in ends if end is not None]
             return sampler.generator(between, torch.lerp(mixed[0], mixed[1], t) if mixed else None, noise=maps)
-        generator = with_styles(sampler.generator, "interpolate")
+        generator, t = with_styles(sampler.generator, "interpolate"), t[:, None]
         if self.space == "w":
-            w = generator.mapping(z, labels)
-            w = torch.lerp(w[before], w[after], t)
+            ws = sampler.styles(z, labels)
+            ws = torch.lerp(ws[before], ws[after], t)
         else:  # w on the way from one class to another: both classes', weighed
-            w = generator.mapping(between, ends[0])
-            w = w if labels is None else torch.lerp(w, generator.mapping(between, ends[1]), t)
-        ws = w[:, None].expand(-1, generator.num_ws, -1)
-        return generator.synthesis(generator.truncate(ws, sampler.truncation_psi, sampler.truncation_cutoff), maps)
+            ws = sampler.styles(between, ends[0])
+            ws = ws if labels is None else torch.lerp(ws, sampler.styles(between, ends[1]), t)
+        return generator.synthesis(ws, maps)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:

@@ -126,7 +126,6 @@ def build_features(name: str | None, weights: str | Path | None, device: torch.d
     return ResNetFeatures(load_resnet50(path).to(device, memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
-MEAN_SAMPLES = 1000  # z whose w give the mean of a class and the spread around it
 WARM_UP, COOL_DOWN = 0.05, 0.25  # shares of the steps in which the learning rate rises and falls
 NOISE_END = 0.75  # share of the steps after which w is no longer shaken
 SMALLEST_NOISE = 8  # px: larger noise maps are also kept uncorrelated at half their size, a quarter ...
@@ -165,7 +164,6 @@ class Projector:
         """Where the search starts: the mean w of the class among `labels` that looks most like the target; without
         labels `w_avg`.
         """
-        z = torch.randn(MEAN_SAMPLES, self.generator.z_dim, generator=keyed_generator(self.seed, "project", "mean"))
         noise: Maps
         if self.config.noise_mode == "optimise":
             key, shapes = keyed_generator(self.seed, "project", "noise"), self.generator.noise_shapes()
@@ -175,13 +173,10 @@ class Projector:
         means: list[tuple[Projection, Tensor, int | None]] = []
         kinds: Sequence[int | None] = labels or [None]
         for label in kinds:
-            with torch.no_grad(), full_float32(self.device):
-                kind = None if label is None else self.generator.conditions(torch.full([MEAN_SAMPLES], label))
-                kind = None if kind is None else kind.to(self.device)
-                w = self.generator.mapping(z.to(self.device), kind)  # [MEAN_SAMPLES, w_dim]
-                mean = self.generator.w_avg if label is None else w.mean(dim=0)
-                spread = (w - mean).square().sum(dim=1).mean().sqrt()
-            means.append((self._result(self._rows(mean[None]), noise), spread, label))
+            with full_float32(self.device):
+                kind = None if label is None else self.generator.conditions(torch.tensor([label])).to(self.device)
+                mean, spread = self.generator.truncation_centre(kind), self.generator.class_styles(kind)[1]
+            means.append((self._result(self._rows(mean), noise), spread, label))
         self.first, spread, self.label = min(means, key=lambda entry: entry[0].loss)  # the first of equals
         self.spread = float(spread)
         return self.first

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from duetgan.inference.settings import GRID, label_of
 from duetgan.metrics.features.precision import device_of, full_float32
-from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate
+from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, TruncationMean, draw, generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
@@ -35,6 +35,7 @@ class Sampler:
     seed: int = 0
     truncation_psi: float = 1.0
     truncation_cutoff: int | None = None  # layers that are truncated; None: all
+    truncation_mean: TruncationMean = "class"  # of its class or of all, towards which w is truncated
     noise_mode: NoiseMode = "random"
     numpy_latents: bool = False  # z by NVIDIA's rule: the j-th sample of a class is their seed `seed` + j
     batch_size: int = 64  # changes speed and memory only
@@ -48,6 +49,15 @@ class Sampler:
                 raise UserError(
                     f"--truncation-cutoff {self.truncation_cutoff}: give 0 to {layers}, this generator's layers"
                 )
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """The truncation, as `ImageGenerator.forward` takes it."""
+        return {
+            "truncation_psi": self.truncation_psi,
+            "truncation_cutoff": self.truncation_cutoff,
+            "truncation_mean": self.truncation_mean,
+        }
 
     @property
     def device(self) -> torch.device:
@@ -87,11 +97,10 @@ class Sampler:
                 labels=self.labels(numbers),
                 indices=self.indices(numbers),
                 seed=self.seed,
-                truncation_psi=self.truncation_psi,
-                truncation_cutoff=self.truncation_cutoff,
                 noise_mode=self.noise_mode,
                 numpy_seeds=self.numpy_seeds(numbers),
                 batch_size=self.batch_size,
+                **self.truncation,
             )
 
     def latents(self, numbers: Sequence[int]) -> "Start":
@@ -100,6 +109,12 @@ class Sampler:
         labels = self.labels(numbers)
         noise = [upload(m, self.device) for m in maps] if self.noise_mode == "random" else self.noise_mode
         return Start(upload(z, self.device), None if labels is None else upload(labels, self.device), noise)
+
+    def styles(self, z: Tensor, labels: Tensor | None, psi: float | None = None) -> Tensor:
+        """Return the truncated styles [n, num_ws, w_dim] of a generator with w; by the sampler's psi unless said."""
+        generator, psi = cast(StyledGenerator, self.generator), self.truncation_psi if psi is None else psi
+        ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
+        return generator.truncate(ws, psi, self.truncation_cutoff, labels=labels, mean=self.truncation_mean)
 
 
 def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
@@ -168,7 +183,8 @@ def draw_truncation(
 ) -> int:
     """Write a PNG: a row for each psi, in each column the same latents and noise; returns how many samples it shows.
 
-    StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg). Raises UserError for a generator without w.
+    StyleGAN, section 4 and appendix B: mean + psi (w - mean), of the sample's class unless the sampler says otherwise.
+    Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
@@ -203,13 +219,15 @@ def draw_mix(
     return count
 
 
-def draw_style_tables(checkpoint: Checkpoint, out: Path, *, seed: int, device: torch.device) -> list[str]:
+def draw_style_tables(
+    checkpoint: Checkpoint, out: Path, *, seed: int, device: torch.device, mean: TruncationMean = "class"
+) -> list[str]:
     """Write truncation.png and mixing.png into the folder `out`; returns the names, none for a generator without w."""
     generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
         return []
     names = generator.label_names(checkpoint["classes"])
-    sampler = Sampler(generator=generator, chosen=range(generator.kinds), seed=seed)
+    sampler = Sampler(generator=generator, chosen=range(generator.kinds), seed=seed, truncation_mean=mean)
     draw_truncation(sampler, names, out / "truncation.png", psis=(0, 0.3, 0.5, 0.7, 1), count=10)
     coarse = range(cast(StyledGenerator, generator).num_ws // 2)
     draw_mix(sampler, names, out / "mixing.png", layers=coarse, count=6)
@@ -249,10 +267,8 @@ class Start:
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
     """The truncated styles and the noise of samples of a generator with w; the sampler's psi unless one is given."""
     start = sampler.latents(numbers)
-    psi, generator = sampler.truncation_psi if psi is None else psi, cast(StyledGenerator, sampler.generator)
     with torch.no_grad(), full_float32(sampler.device):
-        ws = generator.mapping(start.code, start.labels)[:, None].expand(-1, generator.num_ws, -1)
-        return Start(generator.truncate(ws, psi, sampler.truncation_cutoff), None, start.noise)
+        return Start(sampler.styles(start.code, start.labels, psi), None, start.noise)
 
 
 def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:

@@ -4,6 +4,7 @@
 and --init-from of train.py. FILE is read without running anything in it.
 """
 
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,18 +63,46 @@ def read(path: Path) -> "Converted":
     from duetgan.models.official.unpickle import Inert, read_pickle
     from duetgan.models.weights import read_plain
 
+    bounded.refuse_page(path)
     faults = ValueError, TypeError, LookupError, RuntimeError  # Refused is a ValueError
     with bounded.reading(path, "give a StyleGAN2 or R3GAN network", *faults):
         if path.suffix == ".safetensors":
             return nvidia.from_file(path)
         if path.suffix != ".pkl":
-            return rosinality.convert(read_plain(path, "fetch it again"))
+            plain = read_plain(path, "fetch it again")
+            refuse_other_programs(path, plain if isinstance(plain, dict) else {})
+            return rosinality.convert(plain)
+        refuse_other_programs(path, {})
         content = read_pickle(path)
         if not isinstance(content, dict):
             return tensorflow.convert(content)
+        refuse_other_programs(path, content)
         average: Any = content.get("G_ema")
         persistent = isinstance(average, Inert) and "_init_kwargs" in average.state
         return nvidia.convert(content) if persistent else r3gan.convert(content)
+
+
+def refuse_other_programs(path: Path, content: dict[str, Any]) -> None:
+    """Raise UserError for a file of a program whose networks Duet has not, by its name."""
+    from duetgan.models.official.unpickle import Inert
+
+    g, d = (content.get(name) for name in ("G_ema", "D"))
+    parts = g.state.get("_modules", {}) if isinstance(g, Inert) else {}
+    synthesis = parts.get("synthesis") if isinstance(parts, dict) else None
+    layers = synthesis.state.get("_modules", {}) if isinstance(synthesis, Inert) else {}
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        projected, alias_free = (text.find(word) >= 0 for word in (b"pg_modules", b"networks_stylegan3"))
+    programs = {
+        "Projected GAN or StyleGAN-XL": projected or (isinstance(d, Inert) and d.name == "ProjectedDiscriminator"),
+        "StyleGAN3": alias_free or (isinstance(layers, dict) and "input" in layers),
+        "lucidrains' stylegan2-pytorch": "GAN" in content and "g_ema" not in content,
+        "PyTorch-StudioGAN": "state_dict" in content and "g_ema" not in content,
+    }
+    for name in [name for name, found in programs.items() if found]:
+        raise UserError(
+            f"{path}: is a checkpoint of {name}; Duet reads those of NVIDIA's StyleGAN2, R3GAN and rosinality's "
+            "stylegan2-pytorch"
+        )
 
 
 def checkpoint_of(converted: "Converted", names: list[str]) -> dict[str, Any]:

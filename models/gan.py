@@ -7,7 +7,7 @@ unconditional. A discriminator that can grow also takes `progressive=`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from duetgan.utils.seeding import generator as keyed_generator
 from duetgan.utils.text import set_names
 
 NoiseMode = Literal["random", "const", "none"]
+TruncationMean = Literal["class", "global"]  # what styles are truncated towards
 Alpha = float | Tensor  # weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device
 
 
+MEAN_LATENTS = 10_000  # from which the mean w of a class is taken
 LARGEST_START = 256  # pixels that networks begin with: squares with 16 of them
 
 
@@ -42,8 +44,8 @@ class ImageNetwork(nn.Module):
 
 
 class ImageGenerator(ImageNetwork):
-    """`forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=)` -> images [N, channels, H, W] in
-    about [-1, 1].
+    """`forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=, truncation_mean=)` -> images
+    [N, channels, H, W] in about [-1, 1].
 
     `labels`: int64 [N], or weights of the classes [N, classes] for mixtures and several labels an image; None without
     classes. `noise`: a map [N, 1, H, W] for each of `noise_shapes()`, "const" for stored ones, "none".
@@ -99,7 +101,7 @@ class PlainGenerator(ImageGenerator):
         labels: Tensor | None = None,
         *,
         truncation_psi: float = 1.0,
-        **_: Any,  # what other generators take: noise, truncation_cutoff
+        **_: Any,  # what other generators take: noise, truncation_cutoff, truncation_mean
     ) -> Tensor:
         """Raises UserError for a `truncation_psi` other than 1."""
         if truncation_psi != 1:
@@ -125,6 +127,11 @@ class StyledGenerator(ImageGenerator):
     mapping: nn.Module
     synthesis: Callable[..., Tensor]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._class_styles: dict[str, tuple[Tensor, Tensor]] = {}
+        self._weights_version: list[tuple[int, int]] = []
+
     def num_ws_at(self, resolution: int | None = None) -> int:
         """Styles that a stage takes."""
         return self.num_ws
@@ -134,14 +141,63 @@ class StyledGenerator(ImageGenerator):
         """Move `w_avg` towards the mean w [w_dim] of a (global) batch: w_avg = beta w_avg + (1 - beta) w_mean."""
         self.w_avg.lerp_(w_mean.to(self.w_avg.dtype), 1 - self.w_avg_beta)
 
-    def truncate(self, ws: Tensor, psi: float, cutoff: int | None = None) -> Tensor:
-        """w_avg + psi (w - w_avg) for the first `cutoff` layers (all when None); ws [N, layers, w_dim]."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def class_styles(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the mean w [N, w_dim] of each label's class and the root mean squared distance [N] of w from it.
+
+        Labels as `forward` takes them; None gives one row, of an unconditional generator. Both are of MEAN_LATENTS
+        latents, the same for every class, and are computed once for the network's present weights.
+        """
+        version = [(weight.data_ptr(), weight._version) for weight in self.parameters()]
+        if version != self._weights_version:
+            self._class_styles.clear()
+            self._weights_version = version
+        rows, places = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+        if labels is not None:
+            rows, places = labels.unique(dim=0, return_inverse=True)
+        keys = [str(row) for row in rows.tolist()]
+        missing = [(key, row) for key, row in zip(keys, rows, strict=True) if key not in self._class_styles]
+        if missing:
+            z = torch.randn(MEAN_LATENTS, self.z_dim, generator=keyed_generator(0, "class mean")).to(self.w_avg)
+        for key, row in missing:
+            w = self.mapping(z, None if labels is None else row.expand(MEAN_LATENTS, *row.shape))
+            mean = w.mean(dim=0)
+            self._class_styles[key] = mean, (w - mean).square().sum(dim=1).mean().sqrt()
+        means, spreads = zip(*(self._class_styles[key] for key in keys), strict=True)
+        places = places.to(self.w_avg.device)
+        return torch.stack(means)[places], torch.stack(spreads)[places]
+
+    def truncation_centre(self, labels: Tensor | None, mean: TruncationMean = "class") -> Tensor:
+        """Return what w is truncated towards: the mean of its class, [N, w_dim], or `w_avg`, [w_dim].
+
+        Towards `w_avg` a sample loses its class with its variety; towards the mean of the class it keeps it
+        (conditional truncation, 2202.11777). Without classes both are `w_avg`.
+        """
+        return self.w_avg if mean == "global" or not self.classes else self.class_styles(labels)[0]
+
+    def truncate(
+        self,
+        ws: Tensor,
+        psi: float,
+        cutoff: int | None = None,
+        *,
+        labels: Tensor | None = None,
+        mean: TruncationMean = "class",
+    ) -> Tensor:
+        """Return centre + psi (w - centre) for the first `cutoff` layers (all when None).
+
+        Args: ws [N, layers, w_dim], and the labels that they were made with; centre: see `truncation_centre`.
+        """
         if cutoff is not None and cutoff < 0:
             raise ValueError(f"truncation cutoff {cutoff} is a number of layers: 0 or more")
+        if mean not in get_args(TruncationMean):
+            raise ValueError(f"truncation mean {mean!r} is class or global")
         if psi == 1:
             return ws
         cutoff = ws.shape[1] if cutoff is None else cutoff
-        return torch.cat([self.w_avg.lerp(ws[:, :cutoff], psi), ws[:, cutoff:]], dim=1)
+        centre = self.truncation_centre(labels, mean)[..., None, :]
+        return torch.cat([centre.lerp(ws[:, :cutoff], psi), ws[:, cutoff:]], dim=1)
 
 
 class StageGenerator(ImageGenerator):
@@ -265,25 +321,23 @@ def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
 
 def sizes_up_to(resolution: int | str) -> list[int]:
     """The shorter sides at which networks work, each twice the one before: 4, 8, ..., 64 for 64 and for 96x64 px, which
-    begin with 4x4 and 6x4 pixels. The first is 4 or more and as small as possible.
+    begin with 4x4 and 6x4 pixels; 6, 12, ..., 96 for 96. The first is 4 or more and as small as possible.
 
-    Raises UserError for squares whose side is no power of two from 8, and for rectangles that doubling a start of at
-    most LARGEST_START pixels does not lead to.
+    Raises UserError for sizes that doubling a start of at most LARGEST_START pixels does not lead to.
     """
     spec = ImageSpec.of(1, resolution)
     twos = math.gcd(*spec.size) & -math.gcd(*spec.size)  # the largest power of two that divides both sides
     while twos > 1 and spec.side < 4 * twos:
         twos //= 2
-    if spec.height == spec.width and (spec.side != 4 * twos or twos < 2):
-        raise UserError(
-            f"resolution {resolution} is not a power of two from 8 up; pack the data with --size 8, 16, 32, ..."
-        )
     if twos < 2 or spec.values > LARGEST_START * twos**2:
-        step = max(2, 1 << spec.side.bit_length() - 3)  # what doubles a start of 4 to 7 px
+        step = max(2, 1 << max(0, spec.side.bit_length() - 3))  # what doubles a start of 4 to 7 px
         near = [[max(4 * step, side // step * step + more) for side in spec.size[::-1]] for more in (0, step)]
-        sizes = " or ".join(f"{width}x{height}" for width, height in near)
+        is_square = spec.height == spec.width
+        names = dict.fromkeys(str(size[0]) if is_square else "x".join(map(str, size)) for size in near)
+        smaller = f"train with --data.resolution {near[0][0]}, or " if is_square and near[0][0] < spec.side else ""
         raise UserError(
-            f"resolution {resolution}: doubling a few pixels never gives it; pack the data with --size {sizes}"
+            f"resolution {resolution}: doubling a few pixels never gives it; {smaller}pack the data with --size "
+            f"{' or '.join(names)}"
         )
     return [spec.side // twos * 2**k for k in range(twos.bit_length())]
 
@@ -327,7 +381,7 @@ def generate(
     batch_size: int = 64,
     stream: tuple[str | int, ...] = ("eval",),  # of the draws' keys
     numpy_seeds: Sequence[int] | None = None,  # see `draw`
-    **truncation: Any,  # truncation_psi and truncation_cutoff, as the model has them
+    **truncation: Any,  # truncation_psi, truncation_cutoff and truncation_mean, as the model has them
 ) -> Tensor:
     """Images [N, channels, H, W] on the CPU, as files have them (`spec.from_float`), for labels [N] (None when
     unconditional) and sample indices (N of them).

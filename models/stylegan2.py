@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
-from duetgan.models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, floor_to_two, run, sizes_up_to
+from duetgan.models.gan import (
+    Alpha,
+    ImageDiscriminator,
+    NoiseMode,
+    StyledGenerator,
+    TruncationMean,
+    floor_to_two,
+    run,
+    sizes_up_to,
+)
 from duetgan.models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
 from duetgan.models.layers.stylegan2 import (
     DiscriminatorBlock,
@@ -166,12 +175,13 @@ class Generator(StyledGenerator):
         noise: Sequence[Tensor] | NoiseMode = "const",
         truncation_psi: float = 1.0,
         truncation_cutoff: int | None = None,
+        truncation_mean: TruncationMean = "class",
         resolution: int | None = None,
         alpha: Alpha = 1.0,
     ) -> Tensor:
         w = self.mapping(z, labels if self.classes else None)
         ws = w[:, None].expand(-1, self.num_ws_at(resolution), -1)
-        ws = self.truncate(ws, truncation_psi, truncation_cutoff)
+        ws = self.truncate(ws, truncation_psi, truncation_cutoff, labels=labels, mean=truncation_mean)
         return self.synthesis(ws, noise, resolution=resolution, alpha=alpha)
 
 

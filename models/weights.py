@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from duetgan.models.by_class import class_parts, copy_by_name, matched
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import BACKBONES, backbone_of
 from duetgan.utils import bounded
@@ -81,6 +82,7 @@ def read_plain(path: Path, remedy: str) -> Any:
     """
     with bounded.reading(path, remedy):
         bounded.check(path, bounded.WEIGHTS)
+    bounded.refuse_page(path)
     # torch's own message advises to read the file unsafely, so it is not passed on
     words = (
         "is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) writes it)"
@@ -120,6 +122,7 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     from duetgan.models.restore import passed_on  # which reads weights by this module
 
     about["duet"] = json.dumps({"lineage": passed_on(content).document()})  # as an export has it
+    about["classes"] = json.dumps(content["classes"])
     return _plain_names(content["state"]["model_ema"]), about
 
 
@@ -194,10 +197,11 @@ def _download(url: str, what: str) -> str:
 # --- how they fit
 
 
-def load_pretrained(model: Classifier) -> str:
+def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> str:
     """Copy the weights that `model.config.weights` names into `model`; returns what was taken, for a person.
 
-    The first convolution is fitted to the channels and the stem, the head is left new where it does not fit.
+    The first convolution is fitted to the channels and the stem, the head is left new where it does not fit. Where both
+    lists of class names are known, of `model` (`classes`) and of the file, the head's rows are matched by name.
 
     Raises UserError when the file cannot be had or read, or holds another network; then nothing is changed.
     """
@@ -213,6 +217,14 @@ def load_pretrained(model: Classifier) -> str:
         for one in (expected, state)
     )
     taken, words = len(expected), ["head taken"]
+    theirs_by_name = _class_names(about)
+    if classes and theirs_by_name:
+        if said := matched(classes, theirs_by_name):
+            words = [f"head: {said}"]
+        for name, part in class_parts(model).items():
+            if (key := name.removeprefix("network.")) in state:
+                state[key] = copy_by_name(expected[key], state[key], part, classes, theirs_by_name)
+        theirs = {name: state[name].shape for name in theirs}
     if head != theirs:
         taken, words = taken - len(head), ["head new"]
         state = {name: value for name, value in state.items() if name not in theirs}
@@ -225,6 +237,15 @@ def load_pretrained(model: Classifier) -> str:
     model.network.load_state_dict(fitted(state, expected, path, config.name))
     model.lineage = lineage
     return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join(words)}"
+
+
+def _class_names(about: Mapping[str, str]) -> list[str]:
+    """The class names that a file tells; an empty list for files of other programs."""
+    try:
+        names = json.loads(about.get("classes", "[]"))
+    except (ValueError, RecursionError):
+        return []
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
 def lineage_of(path: Path, about: Mapping[str, str]) -> Lineage:

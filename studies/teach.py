@@ -25,7 +25,6 @@ from duetgan.utils.config.model import InnerShare, PositiveFloat, PositiveInt
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_rows
-from duetgan.utils.seeding import generator as keyed
 from duetgan.utils.seeding import numpy_generator
 
 JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = "judge", "teacher", "teacher by chance", "labels by chance"
@@ -34,7 +33,6 @@ CAPTION = "{}: the first seed's samples, a row for each class"
 PLAIN, SHORT = "no classifier", "no classifier, stopped early"
 FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # whether larger is better
 SHOWN, COLUMNS = 10, 12  # classes in the pictures, and samples of each
-MEANT = 1000  # latents of a class's mean
 
 
 class TeachConfig(StudyConfig):
@@ -63,23 +61,15 @@ def answers(*controls: str) -> list[Comparison]:
 
 
 class Chosen(ImageGenerator):
-    """Of `pool` samples the first that a classifier names as asked, else the last. With `psi` below 1 truncated towards
-    the mean w of their class, not of all (conditional truncation, 2202.11777).
-    """
-
-    means: Tensor  # w of each class, [classes, w_dim]
+    """Of `pool` samples the first that a classifier names as asked, else the last; each is truncated to `psi`."""
 
     def __init__(self, generator: Any, classifier: Classifier | None, pool: int, psi: float) -> None:
         super().__init__()
         self.generator, self.classifier, self.pool, self.psi = generator, classifier, pool, psi
         self.z_dim, self.classes, self.channels = pool * generator.z_dim, generator.classes, generator.channels
         self.resolution, self.pixel_format = generator.resolution, generator.pixel_format
-        if psi < 1:
-            if not generator.has_styles:
-                raise UserError(f"psi {psi}: this generator has no w to truncate; name other arms with only")
-            z = torch.randn(MEANT, generator.z_dim, generator=keyed(SEED, "study", "w")).to(generator.w_avg.device)
-            labels = torch.arange(self.classes, device=z.device)
-            self.means = torch.stack([generator.mapping(z, label.expand(MEANT)).mean(0) for label in labels])
+        if psi < 1 and not generator.has_styles:
+            raise UserError(f"psi {psi}: this generator has no w to truncate; name other arms with only")
 
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
         return self.pool * self.generator.noise_shapes(resolution)
@@ -88,11 +78,7 @@ class Chosen(ImageGenerator):
         size, chosen, done = len(noise) // self.pool, z, torch.zeros(len(z), dtype=torch.bool, device=z.device)
         for number, own in enumerate(z.chunk(self.pool, 1)):
             maps = noise[number * size : (number + 1) * size]
-            if self.psi < 1:
-                w = self.means[labels].lerp(self.generator.mapping(own, labels), self.psi)
-                images = self.generator.synthesis(w[:, None].expand(-1, self.generator.num_ws, -1), maps)
-            else:
-                images = self.generator(own, labels, noise=maps, **options)
+            images = self.generator(own, labels, noise=maps, **options | {"truncation_psi": self.psi})
             chosen = torch.where(done.view(-1, 1, 1, 1), chosen, images) if number else images
             if self.classifier is not None:
                 done |= logits_of(self.classifier, self.spec.from_float(images)).argmax(1).to(z.device) == labels

@@ -159,7 +159,7 @@ def test_a_new_network_has_the_sizes_asked_for_and_its_seeds_weights(hub):
     ("name", "options", "message"),
     [
         ("resnet_classifier", {"nam": "resnet18"}, r"unknown key 'nam' \(did you mean 'name'\?\)"),
-        ("stylegan2", {"resolution": 12}, "resolution 12 is not a power of two"),
+        ("stylegan2", {"resolution": 15}, "resolution 15: doubling a few pixels never gives it"),
         ("stylegan2", {"checkpoint": "nowhere"}, "nowhere: no such run folder or checkpoint"),
         ("resnet_classifier", {"checkpoint": "no.safetensors"}, "no.safetensors: no such run folder or checkpoint"),
         ("resnet_classifier", {"checkpoint": "x", "classes": 3}, "classes: the checkpoint sets it"),

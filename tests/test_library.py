@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import duetgan
+import duetgan.training
 from duetgan.data import Dataset
 from duetgan.inference.inputs import Transform
 from duetgan.metrics.evaluate_gan import judge_images
@@ -146,6 +147,13 @@ def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
     assert slope.abs().max() > 0
 
 
+def test_samples_keep_their_class_unless_they_are_truncated_towards_all(generator):
+    of_class, of_all = (
+        generator.sample(1, seed=3, psi=0.0, truncation_mean=mean, classes="light").images for mean in ("class", "global")
+    )
+    assert not of_all.equal(of_class)
+
+
 def test_a_projection_is_nearer_than_its_start(generator, photo):
     found = generator.project(photo, steps=30, features="pixels", space="w", seed=1)
     again = generator.project(photo, steps=1, features="pixels", space="w", seed=1)
@@ -204,3 +212,9 @@ def test_lightning_trains_the_same_gan(tmp_path, monkeypatch):
     for ours, theirs in ((names["g"], gan.g), (names["d"], gan.d), (names["average"].model, gan.average.model)):
         for name, value in ours.state_dict().items():
             torch.testing.assert_close(theirs.state_dict()[name], value, rtol=0, atol=1e-7, msg=name)
+
+
+def test_completion_offers_what_is_imported_late():
+    """K5."""
+    assert {"load", "Classifier", "UserError"} <= set(dir(duetgan))
+    assert {"CLASSIFIER_LOSSES", "OBJECTIVES", "EMA"} <= set(dir(duetgan.training))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from duetgan import lazily
 
 if TYPE_CHECKING:
+    from duetgan.training.classifier.loss import CLASSIFIER_LOSSES, ClassifierLoss
     from duetgan.training.gan.ada import Ada, AdaConfig
     from duetgan.training.gan.losses import (
         OBJECTIVES,
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from duetgan.training.optim.ema import EMA, half_life_beta
 
 __all__ = [
+    "CLASSIFIER_LOSSES",
     "EMA",
     "OBJECTIVES",
     "Ada",
     "AdaConfig",
+    "ClassifierLoss",
     "Objective",
     "gradient_penalty",
     "half_life_beta",
@@ -30,5 +33,10 @@ __all__ = [
 ]
 __getattr__ = lazily(
     "duetgan.training",
-    {"gan.losses": __all__, "gan.ada": ["Ada", "AdaConfig"], "optim.ema": ["EMA", "half_life_beta"]},
+    {
+        "gan.losses": __all__,
+        "classifier.loss": ["CLASSIFIER_LOSSES", "ClassifierLoss"],
+        "gan.ada": ["Ada", "AdaConfig"],
+        "optim.ema": ["EMA", "half_life_beta"],
+    },
 )

@@ -78,6 +78,14 @@ def check(path: str | Path, kind: FileLimit) -> os.stat_result:
     return status
 
 
+def refuse_page(path: Path) -> None:
+    """Raise UserError for an HTML page under the name of another file, as a failed download leaves it."""
+    if path.is_file():
+        with open_file(path, WEIGHTS) as file:
+            if file.read(512).lstrip().lower().startswith((b"<!doctype", b"<html", b"<head")):
+                raise UserError(f"{path}: is an HTML page, the download failed; fetch the file itself")
+
+
 def open_file(path: str | Path, kind: FileLimit) -> io.BufferedReader:
     """A file that `check` accepts, for reading. Raises OSError."""
     check(path, kind)

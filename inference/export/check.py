@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
-from duetgan.inference.export.formats import FORMATS, Format, import_extra
+from duetgan.inference.export.formats import FORMATS, PROGRAMS, Format, import_extra
 from duetgan.inference.export.subject import (
     InBfloat16,
     Inputs,
@@ -187,6 +187,8 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
     spec = ImageSpec.read(checkpoint["shape"])
     if form.folder and (spec.alpha or spec.deep):
         raise UserError(f"--format {job.format} is for 8-bit images without alpha, the model's are {spec.words}")
+    if job.truncation_psi != 1 and (checkpoint["task"] != "gan" or job.format not in PROGRAMS):
+        raise UserError(f"--truncation-psi is for a GAN's {', '.join(PROGRAMS)}; leave it out")
     for package in form.needs:
         import_extra(package)
     check_writable(job.out.parent)
@@ -195,7 +197,9 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
 def open_subject(job: Namespace, checkpoint: dict[str, Any]) -> Subject:
     """The network and what it is checked with; a classifier's images are read here."""
     if checkpoint["task"] == "gan":
-        return generator_subject(checkpoint, batch_size=job.batch_size)
+        return generator_subject(
+            checkpoint, batch_size=job.batch_size, psi=job.truncation_psi, mean=job.truncation_mean
+        )
     trained, held_out = (data_of(checkpoint, key) for key in ("path", "val_path"))
     with ExitStack() as stack:
         images = stack.enter_context(_readable(checkpoint, job.data, (held_out, trained)))

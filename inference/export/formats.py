@@ -56,6 +56,8 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
         raise UserError(f"this format is for stylegan2, the checkpoint has {name}; choose safetensors")
     if isinstance(size := shape["resolution"], str):
         raise UserError(f"this format is for squares, the checkpoint draws {size} px; choose safetensors")
+    if size & (size - 1):
+        raise UserError(f"this format is for sides of 8, 16, 32, ... px, not {size}; choose safetensors")
     ImageSpec.read(shape).need_plain("this format")
     if tuple(checkpoint.get("stage", (size, 1.0))) != (size, 1.0):
         raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
@@ -169,7 +171,8 @@ def _program(subject: Subject) -> torch.export.ExportedProgram:
 
 def write_torch_export(subject: Subject, path: Path) -> None:
     """A program of torch.export; `contents` and `interface` as JSON in its extra file `duet.json`."""
-    about = {f"{ENTRY}.json": json.dumps(interface(subject.checkpoint) | contents(subject.checkpoint))}
+    content = interface(subject.checkpoint) | subject.truncation | contents(subject.checkpoint)
+    about = {f"{ENTRY}.json": json.dumps(content)}
     with _quiet(), torch.no_grad(), open(path, "wb") as file:
         torch.export.save(_program(subject), file, extra_files=about)
 
@@ -191,7 +194,7 @@ def write_onnx(subject: Subject, path: Path) -> None:
         optimizer.fold_constants(program.model)  # not `optimize`, whose rules take 1e-8 in a sum for 0 (0.7.2)
         optimizer.remove_unused_nodes(program.model)
         program.model.metadata_props[ENTRY] = json.dumps(contents(subject.checkpoint))
-        program.model.metadata_props.update(interface(subject.checkpoint))
+        program.model.metadata_props.update(interface(subject.checkpoint) | subject.truncation)
         program.save(str(path))
 
 
@@ -273,6 +276,7 @@ CHECKABLE = (
     "classifier",
     "is for classifiers, whose accuracy can be checked; for a generator choose safetensors, torch-export or onnx",
 )
+PROGRAMS = ("onnx", "torch-export", "executorch")  # formats that a generator's truncation is built into
 STYLEGAN2 = ("gan", "is for StyleGAN2; for a classifier choose safetensors, torch-export, onnx or int8")
 FORMATS = {
     "safetensors": Format(

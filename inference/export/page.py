@@ -7,7 +7,7 @@
     names = [model.classes[i] for i in probabilities.argmax(1)]
 
     images = model.samples(16, seed=0)              # a generator: uint8 [16, C, H, W], those of Duet's generate.py
-    images = model(z, labels, truncation_psi=0.7)   # float32 [N, C, H, W] in about [-1, 1]
+    images = model(z, labels, truncation_psi=0.7)   # towards the class's mean; float32 [N, C, H, W] in about [-1, 1]
 
 The networks are programs of torch.export (.pt2), whose first input is the weights in model.safetensors. config.json
 has the sizes, the rule of the images, the classes, and the names of each program's weights in order.
@@ -58,12 +58,17 @@ class Classifier(Network):
 class Generator(Network):
     """With styles (`mapping`, `synthesis`), or in one piece (`generator`), which has neither truncation nor noise."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.means: dict[str, Tensor] = {}  # label -> the mean w of its class
+
     def __call__(
         self,
         z: Tensor,  # float32 [N, z_dim], normal
         labels: Tensor | None = None,  # int64 [N], places in `classes`; None without classes
-        truncation_psi: float = 1.0,  # w_avg + psi (w - w_avg): less varied and more typical below 1
+        truncation_psi: float = 1.0,  # centre + psi (w - centre): less varied and more typical below 1
         noise: str | Sequence[Tensor] = "const",  # the stored maps, "none", or a map [N, 1, H, W] for each layer
+        truncation_mean: str = "class",  # the centre: the mean w of the image's class, or "global": of all images
     ) -> Tensor:
         inputs = (z,) if labels is None else (z, labels)
         if "generator" in self.programs:
@@ -71,8 +76,21 @@ class Generator(Network):
                 raise ValueError("this generator has no w to truncate; leave truncation_psi at 1")
             return self.run("generator", *inputs)
         w = self.run("mapping", *inputs)
-        w = w if truncation_psi == 1 else self.weights["w_avg"].lerp(w, truncation_psi)
+        if truncation_psi != 1:
+            w = self.centre(labels, truncation_mean).lerp(w, truncation_psi)
         return self.synthesis(w[:, None].repeat(1, self.config["num_ws"], 1), noise)
+
+    def centre(self, labels: Tensor | None, mean: str = "class") -> Tensor:
+        """What w is truncated towards, [N, w_dim] or [w_dim], as in Duet; computed once for a class."""
+        if labels is None or mean == "global":
+            return self.weights["w_avg"]
+        rows, places = labels.unique(dim=0, return_inverse=True)
+        for row in rows:
+            if str(row.tolist()) not in self.means:
+                z = torch.randn(10_000, self.config["z_dim"], generator=_keyed("int:0", "str:class mean"))
+                w = self.run("mapping", z, row.expand(len(z), *row.shape))
+                self.means[str(row.tolist())] = w.mean(dim=0)
+        return torch.stack([self.means[str(row.tolist())] for row in rows])[places]
 
     def synthesis(self, ws: Tensor, noise: str | Sequence[Tensor] = "const") -> Tensor:
         """Images of a style for each layer, ws [N, num_ws, w_dim]."""
@@ -81,21 +99,22 @@ class Generator(Network):
             noise = stored if noise == "const" else [torch.zeros_like(x) for x in stored]
         return self.run("synthesis", ws, list(noise))
 
-    def samples(self, count: int, seed: int = 0, truncation_psi: float = 1.0) -> Tensor:
+    def samples(self, count: int, seed: int = 0, truncation_psi: float = 1.0, truncation_mean: str = "class") -> Tensor:
         """uint8 [count, C, H, W]: sample i depends on (seed, i) alone; the classes go round."""
         shapes = [self.weights[name].shape[1:] for name in self.config["noise"]]
         sizes = [self.config["z_dim"], *(shape.numel() for shape in shapes)]
-        rows = torch.stack([torch.randn(sum(sizes), generator=_keyed(seed, i)) for i in range(count)])
+        keys = [_keyed(f"int:{seed}", "str:eval", f"int:{i}") for i in range(count)]
+        rows = torch.stack([torch.randn(sum(sizes), generator=key) for key in keys])
         z, *maps = rows.split(sizes, dim=1)
         labels = torch.arange(count) % len(self.classes) if self.config["conditional"] else None
         noise = [x.reshape(-1, *shape) for x, shape in zip(maps, shapes, strict=True)]
-        images = self(z, labels, truncation_psi, noise)
+        images = self(z, labels, truncation_psi, noise, truncation_mean)
         return (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def _keyed(seed: int, index: int) -> torch.Generator:
+def _keyed(*key: str) -> torch.Generator:
     """Duet's rule: a draw's seed is the hash of its key."""
-    digest = hashlib.blake2b(f"int:{seed}\x1fstr:eval\x1fint:{index}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("\x1f".join(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
+from duetgan.inference.samples import with_styles
 from duetgan.metrics.features.extractors import classifier_input
 from duetgan.models.classifier import Classifier
 from duetgan.models.fast import fold_batchnorm
-from duetgan.models.gan import ImageGenerator, draw
+from duetgan.models.gan import ImageGenerator, StyledGenerator, TruncationMean, draw
 from duetgan.models.restore import ENTRY, KEYS, NETWORKS, classifier_from, generator_from, passed_on
 from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
@@ -93,15 +94,30 @@ EXAMPLES = 2  # rows that a network is traced with; a batch of one would be take
 
 class Drawing(nn.Module):
     """A generator as a function of z [N, z_dim] and labels [N] (int64; float [N, classes] of several an image; left out
-    without classes): images [N, channels, height, width], about [-1, 1], at psi 1 and with its stored noise.
+    without classes): images [N, channels, height, width], about [-1, 1], with its stored noise, truncated to `psi`.
     """
 
-    def __init__(self, generator: ImageGenerator) -> None:
+    centres: Tensor  # w towards which it truncates: one for each label, or one for all
+    sets: Tensor  # [labels, classes] of several an image
+
+    def __init__(self, generator: ImageGenerator, psi: float = 1.0, mean: TruncationMean = "class") -> None:
         super().__init__()
-        self.generator = generator
+        self.generator, self.psi = generator, psi
+        if psi != 1:
+            labels = generator.conditions(torch.arange(generator.kinds)) if generator.kinds else None
+            styled = with_styles(generator, "--truncation-psi")
+            self.register_buffer("centres", styled.truncation_centre(labels, mean), persistent=False)
+            self.register_buffer("sets", labels, persistent=False)
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.generator(z, labels, noise="const")
+        if self.psi == 1:
+            return self.generator(z, labels, noise="const")
+        generator, centre = cast(StyledGenerator, self.generator), self.centres
+        if labels is not None and centre.ndim == 2:  # of the nearest of the sets of labels that its images have
+            several = labels.is_floating_point()
+            centre = centre[(labels[:, None] - self.sets).abs().sum(2).argmin(1) if several else labels]
+        w = centre.lerp(generator.mapping(z, labels), self.psi)
+        return generator.synthesis(w[:, None].expand(-1, generator.num_ws, -1), "const")
 
 
 class InBfloat16(nn.Module):
@@ -130,6 +146,7 @@ class Subject:
     batches: list[Inputs]  # what it is checked with
     labels: Tensor | None = None  # int64 [n], the true classes of all batches' images; None: unknown, or a generator
     calibration: list[Inputs] = field(default_factory=list)  # a classifier's: other images, for the ranges of int8
+    truncation: dict[str, str] = field(default_factory=dict)  # of a generator: entries of the program's metadata
     licence: str = "unknown"  # that a model card names
 
     @property
@@ -151,7 +168,9 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.contiguous()
 
 
-def generator_subject(checkpoint: dict[str, Any], *, batch_size: int) -> Subject:
+def generator_subject(
+    checkpoint: dict[str, Any], *, batch_size: int, psi: float = 1.0, mean: TruncationMean = "class"
+) -> Subject:
     """A GAN's generator, with the latents of the samples that evaluation draws, seed 0, its classes in turn."""
     generator = generator_from(checkpoint, several=True)
     z, _ = draw(generator, range(SAMPLES), 0)
@@ -159,7 +178,8 @@ def generator_subject(checkpoint: dict[str, Any], *, batch_size: int) -> Subject
     columns = (z,) if labels is None else (z, labels)
     return Subject(
         checkpoint=checkpoint,
-        network=Drawing(generator).eval(),
+        network=Drawing(generator, psi, mean).eval(),
+        truncation={} if psi == 1 else {"truncation_psi": f"{psi:g}", "truncation_mean": mean},
         names=("z", "labels")[: len(columns)],
         output="images",
         batches=list(zip(*(column.split(batch_size) for column in columns), strict=True)),

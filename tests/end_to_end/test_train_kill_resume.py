@@ -83,3 +83,24 @@ def test_training_that_breaks_stops_itself(tmp_path, packed, capsys):
     row = log_of(run)[-1]
     assert row["nonfinite_updates"] > 5
     assert row["loss/classifier"] is None
+
+
+def test_a_run_that_broke_goes_on_from_its_last_sound_checkpoint(tmp_path, packed, capsys):
+    """G2: rotation deleted it while every update was skipped, and the advice led to a dead run."""
+    config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    plain = ["--checkpoint.every", "3", "--checkpoint.keep", "1", "--evaluation.every", "0", "--precision", "fp32"]
+    assert train_in_process(config, run, *plain, "--steps", "12") == 0
+    broken = [*plain, "--steps", "40", "--optimizer.lr", "1e6", "--nonfinite-cap", "8"]
+    assert train_in_process(config, run, *broken) == 4
+    told = capsys.readouterr().err
+    advice = "lower the learning rate (optimizer.lr); the same command then goes on from step 12, the last checkpoint"
+    assert "more than nonfinite_cap 8; " + advice in told
+    files = sorted(path.name for path in (run / "checkpoints").glob("*.pt"))
+    assert files == ["step-00000012.pt", "step-00000021.pt"]
+    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == 12
+    assert train_in_process(config, run, *plain, "--steps", "15") == 0
+    assert "going back to the checkpoint of step 12: training broke after it and stopped at" in capsys.readouterr().err
+    assert [path.name for path in (run / "checkpoints").glob("*.pt")] == ["step-00000015.pt"]
+    row = [row for row in log_of(run) if "images" in row][-1]
+    assert (row["step"], row["nonfinite_updates"]) == (15, 0)
+    assert row["loss/classifier"] < 10

@@ -52,11 +52,13 @@ def test_runs(client):
 
 
 def test_a_sample_is_that_of_generate(client, shown):
-    images = client.get("/api/draw", query_string=sample(1, seed=5, psi=0.7, count=2)).json["images"]
-    assert [image["seed"] for image in images] == [5, 6]
-    for image in images:
-        sampler = Sampler(generator=shown[GAN].model, chosen=[1], seed=image["seed"], truncation_psi=0.7)
-        assert (pixels(image["address"]) == sampler.images([0])[0, 0].numpy()).all()
+    for mean in ("class", "global"):
+        images = client.get("/api/draw", query_string=sample(1, seed=5, psi=0.7, mean=mean, count=2)).json["images"]
+        assert [image["seed"] for image in images] == [5, 6]
+        for image in images:
+            how = {"seed": image["seed"], "truncation_psi": 0.7, "truncation_mean": mean}
+            sampler = Sampler(generator=shown[GAN].model, chosen=[1], **how)
+            assert (pixels(image["address"]) == sampler.images([0])[0, 0].numpy()).all()
     images = client.get("/api/draw", query_string=sample(seed=2**32 - 1, count=3)).json["images"]
     assert [image["seed"] for image in images] == [2**32 - 3, 2**32 - 2, 2**32 - 1]
 
@@ -99,6 +101,7 @@ def test_mixtures_and_walks_go_from_a_to_b(client, shown):
         ("draw", sample(seed="²"), "is not a whole number"),
         ("draw", sample(psi="nan"), "is not a finite number from 0 to 2"),
         ("draw", sample(psi="x\ny"), "is not a finite number from 0 to 2"),
+        ("draw", sample(mean="all"), "mean 'all': give class or global"),
         ("draw", sample(count=MOST_DRAWN + 1), "count '17' is not a whole number from 1 to 16"),
         ("draw", {"run": GAN, "seed": 1}, "no class of gan"),
         ("draw", {**sample(), "class": "lihgt"}, "did you mean 'light'?"),

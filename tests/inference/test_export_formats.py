@@ -52,6 +52,7 @@ def subjects(runs, sample_images, tmp_path_factory):
     names = ("grey", "plain", "r3", "dcgan")
     made = {name: generator_subject(load(resolve(runs[name])), batch_size=24) for name in names}
     grown = load(resolve(gan_run(tmp_path_factory.mktemp("runs") / "growing", styled(side=16))))
+    made["truncated"] = generator_subject(load(resolve(runs["grey"])), batch_size=24, psi=0.5)
     made["growing"] = generator_subject(grown | {"stage": [8, 0.5]}, batch_size=24)
     with Dataset(sample_images) as reader:
         checkpoint = load(resolve(runs["classifier"]))
@@ -80,7 +81,7 @@ def written(subjects, tmp_path_factory):
 CASES = [
     *(("safetensors", name) for name in ("classifier", "grey", "plain", "r3", "dcgan", "growing")),
     *(("torch-export", name) for name in ("classifier", "plain", "r3", "dcgan", "growing")),
-    *(("onnx", name) for name in ("classifier", "grey", "r3", "dcgan")),
+    *(("onnx", name) for name in ("classifier", "truncated", "r3", "dcgan")),
     *(("executorch", name) for name in ("classifier", "dcgan")),
     pytest.param("executorch", "grey", marks=pytest.mark.slow),
 ]
@@ -119,7 +120,7 @@ def test_int8_is_of_integers_near_the_original_and_smaller(subjects, written):
     assert max(abs(w.astype(int)).max() for w in weights) <= 64  # seven bits: more overflow where there is no VNNI
 
 
-@pytest.mark.parametrize(("name", "form"), [("classifier", "onnx"), ("classifier", "int8"), ("grey", "onnx")])
+@pytest.mark.parametrize(("name", "form"), [("classifier", "onnx"), ("classifier", "int8"), ("truncated", "onnx")])
 def test_a_graph_says_what_it_is_and_how_it_is_called(written, name, form):
     """U7: with images in [0, 1] the predictions are plausible and wrong."""
     model = import_extra("onnx").load(str(written(name, form)))
@@ -134,6 +135,19 @@ def test_a_graph_says_what_it_is_and_how_it_is_called(written, name, form):
     else:
         assert told["input"] == "z: float32 [N, z_dim], normal; labels: int64 [N], places in `classes`"
         assert (told["output"], names, outputs) == (images, ["z", "labels"], ["images"])
+        assert (told["truncation_psi"], told["truncation_mean"]) == ("0.5", "class")
+
+
+@pytest.mark.parametrize("mean", ["class", "global"])
+def test_a_program_is_truncated_as_its_generator(runs, mean):
+    checkpoint = load(resolve(runs["grey"]))
+    for sets in (None, [[0], [1, 2], [0, 2]]):
+        subject = generator_subject(checkpoint | {"sets": sets}, batch_size=8, psi=0.5, mean=mean)
+        z, labels = subject.batches[0]
+        truncation = {"truncation_psi": 0.5, "truncation_mean": mean}
+        expected = subject.network.generator(z, labels, **truncation)
+        torch.testing.assert_close(subject.network(z, labels), expected)
+        assert (expected - subject.network.generator(z, labels)).abs().max() > 0.01
 
 
 def test_the_pages_lines_predict_as_predict_does(runs, written, tmp_path, monkeypatch, capsys):

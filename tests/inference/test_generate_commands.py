@@ -70,6 +70,7 @@ def test_noise_and_truncation_reach_the_images(runs, tmp_path, command):
     settings = ["", "--noise-mode=none", "--truncation-cutoff=1"]
     if command != "truncation":
         settings = ["", "--noise-mode=const", "--truncation-psi=.5", "--truncation_psi=.5 --truncation-cutoff=1"]
+    settings.append("--truncation-mean=global" + " --truncation-psi=.5" * (command != "truncation"))
     found = set()
     for number, setting in enumerate(settings):
         out = tmp_path / str(number) / name

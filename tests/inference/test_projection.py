@@ -131,8 +131,8 @@ def test_it_starts_from_the_class_that_looks_most_like_the_target(generator, own
     assert search.label == best
     assert torch.equal(start.ws, alone[best].ws)
     assert len({result.loss for result in alone.values()}) == 3
-    z = torch.randn(1000, generator.z_dim, generator=keyed_generator(0, "project", "mean"))
-    w = generator.mapping(z, torch.full([1000], best))
+    z = torch.randn(10_000, generator.z_dim, generator=keyed_generator(0, "class mean"))
+    w = generator.mapping(z, torch.full([10_000], best))
     torch.testing.assert_close(start.ws, w.mean(0).expand(4, -1))
     assert search.spread == pytest.approx(math.sqrt((w - w.mean(0)).square().sum(1).mean()), rel=1e-4)
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from duetgan.inference import samples as tables
-from duetgan.inference.samples import chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
-from duetgan.models.gan import draw, generate
+from duetgan.inference.samples import Sampler, chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
+from duetgan.models.gan import StyledGenerator, draw, generate
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.inference.conftest import sampler_of, styled, without_w
@@ -107,9 +108,46 @@ def test_truncation_is_the_generators_own_in_every_row(generator, table, noise_m
     for psi, row in zip(psis, table["rows"], strict=True):
         expected = sampler_of(generator, truncation_psi=psi, **options).images(range(5))
         assert apart(torch.stack(row), expected) <= 1
-    if cutoff is None and noise_mode != "random":
-        assert all(torch.equal(sample_image, table["rows"][0][0]) for sample_image in table["rows"][0])
+    if cutoff is None and noise_mode != "random":  # one image for each class
+        assert all(torch.equal(image, table["rows"][0][number % 3]) for number, image in enumerate(table["rows"][0]))
+        assert not torch.equal(table["rows"][0][0], table["rows"][0][1])
     assert apart(torch.stack(table["rows"][2]), torch.stack(table["rows"][1])) > 10
+
+
+class Stripes(StyledGenerator):
+    """w = 2 z / 3 + the class's place on a line, -8, 0 or 8, the middle one where the mean of all is; image = w."""
+
+    def __init__(self):
+        super().__init__()
+        self.z_dim, self.classes, self.channels, self.resolution, self.num_ws = 1, 3, 1, 4, 1
+        self.register_buffer("w_avg", torch.zeros(1))
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def mapping(self, z, labels):  # type: ignore[override]
+        return 2 / 3 * z + 8.0 * (labels[:, None] - 1)
+
+    def synthesis(self, ws, noise):
+        return ws[:, 0, :, None, None].expand(-1, 1, 4, 4) / 16
+
+    def forward(self, z, labels, noise, truncation_psi=1.0, truncation_cutoff=None, truncation_mean="class"):
+        ws = self.mapping(z, labels)[:, None]
+        ws = self.truncate(ws, truncation_psi, truncation_cutoff, labels=labels, mean=truncation_mean)
+        return self.synthesis(ws, noise)
+
+
+@pytest.mark.parametrize("psi", [1.0, 0.7, 0.5, 0.3, 0.0])
+def test_truncated_samples_keep_their_class(psi):
+    """G1: towards the mean of all they were recognised less and less, and still stored under the class asked for."""
+
+    def recognised(mean):
+        sampler = Sampler(generator=Stripes(), chosen=[0, 1, 2], truncation_psi=psi, truncation_mean=mean)
+        brightness = sampler.images(range(300)).double().mean((1, 2, 3)) / 127.5 - 1
+        named = (brightness * 16 / 8).round() + 1
+        return (named == torch.arange(300) % 3).double().view(-1, 3).mean(0)
+
+    assert (recognised("class") > 0.95).all()
+    if psi < 0.5:
+        assert recognised("global").tolist() == [0, 1, 0]
 
 
 def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):

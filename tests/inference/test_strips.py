@@ -256,10 +256,12 @@ def test_between_samples_w_is_straight_and_z_follows_the_circle(generator):
     sampler = sampler_of(generator, noise_mode="const", chosen=[2, 1], truncation_psi=0.7)
     found = frames_of(sampler, keyframes=3, frames=4)
     w = [generator.mapping(draw(generator, [i], 0)[0], torch.tensor([k])) for i, k in ((2, 2), (1, 1), (5, 2))]
+    centres = generator.truncation_centre(torch.tensor([2, 1, 2]))
     for number in range(12):
         share, first = number % 4 / 4, number // 4
         mixed = (1 - share) * w[first] + share * w[(first + 1) % 3]
-        styles = generator.w_avg + 0.7 * (mixed - generator.w_avg)
+        centre = (1 - share) * centres[first] + share * centres[(first + 1) % 3]
+        styles = centre + 0.7 * (mixed - centre)
         assert near(found[number], to_uint8(generator.synthesis(styles[:, None].expand(-1, 4, -1), "const"))[0])
     sampler = sampler_of(generator, noise_mode="none", chosen=[0, 2])
     found = frames_of(sampler, space="z", keyframes=2, frames=4)

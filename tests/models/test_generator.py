@@ -14,6 +14,7 @@ from duetgan.models.stylegan2 import (
 )
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from duetgan.utils.seeding import generator as keyed_generator
 from tests.conftest import assert_raises
 from tests.models import reference
 from tests.models.helpers import close, draw, randomised
@@ -81,14 +82,51 @@ def test_noise_and_cutoffs_that_are_refused():
     assert_raises(ValueError, "cutoff -1 is a number of layers", generator, z, truncation_psi=0.5, truncation_cutoff=-1)
 
 
+def class_mean(generator, row):
+    """The mean w of the latents of the documented key, and the root mean squared distance from it."""
+    z = torch.randn(10_000, generator.z_dim, generator=keyed_generator(0, "class mean")).double()
+    w = generator.mapping(z, row.expand(10_000, *row.shape)).detach()
+    return w.mean(0).numpy(), float((w - w.mean(0)).square().sum(1).mean().sqrt())
+
+
 @pytest.mark.parametrize("psi", [0.0, 0.5, 1.0, 1.5])
 @pytest.mark.parametrize("cutoff", [None, 0, 3, 6])
-def test_truncation(psi, cutoff):
-    generator = build(16)
-    ws, average = draw(2, 6, generator.w_dim, key="ws"), generator.w_avg.numpy()
+@pytest.mark.parametrize(("classes", "mean"), [(0, "class"), (3, "class"), (3, "global")])
+def test_truncation(psi, cutoff, classes, mean):
+    generator, labels = build(16, classes=classes), torch.tensor([2, 0]) if classes else None
+    ws, centre = draw(2, 6, generator.w_dim, key="ws"), generator.w_avg.numpy()
+    if classes and mean == "class":
+        centre = np.stack([class_mean(generator, label)[0] for label in labels])[:, None]
     expected = ws.numpy().copy()
-    expected[:, :cutoff] = average + psi * (expected[:, :cutoff] - average)
-    close(generator.truncate(ws, psi, cutoff), expected)
+    expected[:, :cutoff] = centre + psi * (expected[:, :cutoff] - centre)
+    close(generator.truncate(ws, psi, cutoff, labels=labels, mean=mean), expected)
+    z, options = draw(2, 5, key="z"), {"truncation_psi": psi, "truncation_cutoff": cutoff, "truncation_mean": mean}
+    ws = generator.mapping(z, labels)[:, None].expand(-1, 6, -1)
+    truncated = generator.truncate(ws, psi, cutoff, labels=labels, mean=mean)
+    close(generator(z, labels, **options), generator.synthesis(truncated, "const").detach().numpy())
+
+
+def test_class_means_are_of_the_present_weights_and_of_several_labels():
+    generator, drawn = build(classes=3), []
+    generator.mapping.register_forward_hook(lambda *_: drawn.append(1))
+    rows = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
+    for labels in (torch.tensor([1, 1, 0]), rows):
+        drawn.clear()
+        for _ in range(2):
+            means, spreads = generator.class_styles(labels)
+        assert len(drawn) == 2  # once for each label, whoever has it
+        expected = [class_mean(generator, row) for row in labels]
+        close(means, np.stack([mean for mean, _ in expected]))
+        assert spreads.tolist() == pytest.approx([spread for _, spread in expected])
+    with torch.no_grad():
+        generator.mapping.embed.weight.mul_(2)
+    close(generator.truncation_centre(rows), np.stack([class_mean(generator, row)[0] for row in rows]))
+    other = draw(20_000, 5, key="others")  # the oracle of the means: other latents
+    w = generator.mapping(other, torch.zeros(len(other), dtype=torch.int64)).detach()
+    distance = (generator.class_styles(torch.tensor([0]))[0][0] - w.mean(0)).abs()
+    assert (distance < 6 * w.std(0) / 100 * 1.5**0.5).all()
+    assert_raises(ValueError, "needs labels", generator.truncate, w[:2, None], 0.5)
+    assert_raises(ValueError, "mean 'all' is class or global", generator.truncate, w[:2, None], 1, mean="all")
 
 
 def test_w_avg_moves_with_beta_and_channels_are_counted():
@@ -105,10 +143,15 @@ def test_w_avg_moves_with_beta_and_channels_are_counted():
     assert [block.second.bias.numel() for block in build(32).blocks] == [5, 5, 4, 2]
 
 
-@pytest.mark.parametrize("resolution", [-8, 0, 1, 4, 12, 24, 100])
-def test_resolutions_that_do_not_work(resolution):
-    assert_raises(UserError, rf"resolution {resolution} is not a power of two", sizes_up_to, resolution)
-    with pytest.raises(UserError, match="power of two"):
+@pytest.mark.parametrize(
+    ("resolution", "near"), [(-8, "8"), (0, "8"), (1, "8"), (4, "8"), (50, "48 or 56"), (100, "96 or 112")]
+)
+def test_resolutions_that_do_not_work(resolution, near):
+    """G4: a side need not be a power of two, and what works at once is named."""
+    smaller = f"train with --data.resolution {near[:2]}, or " if resolution > 4 else ""
+    told = rf"resolution {resolution}: doubling a few pixels never gives it; {smaller}pack the data with --size {near}$"
+    assert_raises(UserError, told, sizes_up_to, resolution)
+    with pytest.raises(UserError, match="doubling"):
         Generator(GeneratorConfig(**TINY), resolution=resolution, channels=1, classes=0)
 
 

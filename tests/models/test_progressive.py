@@ -65,7 +65,7 @@ def test_a_stage_can_be_sampled_from_like_a_generator_of_its_size():
     maps = [draw(2, *shape).float() for shape in stage.noise_shapes()]
     for noise in ("const", "none", maps):
         found = stage(z, labels, noise=noise, truncation_psi=0.5, truncation_cutoff=2)
-        ws = generator.truncate(generator.mapping(z, labels)[:, None].expand(-1, 4, -1), 0.5, 2)
+        ws = generator.truncate(generator.mapping(z, labels)[:, None].expand(-1, 4, -1), 0.5, 2, labels=labels)
         assert found.equal(generator.synthesis(ws, noise, resolution=8, alpha=0.25))
     assert generate(stage, labels=labels, indices=[3, 4], seed=0).shape == (2, 3, 8, 8)
     assert {id(p) for p in stage.parameters()} == {id(p) for p in generator.parameters()}

@@ -14,6 +14,7 @@ import torchvision
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from duetgan.inference.export.subject import write_weights
 from duetgan.models import weights as module
 from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import CONVNEXT, RESNET
@@ -181,6 +182,31 @@ def test_our_own_runs_give_their_average(tmp_path):
     for given in (path, tmp_path / "run"):
         model, _ = loaded(given, stem="small", normalise="symmetric")
         same(dict(model.state_dict()), dict(average.state_dict()))
+
+
+@pytest.mark.usefixtures("slim")
+@pytest.mark.parametrize(("kind", "head"), [("run", "linear"), ("export", "hidden")])
+@pytest.mark.parametrize("classes", ["edcba", "xecy"])
+def test_rows_of_a_head_follow_the_names_of_their_classes(tmp_path, kind, head, classes):
+    """K2: they went to the class of the same number, with the words "head taken"."""
+    path, average = own_checkpoint(tmp_path / "run", stem="small", head=head)
+    if kind == "export":
+        path = tmp_path / "x.safetensors"
+        write_weights(path, checkpoints.load(checkpoints.resolve(tmp_path / "run")))
+    model = build(path, stem="small", normalise="symmetric", head=head, classes=len(classes))
+    before = {name: value.clone() for name, value in model.head.state_dict().items()}
+    told = load_pretrained(model, list(classes)).partition("; ")[2]
+    new = [name for name in classes if name not in "abcde"]
+    some = f"head: {len(classes) - len(new)} of {len(classes)} classes taken by name, new: {', '.join(new)}"
+    assert told == (some if new else f"head: all {len(classes)} classes taken by name")
+    last = "2." * (head == "hidden")
+    for part in ("weight", "bias"):
+        for place, name in enumerate(classes):
+            source = average.head.state_dict() if name in "abcde" else before
+            row = "abcde".find(name) if name in "abcde" else place
+            assert torch.equal(model.head.state_dict()[last + part][place], source[last + part][row])
+    if head == "hidden":
+        assert torch.equal(model.head[0].weight, average.head[0].weight)
 
 
 @pytest.mark.parametrize(

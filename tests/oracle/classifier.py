@@ -129,6 +129,7 @@ class ClassifierReference:
         images = draw_and_apply(batch.images, self.augment, **drawn_as).to(torch.get_default_dtype()) / 127.5 - 1
         labels = batch.labels
         targets = F.one_hot(labels, self.model.classes).to(images)
+        pairs = [(1.0, targets)]  # each label by its share
         counted = torch.ones(len(images))
         if batch.synthetic is not None:
             counted = torch.where(batch.synthetic, self.synthetic_weight, 1.0).to(images)
@@ -145,29 +146,33 @@ class ClassifierReference:
                 box[top : top + height, left : left + width] = True
                 mixed.append(torch.where(box, images[pair[row]], image))
             images = torch.stack(mixed)
-            targets = share[:, None] * targets + (1 - share[:, None]) * targets[pair]
+            pairs = [(share, targets), (1 - share, targets[pair])]
             counted = share * counted + (1 - share) * counted[pair]
         if self.unlabelled is not None and self.tree["unlabelled"]["weight"]:
             more, named, used = self.sure_of(step)
-            images, targets = torch.cat([images, more]), torch.cat([targets, named])
+            images, pairs = torch.cat([images, more]), [(1.0, torch.cat([targets, named]))]
             counted = torch.cat([counted, used])
-        labelled = targets[: len(labels)]
         smoothing = self.tree["loss"]["label_smoothing"]
-        smooth = (1 - smoothing) * targets + smoothing / self.model.classes
         logits = plain = self.model(images)
-        chosen = plain[: len(labels)].argmax(1, keepdim=True)  # counts as right by its part of the label
-        self.metrics["accuracy/train"] = labelled.gather(1, chosen).mean()
-        if self.tree["loss"]["logit_adjustment"]:
-            logits = plain + self.tree["loss"]["logit_adjustment"] * self.prior
-        if self.tree["loss"]["kind"] == "squared-error":
-            losses = (targets @ self.weights) * ((logits - smooth) ** 2).mean(1)
-        else:
-            losses = -(self.weights * smooth * logits.log_softmax(1)).sum(1)
+        chosen = plain[: len(labels)].argmax(1)  # counts as right by its part of the label
+        right = (part * label[torch.arange(len(labels)), chosen] for part, label in pairs)
+        self.metrics["accuracy/train"] = sum(right).mean()
+        prior = self.tree["loss"]["logit_adjustment"] * self.prior
+        logits = plain + prior
+        losses, weight = torch.zeros(len(images)), torch.zeros(len(images))
+        for part, label in pairs:
+            smooth = (1 - smoothing) * label + smoothing * prior.softmax(0)
+            if self.tree["loss"]["kind"] == "squared-error":
+                loss = ((plain - smooth) ** 2).mean(1)
+            else:
+                loss = -(smooth * logits.log_softmax(1)).sum(1)
+            losses = losses + part * (label @ self.weights) * loss
+            weight = weight + part * (label @ self.weights)
         if self.teacher is not None:
             given = self.tree["loss"]
             told, own = ((each / given["temperature"]).softmax(1) for each in (self.teacher(images).detach(), plain))
             taught = given["temperature"] ** 2 * (told * (told / own).log()).sum(1)
-            losses = (1 - given["teacher_share"]) * losses + given["teacher_share"] * taught
+            losses = (1 - given["teacher_share"]) * losses + given["teacher_share"] * weight * taught
         return (counted * losses).sum() / self.batch
 
     def sure_of(self, step: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -229,6 +229,10 @@ class RunConfig(Config):
             early_stopping=EarlyStoppingConfig(),
         )
 
+    def batch_unit(self, world_size: int) -> int:
+        """Return the number of samples that a global batch must be a multiple of."""
+        return world_size
+
     def share(self, world_size: int) -> int:
         """Samples of the global batch that each process holds. Raises UserError when that is no whole number."""
         if self.batch_size % world_size:

@@ -47,6 +47,7 @@ class MetricWindow(Fields):
     def __init__(self, watched: str | None = None) -> None:
         self.watched = watched
         self.values: list[float] = []  # of the watched metric, a step each
+        self.failed: list[bool] = []  # steps since its user emptied it: True where an update was not finite
         self._pending: dict[str, list[Tensor]] = {}
         self.sums: dict[str, float] = {}
         self.counts: dict[str, int] = {}
@@ -65,13 +66,18 @@ class MetricWindow(Fields):
         pending = [torch.stack(self._pending[name]) for name in names]
         every = torch.cat([values.to(collectives.widest(values.device)) for values in pending])
         totals = iter(collectives.all_reduce_sum_(every).tolist())
+        steps = max(map(len, self._pending.values()))
+        failed = [False] * steps
         for name in names:
             values = [next(totals) for _ in self._pending[name]]
+            if name.startswith("nonfinite_updates/"):
+                failed = [before or value > 0 for before, value in zip(failed, values, strict=True)]
             for value in values:
                 self.sums[name] = self.sums.get(name, 0.0) + value
             self.counts[name] = self.counts.get(name, 0) + len(values)
             if name == self.watched:
                 self.values += values
+        self.failed += failed
         self._pending.clear()
 
     def total(self, prefix: str) -> float:
@@ -91,6 +97,31 @@ class MetricWindow(Fields):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._pending.clear()
+        self.failed.clear()
+
+
+QUIET = 64  # steps without a skipped update after which training is taken to be sound again
+
+
+class Failing:
+    """The latest stretch of steps in which updates were skipped because they were not finite."""
+
+    def __init__(self) -> None:
+        self.span: list[int] = []  # its first and last step; empty: no update was skipped
+
+    def see(self, step: int, failed: list[bool]) -> None:
+        """Take over a window's `failed`, of the steps up to `step`, and empty it."""
+        for number in [step - len(failed) + 1 + place for place, bad in enumerate(failed) if bad]:
+            goes_on = self.span and number - self.span[1] <= QUIET
+            self.span = [self.span[0] if goes_on else number, number]
+        failed.clear()
+
+    def healthy(self, step: int) -> int | None:
+        """While updates are being skipped, the last step after which one was made; None: they are not.
+
+        The update before the first that was skipped may be what broke the weights.
+        """
+        return self.span[0] - 2 if self.span and step - self.span[1] <= QUIET else None
 
 
 class SpikesConfig(Config):

@@ -75,6 +75,9 @@ class ClassifierConfig(RunConfig):
         model = self.model.changed(weights=None, split="off")
         return super().for_trial(samples).changed(model=model)
 
+    def batch_unit(self, world_size: int) -> int:
+        return world_size * (2 if self.augment.mixes else 1)
+
     @property
     def several_devices(self) -> bool:
         return self.model.split != "off"

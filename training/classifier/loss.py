@@ -1,9 +1,8 @@
-"""The classifier's loss: cross entropy or the squared error of one label an image, the binary cross entropy or the
-asymmetric loss of several; with soft targets and class weights.
-"""
+"""The classifier's losses, with soft targets and class weights. Another loss is one entry in `CLASSIFIER_LOSSES`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duetgan.models.gan import one_hot
-from duetgan.utils.config.cli import did_you_mean
+from duetgan.utils.config.cli import did_you_mean, entry
 from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, PositiveFloat, Probability
 from duetgan.utils.errors import UserError
 
@@ -19,12 +18,49 @@ FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's
 LEAST_SHARE = 1e-9  # of the largest class
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClassifierLoss:
+    """A loss of logits and targets, both [n, classes]: one value a sample, [n], or with `several` one a label.
+
+    Raises UserError for a loss that is a mean.
+    """
+
+    errors: Callable[[Tensor, Tensor], Tensor]
+    several: bool = False  # for images that may have several labels: targets are 0 and 1, else they add up to 1
+    softmax: bool = True  # the logits are a softmax's, so that `logit_adjustment` applies
+
+    def __post_init__(self) -> None:
+        given, expected = (
+            list(self.errors(torch.zeros(3, 2), torch.full((3, 2), 0.5)).shape),
+            [3, 2][: 1 + self.several],
+        )
+        if given != expected:
+            raise UserError(f"a classifier's loss gives {given} of logits [3, 2]; give {expected}, no mean")
+
+
+def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
+    """2009.14119, equations 4 to 7: absent labels count by q^FOCUS, q = max(p - MARGIN, 0)."""
+    q = (logits.sigmoid() - MARGIN).clamp(min=0)
+    return -targets * F.logsigmoid(logits) - (1 - targets) * q**FOCUS * torch.log1p(-q)
+
+
+CLASSIFIER_LOSSES = {
+    "cross-entropy": ClassifierLoss(errors=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none")),
+    # of the outputs against one-hot targets (2006.07322)
+    "squared-error": ClassifierLoss(errors=lambda logits, targets: (logits - targets).square().mean(1), softmax=False),
+    "bce": ClassifierLoss(
+        errors=lambda logits, targets: F.binary_cross_entropy_with_logits(logits, targets, reduction="none"),
+        several=True,
+    ),
+    "asymmetric": ClassifierLoss(errors=asymmetric, several=True),
+}
+
+
 class ClassifierLossConfig(Config):
     """Settings of the loss."""
 
-    # squared-error: of the outputs against one-hot targets (2006.07322). bce, asymmetric (2009.14119): for several
-    # labels an image
-    kind: Literal["cross-entropy", "squared-error", "bce", "asymmetric"] = "cross-entropy"
+    # cross-entropy, squared-error (2006.07322); for several labels an image bce, asymmetric (2009.14119); see loss.py
+    kind: str = "cross-entropy"
     label_smoothing: Decay = 0.1  # this share of every target is spread over all classes, or over yes and no
     # by name, others 1; balanced: 1 / frequency. Several labels: what those that are there count
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
@@ -34,14 +70,20 @@ class ClassifierLossConfig(Config):
     temperature: PositiveFloat = 2.0  # of its and the network's answers
 
     def check(self) -> None:
-        for key in ("teacher", "logit_adjustment"):
-            if self.several and getattr(self, key):
-                raise UserError(f"loss.{key} is for one class an image; set loss.kind cross-entropy or squared-error")
+        if self.several and self.teacher:
+            raise UserError("loss.teacher is for one class an image; set loss.kind cross-entropy or squared-error")
+        if self.logit_adjustment and (self.several or not self.function.softmax):
+            raise UserError("loss.logit_adjustment is for one class an image by a softmax; set loss.kind cross-entropy")
+
+    @property
+    def function(self) -> ClassifierLoss:
+        """The kind's entry in the table; UserError, with the near one, for a name that is not there."""
+        return entry(CLASSIFIER_LOSSES, self.kind, "loss.kind")
 
     @property
     def several(self) -> bool:
         """Whether it is for images that may have several labels."""
-        return self.kind in ("bce", "asymmetric")
+        return self.function.several
 
 
 class Targets(NamedTuple):
@@ -115,46 +157,55 @@ def classifier_loss(
     weights: Tensor | None = None,  # [classes], as by `by_class`
     prior: Tensor | None = None,  # [classes], likewise
 ) -> Tensor:
-    """The sum over the samples, each by its weight, 0-d; the caller divides it by the global batch.
+    """Return the sum over the samples of the loss to their labels, each by its weight, 0-d.
 
-    Cross entropy is -sum_c w_c t_c log softmax(z)_c, the squared error (t . w) mean_c (z_c - t_c)^2, with t the target
-    after smoothing and mixing (for the squared error's weight: before smoothing). With p_c = sigmoid(z_c) the binary
-    cross entropy is mean_c -(w_c t_c log p_c + (1 - t_c) log(1 - p_c)); the asymmetric loss (2009.14119, equations 4
-    to 7) has q_c^FOCUS log(1 - q_c), q_c = max(p_c - MARGIN, 0), in the last term.
+    The caller divides it by the global batch. A sample's loss, to its smoothed label, counts by that label's weight,
+    and with it the share of the label that is spread: were that share weighted class by class, the rarest class would
+    have the largest target of every image. A mixed sample has the mean of the losses to both labels. Where a prior is
+    added, labels are spread in its proportions: spread evenly, they would undo it.
     """
-    logits = logits if prior is None else logits + prior
-    reduction, smoothing = "sum" if targets.weights is None else "none", config.label_smoothing
-    if config.kind == "cross-entropy" and targets.others is None:
-        errors = F.cross_entropy(logits, targets.labels, weights, label_smoothing=smoothing, reduction=reduction)
-        return errors if targets.weights is None else (errors * targets.weights).sum()
-    soft = soft_targets(targets, logits.shape[1], logits.dtype, smoothing)
-    if config.kind == "cross-entropy":
-        errors = F.cross_entropy(logits, soft, weights, reduction=reduction)
-    elif config.kind == "bce":
-        errors = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights, reduction="none").mean(1)
-    elif config.kind == "asymmetric":
-        q = (logits.sigmoid() - MARGIN).clamp(min=0)
-        errors = -soft * F.logsigmoid(logits) * (1 if weights is None else weights)
-        errors = (errors - (1 - soft) * q**FOCUS * torch.log1p(-q)).mean(1)
-    else:
-        errors = (logits - soft).square().mean(1)
+    loss, smoothing, classes = config.function, config.label_smoothing, logits.shape[1]
+    even = logits.new_full((classes,), 1 / (2 if loss.several else classes))
+    logits, even = (logits, even) if prior is None else (logits + prior, prior.to(logits.dtype).softmax(0))
+
+    def errors(labels: Tensor) -> Tensor:
+        hard = one_hot(labels, classes, logits.dtype)
+        each = loss.errors(logits, torch.lerp(hard, even.expand_as(hard), smoothing) if smoothing else hard)
         if weights is not None:
-            errors = errors * (soft_targets(targets, logits.shape[1], logits.dtype) @ weights)
-    return (errors if targets.weights is None else errors * targets.weights).sum()
+            each = each * (torch.where(hard > 0, weights, 1) if loss.several else weights[labels])
+        return each.mean(1) if loss.several else each
+
+    return _total(errors(targets.labels), None if targets.others is None else errors(targets.others), targets)
+
+
+def _total(own: Tensor, others: Tensor | None, targets: Targets) -> Tensor:
+    """Return the sum over the samples, by their weights, of values [n] for their labels and for their partners'."""
+    if others is not None and targets.own is not None:
+        own = torch.lerp(others, own, targets.own.to(own.dtype))
+    return (own if targets.weights is None else own * targets.weights).sum()
 
 
 def distilled(
-    loss: Tensor, logits: Tensor, teacher: Tensor | None, targets: Targets, config: ClassifierLossConfig
+    loss: Tensor,
+    logits: Tensor,
+    teacher: Tensor | None,
+    targets: Targets,
+    config: ClassifierLossConfig,
+    weights: Tensor | None = None,  # [classes], as by `by_class`
 ) -> Tensor:
     """A `classifier_loss` and, by `teacher_share`, that of a teacher's logits t [n, classes], if any: the sum over the
-    samples of T^2 KL(softmax(t / T) || softmax(z / T)), 0-d (Hinton et al. 2015, 1503.02531).
+    samples, each by its label's weight, of T^2 KL(softmax(t / T) || softmax(z / T)), 0-d (Hinton et al. 2015,
+    1503.02531).
     """
     if teacher is None:
         return loss
     own, wanted = ((each / config.temperature).log_softmax(1) for each in (logits, teacher.to(logits.dtype)))
     errors = F.kl_div(own, wanted, reduction="none", log_target=True).sum(1) * config.temperature**2
-    taught = (errors if targets.weights is None else errors * targets.weights).sum()
-    return torch.lerp(loss, taught, config.teacher_share)
+    of_labels, others = errors, None
+    if weights is not None:
+        of_labels = errors * weights[targets.labels]
+        others = None if targets.others is None else errors * weights[targets.others]
+    return torch.lerp(loss, _total(of_labels, others, targets), config.teacher_share)
 
 
 def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None) -> Tensor:
@@ -167,10 +218,9 @@ def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own:
     return torch.lerp(torch.where(others, weight, 1.0), first, own.to(first.dtype))
 
 
-def soft_targets(targets: Targets, classes: int, dtype: torch.dtype, smoothing: float = 0.0) -> Tensor:
+def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
     """The targets' distributions [n, classes]; of several labels each one's share, in [0, 1]."""
     soft = one_hot(targets.labels, classes, dtype)
-    if targets.others is not None and targets.own is not None:
-        soft = torch.lerp(one_hot(targets.others, classes, dtype), soft, targets.own.to(dtype)[:, None])
-    over = 2 if targets.labels.is_floating_point() else classes
-    return soft * (1 - smoothing) + smoothing / over if smoothing else soft
+    if targets.others is None or targets.own is None:
+        return soft
+    return torch.lerp(one_hot(targets.others, classes, dtype), soft, targets.own.to(dtype)[:, None])

@@ -76,7 +76,11 @@ class ClassifierTask(Task):
             model = Classifier(config.model, **self.shape)
         if config.model.weights is not None:
             with collectives.raising_together():  # each node may have files of its own
-                taken = load_pretrained(model) if config.model.discriminator is None else load_discriminator(model)
+                taken = (
+                    load_pretrained(model, reader.meta.classes)
+                    if config.model.discriminator is None
+                    else load_discriminator(model)
+                )
             say_main(taken)
         else:
             fit_first_filters(model, reader)
@@ -281,7 +285,8 @@ class ClassifierTask(Task):
                         answers = None if self.teacher is None else self.teacher(images)
                     logits = logits.to(loss_sum.dtype)
                     loss = classifier_loss(logits, targets, self.config.loss, *self.by_class)
-                    loss = distilled(loss, logits, answers, targets, self.config.loss) / self.config.batch_size
+                    loss = distilled(loss, logits, answers, targets, self.config.loss, self.by_class[0])
+                    loss = loss / self.config.batch_size
                 with phase("backward"):
                     self.precision.backward(loss)
             loss_sum += loss.detach()

@@ -41,12 +41,14 @@ class CheckpointManager:
         about: dict[str, Any],
         figure: dict[str, Any] | None = None,
         best: bool = False,
+        healthy: int | None = None,
     ) -> None:
         """Write the registry's state as the checkpoint of `step` unless that is there, and point `last.json` at it.
 
         `about`: what it tells besides the state. `figure`: the metric, value and interval of an evaluation, for
-        `last.json`; with `best`, the best so far, `best.json` is pointed at it too. A full disk is a warning, the old
-        checkpoint stays; see `failure`.
+        `last.json`; with `best`, the best so far, `best.json` is pointed at it too. `healthy`: while updates are being
+        skipped, the last step known to be sound; the newest checkpoint up to it stays, and the one before it, should
+        that be broken too. A full disk is a warning, the old checkpoint stays; see `failure`.
         With `checkpoint.asynchronous` a thread writes: here it is only waited for the checkpoint before.
         """
         if not collectives.is_main():
@@ -69,11 +71,11 @@ class CheckpointManager:
             "state": {name: part.state_dict() for name, part in registry.items()},
         }
         taken = Snapshot(content, own=self.config.checkpoint.asynchronous)
-        self._job = self._thread.submit(self._write, taken, best)
+        self._job = self._thread.submit(self._write, taken, best, healthy)
         if not self.config.checkpoint.asynchronous:
             self.wait()
 
-    def _write(self, taken: Snapshot, best: bool) -> None:
+    def _write(self, taken: Snapshot, best: bool, healthy: int | None) -> None:
         folder, step, wanted = self.folder.checkpoints, taken.step, self.config.checkpoint
         figure = taken.content["figure"]
         try:
@@ -84,7 +86,8 @@ class CheckpointManager:
             if best:
                 checkpoints.point(folder, "best", path, **figure)
                 self._best_step = step
-            checkpoints.rotate(folder, wanted.keep, every=wanted.keep_every, also={self._best_step}, until=step)
+            also = {self._best_step, *([] if healthy is None else self._steps_up_to(healthy)[:2])}
+            checkpoints.rotate(folder, wanted.keep, every=wanted.keep_every, also=also, until=step)
         except OSError as error:
             what, then = "was not written", "; the previous one is kept, training continues"
             if self.saved_step == step:
@@ -111,9 +114,29 @@ class CheckpointManager:
         why = "it is the run's last" if warns else "checkpoint.on_disk_full is stop"
         return reason and f"{reason} and {why}; make room, then the same command resumes"
 
+    def go_back(self, healthy: int, step: int) -> int | None:
+        """Point `last.json` at the newest checkpoint up to step `healthy`: a resume begins there, and everything else
+        takes it. Returns its step, the same on all ranks; None where there is none. `step`: where training stopped.
+        """
+        self.wait()
+
+        def find() -> int | None:
+            folder, steps = self.folder.checkpoints, self._steps_up_to(healthy)
+            if not steps:
+                return None
+            checkpoints.point(folder, "last", folder / checkpoints.file_name(steps[0]), broken_until=step)
+            return steps[0]
+
+        return collectives.from_main_process(find)
+
+    def _steps_up_to(self, step: int) -> list[int]:
+        """The steps of the run's checkpoints, newest first, none beyond `step`."""
+        every = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
+        return [each for each in every if each <= step]
+
     def restore(self, registry: Registry, *, up_to: int | None = None) -> checkpoints.Checkpoint | None:
         """Load the newest checkpoint of the run folder that can be read into the registry; returns the checkpoint, or
-        None when there is none. `up_to`: of at most this step; younger ones are deleted then.
+        None when there is none. `up_to`: of at most this step; younger ones are deleted then, as after `go_back`.
 
         Raises UserError when it does not fit the data or the task.
         """
@@ -121,8 +144,15 @@ class CheckpointManager:
         self._versions = versions()  # now: later the checkout may be another
 
         def find() -> str | None:
-            folder = self.folder.checkpoints
-            if up_to is not None and not checkpoints.forget_after(folder, up_to):
+            folder, last = self.folder.checkpoints, checkpoints.pointer(self.folder.checkpoints, "last") or {}
+            until = up_to
+            if until is None and "broken_until" in last:
+                until = checkpoints.find_step(last["file"])
+                say(
+                    f"going back to the checkpoint of step {until}: training broke after it and stopped at step "
+                    f"{last['broken_until']}; checkpoints from between are deleted"
+                )
+            if until is not None and not checkpoints.forget_after(folder, until):
                 return None
             newest = checkpoints.load_latest(folder, warn=say)
             return None if newest is None else str(newest[0])

@@ -82,6 +82,17 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int 
     return None
 
 
+def remedy_for_broken(config: RunConfig, step: int | None) -> str:
+    """What to do where updates are not finite. `step`: of the last sound checkpoint, None without one."""
+    keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
+    rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
+    calmer = f"lower the learning rate ({rates})"
+    calmer += " or use --precision fp32" if config.precision != "fp32" else ""
+    if step is None:
+        return f"{calmer} and start in another --run-dir: no checkpoint is from before that"
+    return f"{calmer}; the same command then goes on from step {step}, the last checkpoint from before that"
+
+
 def _savers(config: RunConfig, world_size: int) -> list[str]:
     auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
     savers = [f"a smaller --micro-batch (same global batch{auto})"] if config.micro(world_size) > 1 else []

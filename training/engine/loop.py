@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import EarlyStopping, Fields, MetricWindow, Pace, SpikeDetector
+from duetgan.training.base.monitors import EarlyStopping, Failing, Fields, MetricWindow, Pace, SpikeDetector
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Task
 from duetgan.training.engine import health
@@ -41,6 +41,7 @@ class Loop(Fields):
         self.best: dict[str, float | int] = {}
         self.origin: dict[str, Any] | None = None  # the checkpoint that the run started from (training.engine.transfer)
         self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
+        self.failing = Failing()
         self.spikes = SpikeDetector(config.spikes)
         watched = None if config.spikes.action == "off" else config.spikes.metric or task.loss_metric
         self.window = MetricWindow(watched)
@@ -63,9 +64,20 @@ class Loop(Fields):
     def registry(self) -> dict[str, Any]:
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
+    def _fold(self) -> None:
+        """Add up what the steps since the last time have shown."""
+        self.window.fold()
+        self.failing.see(self.step, self.window.failed)
+
+    def _halt_broken(self, reason: str) -> NoReturn:
+        """Stop because the weights are of no use any more; a resume begins at the last checkpoint before that."""
+        healthy = self.failing.healthy(self.step)
+        step = self.manager.go_back(self.step - 1 if healthy is None else healthy, self.step)
+        self._halt(f"{reason}; {health.remedy_for_broken(self.config, step)}")
+
     def state_dict(self) -> dict[str, Any]:
         parts = {"stopping": self.stopping.state_dict(), "spikes": self.spikes.state_dict()}
-        more = {"damaged": sorted(self.damaged), "threads": dict(self.pace.by_step)}
+        more = {"damaged": sorted(self.damaged), "threads": dict(self.pace.by_step), "failing": list(self.failing.span)}
         return super().state_dict() | parts | more
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -74,15 +86,16 @@ class Loop(Fields):
         self.spikes.load_state_dict(state["spikes"])
         self.damaged |= set(state["damaged"])
         self.pace.resume(self.step, state.get("threads", {}))  # earlier versions kept no record of them
+        self.failing.span = list(state.get("failing", []))
 
     # --- saving and resuming
 
     def save(self, figure: dict[str, Any] | None = None, *, best: bool = False) -> None:
         """Save this step's state; `figure`: metric, value and interval of an evaluation, `best`: the best so far."""
-        self.window.fold()
+        self._fold()
         self._collect_damage()
         about = {"shape": dict(self.task.shape), "origin": self.origin, **self.task.provenance()}
-        self.manager.save(self.step, self.registry(), about, figure, best)
+        self.manager.save(self.step, self.registry(), about, figure, best, self.failing.healthy(self.step))
         self.folder_status("running")
         self._check_saving()
 
@@ -229,7 +242,7 @@ class Loop(Fields):
         return row
 
     def _log_tick(self) -> None:
-        self.window.fold()  # and wait for the device
+        self._fold()  # and wait for the device
         now = time.perf_counter()
         row, values = self._row(now), self.window.values
         for name in self.updates:
@@ -244,10 +257,9 @@ class Loop(Fields):
         self._tick_step = self.step
         self._check_saving()
         if self.updates["nonfinite_updates"] > self.config.nonfinite_cap:
-            self._halt(
+            self._halt_broken(
                 f"{round(self.updates['nonfinite_updates'])} updates had non-finite gradients, more than nonfinite_cap "
-                f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again from "
-                "the last checkpoint"
+                f"{self.config.nonfinite_cap}"
             )
         self._look_for_spikes(values)
 
@@ -317,7 +329,7 @@ class Loop(Fields):
             self.save()  # the training is sound, only its held-out images are not
             raise
         except UserError as error:  # the data was checked before the first step: what is left are broken networks
-            self._halt(f"the evaluation at step {self.step} failed: {error}")
+            self._halt_broken(f"the evaluation at step {self.step} failed: {error}")
         if figures:
             self._write_row({f"val/{name}": value for name, value in figures.items()})
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))

@@ -129,8 +129,10 @@ def plan_rows(
     else:
         rows["levels"] = stages_text(reader, [side for _, side, _ in spans])
     if max(size for _, _, size in spans) > len(reader):
-        remedy = f"make batch_size at most {len(reader)}"
-        rows["warning"] = f"batch larger than the data set: each batch holds repeats; {remedy}"
+        unit = config.batch_unit(world)
+        fits = max(unit, len(reader) // unit * unit)
+        remedy = f"; make batch_size {fits}" if fits < config.batch_size else ""
+        rows["warning"] = f"batch larger than the data set: each batch holds repeats{remedy}"
     rows["length"] = f"{config.steps:,} steps = {images:,} images = {images / len(reader):.1f} epochs"
     rows |= {"time": takes} if (takes := forecast(choice, images)) else {}
     for name, section in vars(config).items():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from duetgan.models.by_class import class_parts, copy_by_name, matched
 from duetgan.models.registry import DEFAULT
 from duetgan.models.restore import passed_on
 from duetgan.training.base.config import RunConfig
@@ -119,7 +120,11 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int | str
         words = "--init-from {}: its state of {!r} is not a network's ({}); give a checkpoint of train.py"
         with explained(ValueError, partial(words.format, donor.file, name)):
             check_tensors(f"state.{name}", state)
-        fits[name] = plan(state, network.state_dict(), name, resolutions)
+        own, theirs = network.state_dict(), content["classes"]
+        for tensor, part in class_parts(network).items():
+            if tensor in state:
+                state[tensor] = copy_by_name(own[tensor], state[tensor], part, classes, theirs)
+        fits[name] = plan(state, own, name, resolutions)
     # a matrix or a filter: numbers and biases that happen to fit are no transfer
     weights = {name: {n for n, p in net.named_parameters() if p.ndim > 1} for name, net in networks.items()}
     if not any(weights[name] & fit.taken.keys() for name, fit in fits.items()):
@@ -139,10 +144,8 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int | str
     for part in registry.values():
         if isinstance(part, Updater):
             part.reset()  # a schedule-free one keeps weights of its own
-    if len(classes) != (there := len(content["classes"])):
-        lines.append(f"  {there} classes there, {len(classes)} here: what belongs to a class starts anew")
-    elif list(classes) != content["classes"]:
-        lines.append("  the classes have other names: what a class has learned goes to the one of the same number here")
+    if said := matched(classes, content["classes"]):
+        lines.append(f"  {said}")
     return "\n".join(lines)
 
 

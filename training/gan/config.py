@@ -1,5 +1,6 @@
 """All settings of a GAN's training."""
 
+import math
 from functools import cache
 from math import lcm
 from typing import Annotated, Any, Literal, Self
@@ -178,6 +179,12 @@ class GanConfig(RunConfig):
     def for_trial(self, samples: int) -> Self:
         """Of the full networks, as in a growing run's last stage."""
         return super().for_trial(samples).changed(progressive=ProgressiveConfig())
+
+    def batch_unit(self, world_size: int) -> int:
+        groups = [self.discriminator.group]
+        groups += [self.loss.feature_matching_group] if self.loss.feature_matching_weight else []
+        groups += [2] if self.loss.path_length_weight else []
+        return world_size * math.lcm(*groups)
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""

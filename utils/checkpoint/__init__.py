@@ -334,6 +334,11 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     path = Path(run_or_file)
     if which not in ("last", "best"):
         raise UserError(f"which: {which!r} is neither last nor best")
+    if path.suffix == ".pkl" and path.is_file():
+        raise UserError(
+            f"{path}: is no checkpoint of Duet; `python -m models.convert {path} RUN` makes a run of StyleGAN2's and "
+            "R3GAN's networks, then give RUN"
+        )
     if path.is_file() or str(path).startswith(READY_MADE):
         return path
     for name in HUB_WEIGHTS:

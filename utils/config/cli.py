@@ -158,6 +158,10 @@ def number(kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = 
             value = kind(text)
         except ValueError:
             value = math.nan
+        digits = text.strip().lstrip("+-")
+        if kind is int and digits.isdecimal() and (len(digits) > len(str(int(MOST))) or abs(int(digits)) >= MOST):
+            limits = f"from {max(int(low), -int(MOST)):,} to {min(int(high), int(MOST) - 1):,}"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large; give a whole number {limits}")
         if not (low < value < high if inner else low <= value <= high):
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
         return value
@@ -213,6 +217,18 @@ def table_words(options: argparse.Namespace) -> list[str]:
     if "root" in chosen:
         chosen["root"] = os.path.abspath(os.path.expanduser(chosen["root"]))
     return [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+
+
+PSI = number(float, -10, 10)
+
+
+def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True) -> None:
+    """Add `--truncation-psi`, unless `psi` is False, and `--truncation-mean`."""
+    if psi:
+        text = "1: all variety; near 0: typical images (default: 1)"
+        parser.add_argument("--truncation-psi", type=PSI, default=1.0, metavar="X", help=text)
+    text = "what samples are truncated towards: the mean w of their class, or of all samples (default: class)"
+    parser.add_argument("--truncation-mean", choices=("class", "global"), default="class", help=text)
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:

@@ -9,15 +9,17 @@ from torch import nn
 from duetgan.training.classifier.loss import (
     ClassifierLossConfig,
     Targets,
+    by_class,
     class_weight_list,
     classifier_loss,
+    distilled,
     sample_weights,
 )
 from duetgan.training.classifier.network import widen_narrow_maps
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import generator
 
-CLASSES, N = 5, 6
+CLASSES, N, CPU = 5, 6, torch.device("cpu")
 
 
 def batch():
@@ -29,19 +31,21 @@ def batch():
 
 
 def slow_loss(logits, labels, others, own, kind, smoothing, weights, counts):
-    """Sample by sample and class by class, in Python's floats; sample i counts `counts[i]` times."""
+    """Label by label and class by class, in Python's floats; sample i counts `counts[i]` times."""
     total = 0.0
-    for i in range(len(logits)):
+    pairs = [(i, labels[i], own[i]) for i in range(len(logits))] + [
+        (i, others[i], 1 - own[i]) for i in range(len(logits))
+    ]
+    for i, label, share in pairs:
         z = logits[i].tolist()
-        raw = [own[i] * (labels[i] == c) + (1 - own[i]) * (others[i] == c) for c in range(len(z))]
-        target = [float(t) * (1 - smoothing) + smoothing / len(z) for t in raw]
+        target = [(label == c) * (1 - smoothing) + smoothing / len(z) for c in range(len(z))]
         if kind == "cross-entropy":
             log_sum = math.log(sum(math.exp(v) for v in z))
-            total -= counts[i] * sum(w * t * (v - log_sum) for w, t, v in zip(weights, target, z, strict=True))
+            loss = -sum(t * (v - log_sum) for t, v in zip(target, z, strict=True))
         else:
-            weight = sum(w * float(t) for w, t in zip(weights, raw, strict=True))
-            total += counts[i] * weight * sum((v - t) ** 2 for t, v in zip(target, z, strict=True)) / len(z)
-    return total
+            loss = sum((v - t) ** 2 for t, v in zip(target, z, strict=True)) / len(z)
+        total += counts[i] * share * weights[label] * loss
+    return float(total)
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "squared-error"])
@@ -70,15 +74,80 @@ def test_losses_against_loops(kind, smoothing, weights, mixed, weight):
 
 def slow_label_loss(logits, shown, config, weights):
     """Image by image and label by label, in Python's floats."""
-    total = 0.0
+    total, spread = 0.0, config.label_smoothing / 2
     for z, targets in zip(logits.tolist(), shown.tolist(), strict=True):
         for place, (value, told) in enumerate(zip(z, targets, strict=True)):
-            t = told * (1 - config.label_smoothing) + config.label_smoothing / 2
             p = 1 / (1 + math.exp(-value))
             focus, q = (0, p) if config.kind == "bce" else (4, max(p - 0.05, 0.0))
-            total -= weights[place] * t * math.log(p) / len(z)
-            total -= (1 - t) * q**focus * math.log(1 - q) / len(z)
+            yes, no = -math.log(p), -(q**focus) * math.log(1 - q)
+            total += told * weights[place] * ((1 - spread) * yes + spread * no) / len(z)
+            total += (1 - told) * (spread * yes + (1 - spread) * no) / len(z)
     return total
+
+
+def optimum(config, frequencies, posterior, mixed=False, teacher=None):
+    """The logits with the least expected loss to labels of that posterior, found numerically in float64."""
+    labels = torch.arange(len(posterior))
+    labels, others = (each.flatten() for each in torch.meshgrid(labels, labels, indexing="ij"))
+    targets = Targets(labels, others, torch.full((len(labels),), 0.7), posterior[labels] * posterior[others])
+    if not mixed:
+        targets = Targets(labels, weights=targets.weights)
+    weights, prior = by_class(config, [str(label) for label in range(len(posterior))], frequencies.tolist(), CPU)
+    logits = torch.zeros(len(posterior), dtype=torch.float64, requires_grad=True)
+    search = torch.optim.LBFGS([logits], max_iter=300, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def loss():
+        search.zero_grad()
+        rows = logits.expand(len(labels), -1)
+        answers = None if teacher is None else teacher.expand_as(rows)
+        value = classifier_loss(rows, targets, config, weights, prior)
+        value = distilled(value, rows, answers, targets, config, weights)
+        value.backward()
+        return value
+
+    search.step(loss)
+    return logits.detach()
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"class_weights": "balanced"},
+        {"class_weights": "balanced", "kind": "squared-error"},
+        {"class_weights": "balanced", "teacher": "a run", "teacher_share": 0.5, "temperature": 1.0},
+        {"class_weights": "balanced", "label_smoothing": 0.0},
+        {"logit_adjustment": 1.0},
+        {"logit_adjustment": 1.0, "label_smoothing": 0.5},
+    ],
+)
+def test_the_optimum_names_the_class_that_is_most_frequent_for_its_frequency(loss, mixed, classes):
+    """K1: label smoothing times a rare class's weight made that class the answer to every image."""
+    frequencies = torch.tensor([1000.0, *[30.0] * (classes - 2), 1.0], dtype=torch.float64)
+    config, named = ClassifierLossConfig(**loss), []
+    for ratio in (0.0, 0.95, 1.05, 1e9):  # how much more the image looks like the rarest class than like the first
+        posterior = frequencies * torch.tensor([1, *[0.5] * (classes - 2), ratio], dtype=torch.float64)
+        posterior = posterior / posterior.sum()
+        teacher = (posterior / frequencies).clamp(min=1e-6).log() if config.teacher else None
+        named.append(int(optimum(config, frequencies, posterior, mixed, teacher).argmax()))
+    assert named == [0, 0, classes - 1, classes - 1]
+
+
+@pytest.mark.parametrize(("kind", "ratios"), [("bce", [0.0, 0.95, 1.05, 100.0]), ("asymmetric", [0.0, 100.0])])
+def test_the_optimum_of_several_labels(kind, ratios):
+    """K1: a label of one image in a hundred was named for every image."""
+    config, named = ClassifierLossConfig(kind=kind, class_weights="balanced"), []
+    (weight,) = class_weight_list(config, ["rare"], [0.01]) or []
+    logits = torch.linspace(-8, 8, 32001, dtype=torch.float64)[:, None].requires_grad_()
+    slopes = []
+    for label in (1.0, 0.0):
+        loss = classifier_loss(logits, Targets(torch.full((32001, 1), label)), config, torch.tensor([weight]))
+        slopes.append(torch.autograd.grad(loss, logits)[0])
+    for ratio in ratios:
+        expected_slope = 0.01 * ratio * slopes[0] + (1 - 0.01 * ratio) * slopes[1]
+        named.append(bool(logits[expected_slope.abs().argmin()] > 0))
+    assert named == [ratio > 1 for ratio in ratios]
 
 
 @pytest.mark.parametrize("kind", ["bce", "asymmetric"])

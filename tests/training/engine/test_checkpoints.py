@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from duetgan.training.base.config import CheckpointConfig, RunConfig
+from duetgan.training.base.monitors import Failing, MetricWindow
 from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils import versions
@@ -55,10 +56,11 @@ def keeper_of(folder, meta=META, **checkpoint):
     return CheckpointManager(config, RunFolder(folder), loader)
 
 
-def save(manager, step, best=None, *, wait=True):
+def save(manager, step, best=None, *, wait=True, healthy=None):
     """A checkpoint whose weights are its step."""
     registry: dict[str, Any] = {"model": Weights(step), "loop": Counter(step, step if best else None)}
-    manager.save(step, registry, ABOUT, {"metric": "frechet", "value": best} if best else None, bool(best))
+    figure = {"metric": "frechet", "value": best} if best else None
+    manager.save(step, registry, ABOUT, figure, bool(best), healthy)
     if wait:
         manager.wait()
     return registry["model"].weights
@@ -289,3 +291,40 @@ def test_the_versions_stand_in_the_checkpoint(tmp_path, monkeypatch):
     found = load(newest_first(manager.folder.checkpoints)[0])["versions"]
     assert found.keys() == {"python", "torch", "torchvision", "git"}
     assert found["git"] == "0123456789ab-dirty"
+
+
+@pytest.mark.parametrize(
+    ("failed", "healthy"),  # steps whose updates are skipped; what is sound at step 20, and at step 200
+    [([], None), ([14], 12), ([14, 15, 16], 12), ([3, 14], 1), ([1, 2], -1)],
+)
+def test_sound_is_what_came_before_the_update_that_may_have_broken_the_weights(failed, healthy):
+    failing, window = Failing(), MetricWindow()
+    for step in range(1, 201):
+        value = torch.tensor(float(step in failed))
+        window.add({"nonfinite_updates/model": value, "nonfinite_updates/other": value * 0, "loss": value})
+        if step in (7, 8, 20, 200):  # however often it is looked at
+            window.fold()
+            failing.see(step, window.failed)
+        if step == 20:
+            assert failing.healthy(step) == healthy
+    assert failing.healthy(200) is None
+
+
+def test_what_is_sound_stays_while_updates_are_skipped(tmp_path, capsys):
+    """G2; and the one before it, should the newest be broken, too."""
+    manager = keeper_of(tmp_path, keep=1)
+    for step in (3, 6, 9, 12):
+        save(manager, step)
+    assert steps(manager) == [12]
+    manager.config.checkpoint.keep = 2
+    save(manager, 15)
+    for step in (18, 21, 24):
+        save(manager, step, healthy=16)
+    assert steps(manager) == [24, 21, 15, 12]
+    assert manager.go_back(2, 25) is None
+    assert manager.go_back(16, 25) == 15
+    again = keeper_of(tmp_path)
+    assert again.restore({"loop": Counter()})["step"] == 15
+    told = "going back to the checkpoint of step 15: training broke after it and stopped at step 25"
+    assert told in capsys.readouterr().err
+    assert steps(again) == [15, 12]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.dcgan import DcganConfig, DcganDiscriminator
 from duetgan.models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.training.classifier.config import ClassifierConfig
@@ -219,21 +220,52 @@ def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
     text = taken_from(saved(tmp_path, theirs), ours, 32, "abcde")
     after = ours["generator"].state_dict()
     assert torch.equal(after["blocks.1.first.conv.weight"], theirs["generator"].blocks[1].first.conv.weight)
-    for name in ("mapping.embed.weight", "mapping.embed.bias", "blocks.3.first.conv.weight"):
-        assert torch.equal(after[name], before[name])
-    assert "    does not fit: mapping.embed.weight 6 x 3 there, 6 x 5 here" in text.splitlines()
-    assert "    stays new: mapping.embed (1), blocks.3 (16)" in text.splitlines()
+    assert torch.equal(after["blocks.3.first.conv.weight"], before["blocks.3.first.conv.weight"])
+    assert "    stays new: blocks.3 (16)" in text.splitlines()
     assert "    left out: from_rgb (2)" in text.splitlines()
-    assert text.splitlines()[-1] == "  3 classes there, 5 here: what belongs to a class starts anew"
+    assert text.splitlines()[-1] == "  3 of 5 classes taken by name, new: d, e"
+
+
+@pytest.mark.parametrize("classes", ["cab", "bd", "xyz", "abcdefg"])
+def test_what_belongs_to_a_class_follows_its_name(tmp_path, classes):
+    """K2: it went to the class of the same number."""
+    theirs, ours = registry(), registry(classes=len(classes))
+    for parts, count in ((theirs, 3), (ours, len(classes))):
+        parts["discriminator"].add_auxiliary()
+        parts["dcgan"] = DcganDiscriminator(DcganConfig(width=2), resolution=16, channels=1, classes=count)
+    before = {name: {k: v.clone() for k, v in net.state_dict().items()} for name, net in ours.items() if name != "loop"}
+    told = taken_from(saved(tmp_path, theirs), ours, classes=classes).splitlines()[-1]
+    new = [name for name in classes if name not in "abc"]
+    some = f"  {len(classes) - len(new)} of {len(classes)} classes taken by name, new: {', '.join(new)}"
+    assert told == (some if new else "  all 3 classes taken by name")
+
+    def embedded(network, number):
+        network = getattr(network, "mapping", network)
+        return network.embed(torch.eye(network.embed.weight.shape[1])[[number]]) - network.embed.bias
+
+    for place, name in enumerate(classes):
+        for part in ("generator", "discriminator"):
+            if name in "abc":
+                expected = embedded(theirs[part], "abc".index(name))
+                torch.testing.assert_close(embedded(ours[part], place), expected)
+            else:
+                weight, old = ("mapping." * (part == "generator") + "embed.weight", before[part])
+                assert torch.equal(ours[part].state_dict()[weight][:, place], old[weight][:, place])
+        heads = [parts["discriminator"].auxiliary for parts in (theirs, ours)]
+        same = name in "abc" and torch.equal(heads[1].weight[place], heads[0].weight["abc".index(name)])
+        assert same == (name in "abc")
+        if name in "abc":
+            columns = [theirs["dcgan"].embed.weight[:, "abc".index(name)], ours["dcgan"].embed.weight[:, place]]
+            assert torch.equal(*columns)
 
 
 def test_a_network_that_the_donor_lacks_stays_new_and_other_names_of_classes_are_mentioned(tmp_path):
     path, ours = saved(tmp_path, {"generator": registry()["generator"]}), registry()
     before = ours["discriminator"].output.weight.clone()
-    lines = taken_from(path, ours, classes="xyz").splitlines()
+    lines = taken_from(path, ours, classes="xbz").splitlines()
     assert torch.equal(ours["discriminator"].output.weight, before)
     assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in lines
-    assert "the classes have other names" in lines[-1]
+    assert lines[-1] == "  1 of 3 classes taken by name, new: x, z"
 
 
 def test_weights_keep_our_precision_and_layout(tmp_path):

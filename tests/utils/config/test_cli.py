@@ -184,3 +184,10 @@ def test_a_document_may_hold_more_than_is_read() -> None:
     for nothing in (None, [], 3, "text"):
         assert_raises(Unfit, r"^header is .*, but must be a mapping of names$", Document.read, nothing, "header")
     assert_raises(ValueError, r"^count is missing$", Document.read, {})
+
+
+@pytest.mark.parametrize("text", ["9" * 20, "-" + "9" * 30, "9" * 5000])
+def test_numbers_that_are_too_large_are_told_the_range(text):
+    """G6: a seed of twenty digits was "not a whole number"."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is too large; give a whole number from -9,223,"):
+        number(int)(text)
