@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import threading
 import zipfile
@@ -82,6 +83,7 @@ class TestEvaluate:
         assert kept.hits.mean() == found["accuracy"]
         printed = capsys.readouterr()
         assert f"{found['accuracy']:.4f}" in printed.out
+        assert re.search(r"majority class +0\.3333  \(always predicting the most frequent class\)", printed.out)
         assert "wrote" in printed.err
 
     def test_n8_a_precision_and_folding_are_told_and_the_default_is_float32(self, runs, tmp_path, capsys):
@@ -135,7 +137,12 @@ class TestEvaluate:
             images, labels = reader.read(np.arange(60))
             hits = int((judge_images(judge, torch.from_numpy(images)).argmax(1).numpy() == labels).sum())
         assert hits - 20 <= found["judge"]["accuracy"] * 40 <= hits  # 40 of the 60 that were drawn
-        assert "few images (40)" in found["notes"]["n"]
+        assert sum(found["samples_by_class"].values()) == 40
+        assert 1 / 3 <= found["judge"]["majority_class_rate"] < 0.5
+        assert found["judge"]["is_weak"]  # it is untrained
+        assert found["weak_extractors"] == names[1:]
+        assert "too weak to judge the GAN" in found["notes"]["recognised"]
+        assert "only 40 test images" in found["notes"]["n"]
         assert "same n" in found["notes"]["n"]
         assert "leaks" not in found["notes"]
         assert "the judge itself" in printed

@@ -288,6 +288,26 @@ def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
     assert "interval" not in page(write_report(run)).text
 
 
+@pytest.mark.parametrize("is_weak", [True, False])
+def test_a_weak_judges_metrics_are_left_out_and_a_skilled_ones_stay(tmp_path, is_weak):
+    """U1: samples that are noise had 99.3 % fidelity in the features of a classifier near chance."""
+    run = make_gan(tmp_path / "gan")
+    document = json.loads((run / "eval" / "metrics.json").read_text())
+    (other,) = document["distances"]
+    made = {"clipped_density": 0.993, "frechet": 77.5, "diversity_ratio": 0.4375}
+    judge = {"accuracy": 0.35, "majority_class_rate": 0.3125, "is_weak": is_weak, "n": 100}
+    document |= made | {"judge": judge, "weak_extractors": ["classifier:x"] * is_weak}
+    document["distances"] = [other | made | {"extractor": "classifier:x"}, other | {"clipped_density": 0.25}]
+    document["images"] = ["samples.png", "recognised_best.png"]
+    save_grid(run / "eval" / "recognised_best.png")
+    write(run / "eval" / "metrics.json", document)
+    text = page(write_report(run)).text
+    of_judge = ["87.2 %", "90.0 %", "99.3 %", "77.5", "31.2 %", "surest of"]
+    assert [words for words in of_judge if words in text] == ([] if is_weak else of_judge)
+    assert ("25.0 %" in text) is is_weak  # under the extractor that is no weak classifier
+    assert "no sign of copies" in text
+
+
 def test_what_other_commands_wrote_into_the_run_is_shown_or_linked(tmp_path):
     run = make_told_run(tmp_path / "gan")
     save_grid(run / "maps" / "cat.png")
