@@ -104,7 +104,11 @@ def advice(classifier: Document, longer: float, smallest: int, *, weights: bool)
     """
     gains = bool(classifier) and classifier["accuracy"] < SOLVED
     if gains and not weights:
-        return "ImageNet weights for the classifier", ["--weights", "FILE"], "with-weights"
+        from torchvision.models import ResNet50_Weights  # seconds, which nothing else here needs
+
+        url = ResNet50_Weights.IMAGENET1K_V1.url
+        what = f"ImageNet weights for the classifier: with a network they are fetched, else fetch {url} elsewhere"
+        return what, ["--weights", url.rpartition("/")[2]], "with-weights"
     if gains and smallest < FEW:
         return f"more images of the smallest classes, which have {smallest:,}", [], "more-images"
     if not longer:

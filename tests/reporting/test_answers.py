@@ -1,11 +1,14 @@
 """What the quickstart says of its figures, and what it advises."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torchvision.models import ResNet50_Weights
 
 from duetgan.reporting.answers import advice, answers
 
+WEIGHTS_URL = ResNet50_Weights.IMAGENET1K_V1.url
 RIGHT = "The classifier is right on 86 % of the new images (95 % interval 82 to 90 %, 200 held-out images)"
 MAJORITY = "; always predicting the most frequent class is right on"
 SAMPLES = (
@@ -85,7 +88,7 @@ def test_metrics_in_sentences(classifier, gan, smallest, sentences):
 @pytest.mark.parametrize(
     ("accuracy", "longer", "smallest", "weights", "words", "options", "suffix"),
     [
-        (0.8, 40, 20, False, "ImageNet weights", ["--weights", "FILE"], "with-weights"),
+        (0.8, 40, 20, False, f"fetch {WEIGHTS_URL} elsewhere", ["--weights", Path(WEIGHTS_URL).name], "with-weights"),
         (0.8, 40, 20, True, "the smallest classes, which have 20", [], "more-images"),
         (0.8, 40, 100, True, "more time, for", ["--minutes", "40"], "longer"),
         (0.96, 40, 20, False, "more time, for", ["--minutes", "40"], "longer"),
