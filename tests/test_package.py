@@ -179,7 +179,7 @@ def test_the_library_and_the_examples_of_its_page_leave_the_users_modules_alone(
 
 EXTENSION = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```\n\n```bash\nduet (.*?)^```", re.DOTALL | re.MULTILINE)
 EXTENSIONS = EXTENSION.findall((ROOT / "docs" / "extending.md").read_text())
-TINY = "--steps 2 --batch-size 4 --data.path photos.lmdb --data.val-path null --precision fp32 --log.samples-every 0"
+TINY = "--steps 2 --batch-size 4 --precision fp32 --log.samples-every 0"
 
 
 @pytest.mark.parametrize(("file", "text", "command"), EXTENSIONS, ids=[file for file, _, _ in EXTENSIONS])
