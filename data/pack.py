@@ -207,6 +207,7 @@ def _write(
                 continue
             written.enlarged += record.enlarged
             written.cut += record.cut
+            written.on_white += record.on_white
             pixels = int(record.signature["digest"][0])
             if drop and pixels in labels:
                 written.dropped += 1

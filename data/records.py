@@ -275,6 +275,9 @@ def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
         raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
 
 
+JPEG = b"\xff\xd8"  # how its files begin
+
+
 def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
     layout, payload, codec = plan.layout, None, CODEC_RULES
     try:
@@ -293,7 +296,10 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     as_had = pure if isinstance(pure, bytes) else b"%dx%dx%d" % pure.shape + pure.tobytes()
     enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], layout.spec.size))
     cut = payload is None and layout.spec.plain and isinstance(content, bytes) and has_16_bits(content)
-    return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut)
+    has_header = not (isinstance(content, bytes) and content[:2] == JPEG)  # a JPEG has no transparency
+    on_white = payload is None and not layout.spec.alpha and has_header and kind(content).alpha
+    digest = hashlib.sha256(as_had).digest()
+    return replace(record, digest=digest, enlarged=enlarged, cut=cut, on_white=on_white)
 
 
 def thread_count(source: Source, workers: int | None) -> int:

@@ -19,7 +19,7 @@ from duetgan.data.sources import open_source
 from duetgan.data.sources.base import first_of
 from duetgan.data.values import decode_image, kind
 from duetgan.planning.given import Machine, Speed, Survey, Weights
-from duetgan.planning.plan import FEW_LABELS, Plan, choose
+from duetgan.planning.plan import FEW_LABELS, HEAD_ALONE, Plan, choose
 from duetgan.utils import threads
 from duetgan.utils.config.cli import Parser, number
 from duetgan.utils.errors import UserError, require_same_classes
@@ -108,7 +108,7 @@ class ThisMachine(Machine):
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder, self.cores = folder, cores()
         self.weights = weights_at_hand(weights) if tuning else ()
-        self.side, self._known = side, dict[tuple[Any, ...], Speed]()
+        self.side, self._known, self._labels = side, dict[tuple[Any, ...], Speed](), list[str]()
 
     @functools.cached_property
     def features_per_second(self) -> float:  # type: ignore[override]
@@ -143,6 +143,11 @@ class ThisMachine(Machine):
             text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
             base, name = map(dict(pairwise(overrides)).get, ("--generator.channel-base", "--model.name"))
             what = f", {int(base) // side} channels" if base else f", {name}" if name else ""
+            what += ", head alone" if HEAD_ALONE in overrides else ""
+            label = f"{Path(config).stem}, {side} px{what}"
+            again = sum(each == label for each in self._labels)
+            self._labels.append(label)
+            what += f", variant {again + 1}" if again else ""
             print(f"  {Path(config).stem}, {side} px{what}: {text}", flush=True)
         return self._known[key]
 

@@ -196,7 +196,8 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
 def commands(lines: list[str]) -> Iterator[tuple[str, str]]:
     """(module, what follows it) of every `python X`, `torchrun X`, `duet X` (also in the container) and `slurm.sh`."""
-    pattern = re.compile(r"\b(?:python|torchrun)\b.*?(?:-m\s+((?:data|inference|models|reporting)\.\w+)|\b([\w/]+)\.py(?=\s|$))(.*)")
+    package = r"-m\s+((?:data|inference|models|reporting)\.\w+)"
+    pattern = re.compile(rf"\b(?:python|torchrun)\b.*?(?:{package}|\b([\w/]+)\.py(?=\s|$))(.*)")
     for part in [part for line in lines for part in line.split("&&")]:
         if found := pattern.search(part):
             module, script, rest = found.groups()

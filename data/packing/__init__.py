@@ -199,6 +199,7 @@ class Written:
     records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
     enlarged: int = 0  # images that were smaller than asked for and scaled up
     cut: int = 0  # images of 16 bits a value
+    on_white: int = 0  # transparent images
     apart: int = 0  # left out because the file of --apart holds them, or images that they look like
     dropped: int = 0  # exact duplicates of earlier images that were left out
     dropped_otherwise: int = 0  # of those: with another label than the one that was kept
@@ -266,6 +267,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
     told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
     rows += [("16 bits", told)] if written.cut else []
+    if written.on_white:
+        rows.append(("alpha", f"{written.on_white:,} transparent images are put on white; --channels 4 keeps alpha"))
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     told = f"{written.apart:,} images that the file of --apart holds, or that look like one of its"
     rows += [("left out", told)] if written.apart else []

@@ -300,7 +300,7 @@ def check_module(module: str, arguments: list[str], *, network: bool = False) ->
                 file.unlink()
         assert run(module, arguments) == 0, arguments
         return
-    options, unknown = parser_of(module).parse_known_args(normalise(arguments))
+    _, unknown = parser_of(module).parse_known_args(normalise(arguments))
     assert module in OVERRIDDEN or not unknown, arguments
 
 

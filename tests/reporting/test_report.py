@@ -158,6 +158,16 @@ def test_names_that_a_run_chose_are_escaped_in_titles_and_charts(tmp_path):
     assert f"val/{EVIL}: not one finite value." in found.text
 
 
+@pytest.mark.parametrize(("make", "caption"), [(make_gan, "step 0"), (make_classifier, "the first training images")])
+def test_the_grid_of_step_0_is_called_what_it_is(tmp_path, make, caption):
+    """U11: a classifier's is a batch of training images, not an image over time."""
+    run = make(tmp_path)
+    save_grid(run / "samples" / "step-00000000.png")
+    text = page(write_report(run)).text
+    assert caption in text
+    assert ("Images over time" in text) == (make is make_gan)
+
+
 def test_a_small_image_is_embedded_as_it_is_a_large_one_shrunk_and_a_torn_one_named(tmp_path):
     run = make_gan(tmp_path / "gan")
     small = (run / "samples" / "step-00000050.png").read_bytes()
@@ -173,6 +183,7 @@ def test_a_small_image_is_embedded_as_it_is_a_large_one_shrunk_and_a_torn_one_na
 
 def test_empty_folder_gives_a_report_that_says_so(tmp_path):
     found = page(write_report(tmp_path))
+    assert f"The command: python evaluate.py --checkpoint {tmp_path}" in found.text  # U11
     words = ("No metrics.jsonl", "Not evaluated yet", "no config.yaml", "commands were not recorded", "No sample grids")
     assert [each for each in words if each not in found.text] == []
 
