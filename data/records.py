@@ -275,7 +275,7 @@ def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
         raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
 
 
-JPEG = b"\xff\xd8"  # how its files begin
+WITH_ALPHA = (b"\x89PNG", b"RIFF", b"GIF8")  # how files begin that may be transparent: PNG, WebP, GIF
 
 
 def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
@@ -296,8 +296,11 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     as_had = pure if isinstance(pure, bytes) else b"%dx%dx%d" % pure.shape + pure.tobytes()
     enlarged = plan.mode == "crop" and any(map(int.__lt__, pixels.shape[:2], layout.spec.size))
     cut = payload is None and layout.spec.plain and isinstance(content, bytes) and has_16_bits(content)
-    has_header = not (isinstance(content, bytes) and content[:2] == JPEG)  # a JPEG has no transparency
-    on_white = payload is None and not layout.spec.alpha and has_header and kind(content).alpha
+    if isinstance(content, bytes):
+        transparent = content[:4] in WITH_ALPHA and kind(content).alpha
+    else:
+        transparent = isinstance(content, Values) and content.alpha
+    on_white = payload is None and not layout.spec.alpha and transparent
     digest = hashlib.sha256(as_had).digest()
     return replace(record, digest=digest, enlarged=enlarged, cut=cut, on_white=on_white)
 

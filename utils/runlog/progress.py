@@ -19,8 +19,8 @@ RECENT = 30  # moments, a second apart or more, that the estimate of the time le
 
 class Bar(tqdm):
     """tqdm's bar; where none can be drawn (a log file, CI, a terminal without a size) lines on stderr instead:
-    `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`. The time left is estimated from recent progress,
-    without the first piece, which includes preparations, and without `pausing`.
+    `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`. The time left is estimated from recent
+    progress, without the first piece, which includes preparations, and without `pausing`.
     """
 
     def __init__(
