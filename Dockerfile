@@ -11,6 +11,10 @@ ARG PIP_EXTRA_INDEX_URL=
 ARG PIP_TRUSTED_HOST=
 ARG PIP_CERT=
 
+# On GPUs torch.compile's Triton calls a C compiler, which slim images lack.
+RUN [ -n "$TORCH_INDEX_URL" ] || command -v gcc >/dev/null || { \
+    apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; }
+
 # The packages change rarely and take minutes; they come before the code, so that a change of code keeps their layer.
 COPY requirements.lock docker/install.sh /tmp/duet/
 RUN sh /tmp/duet/install.sh /tmp/duet/requirements.lock /opt/venv

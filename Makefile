@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EDITABLE := $(VENV)/.editable
 UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --quiet --custom-compile-command 'make lock'
 
 # duetgan.data is data/: Python knows by itself, type checkers and editors by these links
@@ -16,7 +17,7 @@ LINKS := $(addprefix duetgan/,$(WINGS))
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-setup: $(STAMP) $(LINKS) ## Make the environment in .venv/ (about 6 GB: the registry's torch brings CUDA along)
+setup: $(EDITABLE) $(LINKS) ## Make the environment in .venv/ (about 6 GB: the registry's torch brings CUDA along)
 
 $(LINKS):
 	ln -sfn ../$(@F) $@
@@ -29,6 +30,11 @@ $(STAMP): requirements.lock requirements-dev.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2 of 3] fetching $(PACKAGES) packages: on Linux about 3 GB, minutes to half an hour as the network allows"
 	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.lock | $(SHOW_PIP)
+	@touch $@
+
+# The command `duet`, and `import duetgan` in any folder: the environment's own setuptools does it, without a network.
+$(EDITABLE): $(STAMP) pyproject.toml setup.py
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-index --no-deps --no-build-isolation --editable .
 	@touch $@
 
 PACKAGES = $$(grep -c '^[a-z]' requirements-dev.lock)
@@ -44,7 +50,7 @@ define SHOW_PIP
 	esac; done; }
 endef
 
-quickstart: $(STAMP) ## Train and evaluate both models in a quarter of an hour: on the sample, or DATA=FOLDER (MINUTES=N)
+quickstart: $(EDITABLE) ## Train and evaluate both models in a quarter of an hour: on the sample, or DATA=FOLDER (MINUTES=N)
 	$(BIN)/python quickstart.py $(if $(DATA),"$(DATA)") $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(WEIGHTS),--weights "$(WEIGHTS)")
 

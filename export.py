@@ -35,6 +35,8 @@ def parser() -> Parser:
     add_truncation_options(options)
     add("--calibrated", type=positive, default=256, metavar="N", help="images for int8's ranges, at most")
     add("--batch-size", type=positive, default=64, metavar="N", help="the larger batch that is timed")
+    skipped = "do not time it, nor compare with folded and bf16 networks; the file is checked all the same"
+    add("--no-benchmark", action="store_true", help=skipped)
     add("--repeats", type=positive, default=5, metavar="N", help="of the timing, medians")
     add("--json", action="store_true", help="print one JSON document instead of a table; logs go to stderr")
     return options
@@ -61,7 +63,8 @@ def main(argv: list[str]) -> int:
         print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
     else:
         what = "images" if subject.is_classifier else "samples"
-        print(f"checked on {checked} {what}; {torch.get_num_threads()} threads; speeds against fp32 eager")
+        speeds = "; speeds not measured (--no-benchmark)" if options.no_benchmark else "; speeds against fp32 eager"
+        print(f"checked on {checked} {what}; {torch.get_num_threads()} threads{speeds}")
         print(table(rows, batch=options.batch_size))
     if wrong is not None:
         kept = "; the one that was there is as it was" if options.out.exists() else ""

@@ -208,6 +208,7 @@ def _write(
             written.enlarged += record.enlarged
             written.cut += record.cut > 0
             written.bits = max(written.bits, record.cut)
+            written.on_white += record.on_white
             pixels = int(record.signature["digest"][0])
             if drop and pixels in labels:
                 written.dropped += 1

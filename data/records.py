@@ -276,6 +276,9 @@ def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
         raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
 
 
+WITH_ALPHA = (b"\x89PNG", b"RIFF", b"GIF8")  # how files begin that may be transparent: PNG, WebP, GIF
+
+
 def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
     layout, payload, codec = plan.layout, None, CODEC_RULES
     try:
@@ -296,7 +299,13 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     cut = 0
     with suppress(ImageError):  # of files that only Pillow reads
         cut = bits_of(content) if payload is None and layout.spec.plain else 0
-    return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut)
+    if isinstance(content, bytes):
+        transparent = content[:4] in WITH_ALPHA and kind(content).alpha
+    else:
+        transparent = isinstance(content, Values) and content.alpha
+    on_white = payload is None and not layout.spec.alpha and transparent
+    digest = hashlib.sha256(as_had).digest()
+    return replace(record, digest=digest, enlarged=enlarged, cut=cut, on_white=on_white)
 
 
 def thread_count(source: Source, workers: int | None) -> int:

@@ -139,12 +139,16 @@ const draw = latest(async () => {
   drawnAddress = first.address;
   show("drawn", first.address, `Sample: ${what(first.seed)}`);
   at("drawn-told").textContent = what(first.seed);
+  at("save").href = first.address;
+  at("save").download = `${what(first.seed).replace(/[^\w-]+/g, "-")}.png`;
   at("next").replaceChildren(...images.filter((image) => image !== first).map(({ seed, address }) => {
     const button = make("button", { type: "button", title: `Seed ${seed}` }, make("img", { src: address, alt: `Seed ${seed}` }));
     button.addEventListener("click", () => { seedOf("draw").value = seed; draw(); });
     return button;
   }));
 });
+
+at("new-seed").addEventListener("click", () => { seedOf("draw").value = Math.floor(Math.random() * 2 ** 32); draw(); });
 
 // --- mix
 

@@ -214,6 +214,7 @@ def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[st
     if isinstance(answers, LabelAnswers):
         return figures, influences
     figures |= {
+        "majority_class_rate": float(answers.confusion.sum(1).max() / len(answers.labels)),
         "reliability": reliability(answers),
         "confusion": answers.confusion.tolist(),
         "temperature": judged_temperature(answers.logits, answers.labels, seed=seed),
@@ -231,7 +232,8 @@ def _written(checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answer
     train, why = training_images(checkpoint)
     with train or nullcontext():
         sure = figures["exact_match_interval" if isinstance(answers, LabelAnswers) else "accuracy_interval"]
-        notes = few_images(figures["n"], interval=sure) | leaks(reader, train, why)
+        what = "exact match" if isinstance(answers, LabelAnswers) else "accuracy"
+        notes = few_images(figures["n"], interval=sure, what=what) | leaks(reader, train, why)
     images = ["mistakes.png"] if save_mistakes(reader, answers, out / "mistakes.png") else []
     if not isinstance(answers, LabelAnswers):
         save_confusion(figures["confusion"], reader.classes, out / "confusion.png")

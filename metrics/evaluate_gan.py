@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.classification.answers import Answers, balanced_accuracy
 from duetgan.metrics.comparison.compare import keep_predictions
 from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.features.extractors import (
@@ -45,7 +46,7 @@ from duetgan.utils.provenance import Lineage, recorded
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 """Called with each chunk of samples on rank 0, in their order: samples uint8 [b, C, H, W], labels int64 [b], the
 judge's probabilities [b, K] or None."""
-WEAK = 0.25  # of the way from naming one class always to no mistake, that a judge should have come
+MIN_JUDGE_SKILL = 0.25  # 0: always predicting the most frequent class; 1: no mistake
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,9 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             observe=board.observe,
         )
         samples = gathered.samples[0]
-        seen = judge_accuracy(judge, reader, samples.n, options) if judge is not None and names else None
+        networks = [judge, *(extractor.classifier for extractor in extractors)]
+        seen, *skills = judge_skills(networks, reader, samples.n, options)
+        weak = [each.name for each, skill in zip(extractors, skills, strict=True) if skill and skill["is_weak"]]
 
         def finish() -> dict[str, Any]:
             document = gathered.document(details=True)
@@ -270,9 +273,13 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
                 images.append("neighbours.png")
             notes = document["notes"] | leaks(reader, train, why)
             notes |= {"floor": why, "memorisation": why} if why else {}
-            notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
+            sure = {"interval": document["recognised_interval"], "what": "recognised share"}
+            notes |= few_images(samples.n, **sure, distances=True)
             notes |= flattered(extractors, learnt_from)
-            notes |= weak_judge(seen["accuracy"], reader.label_numbers()) if seen else {}
+            notes |= {"recognised": weak_judge(seen)} if seen and seen["is_weak"] else {}
+            for extractor, skill in zip(extractors, skills, strict=True):
+                if skill and skill["is_weak"] and skill != seen:
+                    notes["weak_extractors"] = f"{extractor.name}: {weak_judge(skill)}"
             if judge is not None and judge.lineage.related(learnt_from):
                 notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
             columns = {"label": samples.labels[: samples.n].numpy() if sets is None else np.zeros(samples.n, np.int64)}
@@ -281,7 +288,11 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
                 columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
             source = None if judge is None else fingerprint(judge)
             kept = keep_predictions(out, columns, checkpoint, reader, seed=options.seed, judge=source)
-            return document | kept | {"judge": seen, "notes": notes, "images": images}
+            kept |= {"judge": seen, "weak_extractors": weak}
+            if sets is None and names:
+                counts = np.bincount(columns["label"], minlength=len(names)).tolist()
+                kept["samples_by_class"] = dict(zip(names, counts, strict=True))
+            return document | kept | {"notes": notes, "images": images}
 
         return collectives.from_main_process(finish)
 
@@ -302,27 +313,56 @@ def flattered(extractors: Sequence[Extractor], generator: Lineage) -> dict[str, 
     return notes
 
 
-def weak_judge(accuracy: float, labels: np.ndarray) -> dict[str, str]:
-    """A note where the judge does little better on real images of the samples' size than who names one class always."""
-    chance = np.bincount(labels).max() / len(labels)
-    if accuracy >= chance + WEAK * (1 - chance):
-        return {}
-    share = f"the judge predicts {accuracy:.0%} of the real images at the samples' size correctly"
-    return {"recognised": f"{share}, and {chance:.0%} are of one class: what it recognises says little"}
+def has_skill(fraction: Measured, chance: float) -> bool:
+    """Return whether a classifier's accuracy is clearly above that of always predicting one class."""
+    low = fraction.interval[0] if fraction.interval else 0.0
+    skilled = chance + MIN_JUDGE_SKILL * (1 - chance)
+    return low > chance and fraction.value is not None and fraction.value >= skilled
 
 
-def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:
-    """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth; and
-    the class score that they have.
+def weak_judge(skill: Mapping[str, Any]) -> str:
+    """Return the note on a classifier that `judge_skills` found to be weak."""
+    return (
+        f"the classifier is too weak to judge the GAN: it is right on {skill['accuracy']:.0%} of the real images at "
+        f"the samples' size; always predicting the most frequent class is right on {skill['majority_class_rate']:.0%}"
+    )
+
+
+def judge_skills(
+    classifiers: Sequence[Classifier | None], reader: Dataset, n: int, options: Namespace
+) -> list[dict[str, Any] | None]:
+    """Return how well each classifier predicts n real test images, drawn by the seed, at the samples' size.
+
+    Returns `accuracy` with its interval, `majority_class_rate`, `is_weak`, `n`, and the `class_score` of real images;
+    None for a classifier of other classes than the images'.
     """
     chosen = select(reader.label_numbers(), n=n, seed=options.seed, role="judge")
-    (answers,) = RealFeatures(batch_size=options.batch_size).get(reader, chosen, [judging(judge)])
+    known: dict[int, dict[str, Any]] = {}
+    for classifier in classifiers:
+        if classifier is None or id(classifier) in known or list(classifier.class_names) != list(reader.classes):
+            continue
+        real = RealFeatures(batch_size=options.batch_size)
+        (probabilities,) = real.get(reader, chosen, [judging(classifier)])
+        known[id(classifier)] = collectives.from_main_process(
+            partial(_skill, probabilities, reader, chosen.labels, classifier.thresholds)
+        )
+    return [known.get(id(classifier)) for classifier in classifiers]
 
-    def figures() -> dict[str, Any]:
-        labels = torch.from_numpy(reader.meta.conditions(chosen.labels))
-        hits = recognised(answers, labels, judge.thresholds)
-        score = class_score(answers) if judge.thresholds is None else Measured(None)
-        shares = {"accuracy": hits.value, "accuracy_interval": hits.interval, "n": n}
-        return shares | {"class_score": score.value, "class_score_interval": score.interval}
 
-    return collectives.from_main_process(figures)
+def _skill(probabilities: Tensor, reader: Dataset, labels: np.ndarray, thresholds: Tensor | None) -> dict[str, Any]:
+    hits = recognised(probabilities, torch.from_numpy(reader.meta.conditions(labels)), thresholds)
+    majority = float(np.bincount(labels).max() / len(labels))
+    skilled, score = has_skill(hits, majority), Measured(None)
+    if thresholds is None:
+        answers = Answers(probabilities, torch.from_numpy(labels), reader.classes)
+        skilled = skilled or has_skill(balanced_accuracy(answers), 1 / len(np.unique(labels)))
+        score = class_score(probabilities)
+    return {
+        "accuracy": hits.value,
+        "accuracy_interval": hits.interval,
+        "majority_class_rate": majority,
+        "is_weak": not skilled,
+        "n": len(labels),
+        "class_score": score.value,
+        "class_score_interval": score.interval,
+    }

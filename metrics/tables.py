@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from duetgan.metrics.figures import CLASSIFIER, GAN, LABELS, Figure
-from duetgan.utils.text import columns, decimal
+from duetgan.utils.text import columns, counted, decimal
 
 FEW = 1000  # images a side, below which distances of features are rough
 WIDE = 0.1  # an interval's width from which on a share is rough
@@ -17,23 +17,34 @@ BY_CLASS = {  # key of a class's row: its column
 }
 
 
-def few_images(n: int, *, interval: list[float] | None = None, distances: bool = False) -> dict[str, str]:
-    """A note under the key `n` where so few images leave much to chance, else none."""
+def few_images(
+    n: int, *, interval: list[float] | None = None, what: str = "accuracy", distances: bool = False
+) -> dict[str, str]:
+    """Return a note under the key `n` where so few images leave much to chance, else nothing.
+
+    Args:
+        n: Number of images.
+        interval: The 95 % interval of the metric `what`, a fraction.
+        distances: Whether distances of features were computed.
+    """
     words = []
     if interval is not None and interval[1] - interval[0] > WIDE:
-        words.append(f"its share is known to {100 * (interval[1] - interval[0]):.0f} points only")
+        half = 50 * (interval[1] - interval[0])
+        words.append(f"the {what} is uncertain by about {half:.0f} percentage points either way")
     if distances and n < FEW:
         words.append(
-            f"distances of fewer than {FEW:,} images are rough and depend on n: compare them only with figures of the "
+            f"distances of fewer than {FEW:,} images are rough and depend on n: compare them only with metrics of the "
             "same n, and only large differences"
         )
-    return {"n": f"few images ({n}): {'; '.join(words)}"} if words else {}
+    return {"n": f"only {counted(n, 'test image')}: {'; '.join(words)}"} if words else {}
 
 
 def classifier_table(document: dict[str, Any]) -> str:
     """A classifier's figures, then those of each class, then what was asked for besides."""
     several = "macro_f1" in document
     figures = list(_figures(LABELS if several else CLASSIFIER, document))
+    if (rate := document.get("majority_class_rate")) is not None:
+        figures.insert(1, ("majority class", f"{decimal(rate)}  (always predicting the most frequent class)"))
     if (fitted := document.get("temperature")) is not None:
         change = f"ECE {decimal(fitted['ece_before'])} -> {decimal(fitted['ece_after'])} on the other half"
         figures.append(("temperature", f"{decimal(fitted['value'], 3)}  ({change})"))
@@ -71,6 +82,31 @@ def as_dicts(value: object) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
+def credible(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a generator's document without the metrics that a weak classifier made, and with a note instead.
+
+    The metrics at the top come from the first extractor that is not such a classifier's features.
+    """
+    judge, weak = as_dict(document.get("judge")), document.get("weak_extractors") or ()
+    weak_judge = bool(judge.get("is_weak"))
+    if not weak_judge and not weak:
+        return document
+    distances = as_dicts(document.get("distances"))
+    first, *_ = distances or [{}]
+    trusted = [row for row in distances if row.get("extractor") not in weak]
+    result = {**document, "distances": trusted}
+    replaced = trusted[0] if trusted else {}
+    for row in GAN:
+        keys = (row.key, f"{row.key}_interval", row.by_class)
+        if row.by_judge and weak_judge:
+            result |= dict.fromkeys(keys)
+        elif not row.by_judge and first.get("extractor") in weak:
+            result |= {key: replaced.get(key) for key in keys}
+    if weak_judge and isinstance(document.get("images"), list):
+        result["images"] = [name for name in document["images"] if not str(name).startswith("recognised_")]
+    return result
+
+
 def gan_table(document: dict[str, Any]) -> str:
     """A generator's figures: distances with their floors, what was recognised, how varied the samples are."""
     of_space = [row for row in GAN if row.place == "column" or row.key == "diversity_ratio"]
@@ -81,7 +117,9 @@ def gan_table(document: dict[str, Any]) -> str:
     head = ["extractor", *(figure.title for figure in of_space), "n"]
     figures = list(_figures([row for row in GAN if row.place != "column"], document))
     if document["judge"] is not None:
-        figures.append(("the judge itself", f"{decimal(document['judge']['accuracy'])}  of the real images"))
+        judge = document["judge"]
+        majority = f"; the most frequent class: {decimal(judge['majority_class_rate'])}"
+        figures.append(("the judge itself", f"{decimal(judge['accuracy'])}  of the real images{majority}"))
     if (copies := document.get("memorisation")) is not None:
         verdict = "COPIES TRAINING IMAGES" if copies["copies"] else "no sign of copies"
         words = (

@@ -102,6 +102,7 @@ class Classifier(ImageNetwork):
         self.config = config
         self.channels, self.classes, self.resolution, self.pixel_format = channels, classes, resolution, pixel_format
         self.lineage = Lineage.of()  # what its weights have seen before this training
+        self.class_names: tuple[str, ...] = ()  # of a restored checkpoint
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
             config.name, channels=channels, stem=config.stem or "imagenet", he_strides=config.he_strides

@@ -105,6 +105,7 @@ def classifier_from(
     """
     model = _restored(checkpoint, "model", "model_ema", device, several)
     model.lineage = recorded(checkpoint)
+    model.class_names = tuple(checkpoint["classes"])
     return model
 
 

@@ -5,7 +5,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
+import sys
+import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +38,8 @@ OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "net", "network")
 SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".bin", ".ckpt")
+
+ANSWER = 10.0  # seconds in which a server has to answer
 
 State = dict[str, Tensor]
 
@@ -182,12 +187,36 @@ def _in_cache(url: str) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / name
 
 
+def missing_published(url: str, what: str) -> str:
+    """Return why the published file of `url` cannot be had, with the remedy; empty if it is in torch's cache now.
+
+    All ranks must call this.
+    """
+
+    def fetch() -> str:
+        try:
+            _download(url, what)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    return collectives.from_main_process(fetch)
+
+
 def _download(url: str, what: str) -> str:
-    """The file of `url` in torch's cache, fetched if it is not there and checked by the hash in its name."""
+    """Return the file of `url` in torch's cache; fetch it if it is not there and check the hash in its name.
+
+    Says in one line how large it is and where it goes. With the variable DUET_OFFLINE set no network is tried.
+    """
     path = _in_cache(url)
     remedy = f"fetch {url} on a machine with a network and put it there"
     if not path.is_file():
         with downloading(f"{what}: is not at {path}", remedy):
+            if os.environ.get("DUET_OFFLINE"):
+                raise OSError("DUET_OFFLINE is set")
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=ANSWER) as answer:
+                size = int(answer.headers.get("Content-Length") or 0) / 1e6
+            print(f"downloading {what} ({size:,.0f} MB) into {path.parent}", file=sys.stderr, flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             hashed = torch.hub.HASH_REGEX.search(path.name)
             torch.hub.download_url_to_file(url, str(path), hashed[1] if hashed else None, progress=False)

@@ -20,7 +20,7 @@ from duetgan.data.sources import open_source
 from duetgan.data.sources.base import first_of
 from duetgan.data.values import decode_image, kind
 from duetgan.planning.given import Machine, Speed, Survey, Weights
-from duetgan.planning.plan import FEW_LABELS, Plan, choose
+from duetgan.planning.plan import FEW_LABELS, HEAD_ALONE, Plan, choose
 from duetgan.utils import threads
 from duetgan.utils.config.cli import TABLE_OPTIONS, Parser, add_table_options, number, table_words
 from duetgan.utils.errors import UserError, require_same_classes
@@ -35,6 +35,7 @@ SQUARE = 0.8  # shorter side over the longer: below, a square crop takes more th
 FEWEST = 10  # images; with fewer nothing can be learnt and held out
 NOISE = 64  # images of the files that speeds are measured on
 NETWORKS, SMALL = 3, 125_000_000  # of torch's cache: compared at most; bytes of a file, such as ResNet-50's
+DEFAULT_NETWORK, DEFAULT_WEIGHTS = "resnet50", "IMAGENET1K_V1"  # its features are those of the Frechet distance, too
 CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoint, curves, the report
 
 
@@ -110,7 +111,7 @@ class ThisMachine(Machine):
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder, self.cores = folder, cores()
         self.weights = weights_at_hand(weights) if tuning else ()
-        self.side, self._known = side, dict[tuple[Any, ...], Speed]()
+        self.side, self._known, self._labels = side, dict[tuple[Any, ...], Speed](), list[str]()
 
     @functools.cached_property
     def features_per_second(self) -> float:  # type: ignore[override]
@@ -145,6 +146,11 @@ class ThisMachine(Machine):
             text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
             base, name = map(dict(pairwise(overrides)).get, ("--generator.channel-base", "--model.name"))
             what = f", {int(base) // side} channels" if base else f", {name}" if name else ""
+            what += ", head alone" if HEAD_ALONE in overrides else ""
+            label = f"{Path(config).stem}, {side} px{what}"
+            again = sum(each == label for each in self._labels)
+            self._labels.append(label)
+            what += f", variant {again + 1}" if again else ""
             print(f"  {Path(config).stem}, {side} px{what}: {text}", flush=True)
         return self._known[key]
 
@@ -161,16 +167,17 @@ class ThisMachine(Machine):
 
 
 def weights_at_hand(given: Sequence[str]) -> list[Weights]:
-    """ImageNet weights for fine-tuning that need no download.
+    """Return ImageNet weights for fine-tuning.
 
     The given files, else what `find_weights` finds, then of torchvision's own in torch's cache the SMALL ones, the best
-    on ImageNet first, NETWORKS in all. Raises UserError for a given file that is no known network's.
+    on ImageNet first, NETWORKS in all. If there are none, torchvision's of DEFAULT_NETWORK are downloaded; without a
+    network the reason is printed. Raises UserError for a given file that is no known network's.
     """
     from torchvision.models import get_model_weights
 
     from duetgan.metrics.features.extractors import find_weights
     from duetgan.models.registry import BACKBONES
-    from duetgan.models.weights import network_of, published_at_hand, read_state_dict
+    from duetgan.models.weights import missing_published, network_of, published_at_hand, read_state_dict
 
     def accuracy(name: str) -> float:
         return max(each.meta["_metrics"]["ImageNet-1K"]["acc@1"] for each in get_model_weights(name))
@@ -180,6 +187,11 @@ def weights_at_hand(given: Sequence[str]) -> list[Weights]:
         cached = {name: file for name in BACKBONES if (file := published_at_hand(name))}
         small = [name for name, file in cached.items() if file.stat().st_size < SMALL]
         files += [cached[name] for name in sorted(small, key=accuracy, reverse=True)]
+    if not any(files):
+        url = get_model_weights(DEFAULT_NETWORK)[DEFAULT_WEIGHTS].url
+        if why := missing_published(url, f"torchvision's {DEFAULT_NETWORK} {DEFAULT_WEIGHTS}"):
+            print(f"training the classifier from scratch, because {why}, or give --weights FILE", flush=True)
+        files = [published_at_hand(DEFAULT_NETWORK)]
     found: list[Weights] = []
     for file in filter(None, files):
         state, about = read_state_dict(file)
@@ -225,6 +237,7 @@ def make_plan(
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         tuning = bool(weights) or source != "sample"
+        tuning = tuning and images.classes > 1
         here = ThisMachine(Path(folder), weights, tuning=tuning, side=min(64, images.side))
         others = threads.seen()  # since this process began
         choose(images, here, minutes=minutes)  # measures

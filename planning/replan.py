@@ -25,7 +25,9 @@ def settled(plan: Plan, found: Mapping[str, float], images: int) -> Plan:
     """
     best, was = max(plan.choices, key=lambda each: found[each.weights]), plan.choices[0].why
     each = ", ".join(f"{accuracy:.3f} of {Path(file).name}" for file, accuracy in found.items())
+    majority = plan.survey.largest_class / plan.survey.count
     note = f"network: the best by a regression on features of {images:,} training images; accuracy {each}"
+    note += f" (always predicting the most frequent class: {majority:.3f})"
     seconds = plan.seconds["train classifier"] - max(each.seconds for each in plan.choices) + best.seconds
     return plan.model_copy(
         update={

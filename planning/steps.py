@@ -195,10 +195,11 @@ class Quickstart:
 
 def in_sentences(folder: Path, plan: Plan) -> list[str]:
     """What the evaluations have found, of which images, and what to do next."""
+    from duetgan.metrics.tables import credible
     from duetgan.reporting.answers import advice, answers
 
     found = {task: json.loads((folder / task / "eval" / "metrics.json").read_text()) for task in plan.trainings}
-    classifier, gan, smallest = found.get("classifier", {}), found["gan"], plan.survey.smallest_class
+    classifier, gan, smallest = found.get("classifier", {}), credible(found["gan"]), plan.survey.smallest_class
     weights = ["--weights", plan.classifier.weights] if plan.classifier and plan.classifier.weights else []
     scratch = plan.training_images >= SCRATCH_FROM
     ended = plan.minutes == WEEK or (plan.gan.most is not None and plan.gan.steps >= plan.gan.most)
@@ -218,12 +219,16 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
     """The figures of summary.json from both evaluations with their 95 % intervals, the distance the first extractor's,
     and what was planned.
     """
+    from duetgan.metrics.tables import credible
+
     figures = {task: json.loads((folder / task / "eval/metrics.json").read_text()) for task in plan.trainings}
-    classifier, gan = figures.get("classifier"), figures["gan"]
+    classifier, gan = figures.get("classifier"), credible(figures["gan"])
     if classifier:
         names = {"accuracy": "accuracy", "interval": "accuracy_interval", "n": "n", "floor": "probe"}
+        names["majority_class_rate"] = "majority_class_rate"
         classifier = {name: classifier.get(key) for name, key in names.items()}
-    first = {key.replace("frechet", "distance"): value for key, value in gan["distances"][0].items()}
+    distances = gan["distances"][0] if gan["distances"] else {}
+    first = {key.replace("frechet", "distance"): value for key, value in distances.items()}
     of_first = ("distance", "distance_interval", "floor", "extractor", "n")
     return {
         "seconds": seconds,

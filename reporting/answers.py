@@ -1,47 +1,101 @@
-"""The quickstart's figures in sentences, and what to do next: what its report says first, and its last lines."""
+"""The quickstart's metrics in sentences, and what to do next: the report's first lines, and the last printed ones."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from duetgan.utils.text import listed
+from duetgan.metrics.intervals import wilson
+from duetgan.utils.text import counted, listed
 
 LEARNT = 0.5  # of what the judge recognises of a class's real images: below it a class is not learnt
 SOLVED = 0.95  # recognised real images, or accuracy: above it there is little to gain
 UNEVEN = 0.05  # accuracy over balanced accuracy: above it frequent classes hide rare ones
 FEW = 60  # images of a class: with fewer, more of them come first
+MIN_CONFUSED = 2  # images: a single one is no habit
+MIN_SAMPLES = 5  # of a class: fewer do not show whether it is learnt
 
 Document = Mapping[str, Any]  # an evaluation's
 
 
 def answers(classifier: Document, gan: Document, smallest: int) -> list[str]:
-    """Sentences from both evaluations, as far as they tell; `smallest`: images of the smallest class."""
-    found = []
-    if classifier:
-        low, high = (round(100 * bound) for bound in classifier.get("accuracy_interval") or (0, 1))
-        found = [
-            f"The classifier names {100 * classifier['accuracy']:.0f} of 100 new images rightly ({low} to {high}, "
-            f"from {classifier.get('n', 0):,} held-out ones)."
-        ]
-        balanced = classifier.get("balanced_accuracy")
-        if balanced is not None and classifier["accuracy"] - balanced > UNEVEN:
-            seen = f"With as many images of every class it would be {100 * balanced:.0f}"
-            found.append(f"{seen}: rare ones are named worse.")
-        pairs = [f"{row['true']} for {row['predicted']}" for row in classifier.get("confused", ())[:2]]
-        found += [f"It takes {' and '.join(pairs)} most often."] if pairs else []
+    """Return sentences from both evaluations, as far as their metrics go.
+
+    Args:
+        classifier: Evaluation of the classifier; empty if there is none.
+        gan: Evaluation of the GAN, see `duetgan.metrics.tables.credible`.
+        smallest: Number of images of the smallest class.
+    """
+    sentences = _of_classifier(classifier) if classifier else []
+    judge = gan.get("judge") or {}
+    if judge.get("is_weak") or gan.get("weak_extractors"):
+        sentences.append(f"The classifier is too weak to judge the GAN{_skill(judge)}. Look at the samples yourself.")
     if gan.get("recognised") is not None:
-        real = (gan.get("judge") or {}).get("accuracy")
-        beside = "" if real is None else f"; of 100 real images of that size, {100 * real:.0f}"
-        found.append(f"Of 100 images that the GAN draws, {100 * gan['recognised']:.0f} are recognised{beside}.")
-        shares = gan.get("recognised_by_class") or {}
-        recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
-        known = {name: min(each for each in (real, recalls.get(name), 1.0) if each is not None) for name in shares}
-        bad = [name for name, share in shares.items() if share is not None and share < LEARNT * known[name]]
-        few = f"; {smallest:,} images in the smallest class are few" if smallest < FEW else ""
-        found += [f"Of its classes, {listed(bad, 5)} {'are' if len(bad) > 1 else 'is'} not learnt{few}."] if bad else []
+        sentences += _of_samples(gan, classifier, judge, smallest)
     if memorisation := gan.get("memorisation"):
         copies = "It copies training images" if memorisation.get("copies") else "There is no sign of copied images"
-        found.append(f"{copies}.")
-    return found
+        sentences.append(f"{copies}.")
+    return sentences
+
+
+def _skill(judge: Document) -> str:
+    if judge.get("majority_class_rate") is None:
+        return ""
+    return (
+        f": it is right on {100 * judge['accuracy']:.0f} % of the real images at the samples' size; always predicting "
+        f"the most frequent class is right on {100 * judge['majority_class_rate']:.0f} %"
+    )
+
+
+def _of_classifier(classifier: Document) -> list[str]:
+    accuracy, n, interval = classifier["accuracy"], classifier.get("n"), classifier.get("accuracy_interval")
+    certainty = []
+    if interval:
+        certainty.append(f"95 % interval {100 * interval[0]:.0f} to {100 * interval[1]:.0f} %")
+    if n:
+        certainty.append(counted(n, "held-out image"))
+    brackets = f" ({', '.join(certainty)})" if certainty else ""
+    majority = ""
+    if (rate := classifier.get("majority_class_rate")) is not None:
+        majority = f"; always predicting the most frequent class is right on {100 * rate:.0f} %"
+    sentences = [f"The classifier is right on {100 * accuracy:.0f} % of the new images{brackets}{majority}."]
+    balanced = classifier.get("balanced_accuracy")
+    if balanced is not None and accuracy - balanced > UNEVEN:
+        sentences.append(f"With equally many images of each class it would be {100 * balanced:.0f} %.")
+    pairs = [row for row in classifier.get("confused", ()) if row["n"] >= MIN_CONFUSED][:2]
+    if pairs:
+        words = [f"{row['true']} as {row['predicted']} ({row['n']:,} images)" for row in pairs]
+        sentences.append(f"Its most frequent mistakes: {', '.join(words)}.")
+    return sentences
+
+
+def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: int) -> list[str]:
+    accuracy, majority = judge.get("accuracy"), judge.get("majority_class_rate")
+    words = f"The classifier recognises {100 * gan['recognised']:.0f} % of the GAN's samples as the requested class"
+    words += "" if accuracy is None else f", and {100 * accuracy:.0f} % of real images of that size"
+    words += "" if majority is None else f" (always predicting the most frequent class: {100 * majority:.0f} %)"
+    fractions, counts = gan.get("recognised_by_class") or {}, gan.get("samples_by_class") or {}
+    recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
+    known = [name for name, fraction in fractions.items() if fraction is not None]
+    bad = []
+    for name in known:
+        limits = [limit for limit in (accuracy, recalls.get(name), 1.0) if limit is not None]
+        if _is_clearly_below(fractions[name], counts.get(name), min(limits)):
+            bad.append(name)
+    if not bad:
+        return [f"{words}."]
+    few = ""
+    if smallest < FEW:
+        few = f"; the smallest class has only {counted(smallest, 'image')}"
+    if len(bad) == len(fractions) > 1:
+        return [f"{words}.", f"None of its {len(fractions)} classes is learnt{few}."]
+    return [f"{words}.", f"Not learnt: {listed(bad, 5)} ({len(bad)} of {counted(len(fractions), 'class')}){few}."]
+
+
+def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bool:
+    """Return whether a fraction of `count` samples (None: unknown) is far below the expected one, and not by chance."""
+    if fraction >= LEARNT * expected:
+        return False
+    interval = wilson(round(fraction * count), count) if count is not None else None
+    return interval is None or (count is not None and count >= MIN_SAMPLES and interval[1] < expected)
 
 
 def advice(classifier: Document, longer: float, smallest: int, *, weights: bool) -> tuple[str, list[str], str]:
@@ -50,7 +104,11 @@ def advice(classifier: Document, longer: float, smallest: int, *, weights: bool)
     """
     gains = bool(classifier) and classifier["accuracy"] < SOLVED
     if gains and not weights:
-        return "ImageNet weights for the classifier", ["--weights", "FILE"], "with-weights"
+        from torchvision.models import ResNet50_Weights  # seconds, which nothing else here needs
+
+        url = ResNet50_Weights.IMAGENET1K_V1.url
+        what = f"ImageNet weights for the classifier: with a network they are fetched, else fetch {url} elsewhere"
+        return what, ["--weights", url.rpartition("/")[2]], "with-weights"
     if gains and smallest < FEW:
         return f"more images of the smallest classes, which have {smallest:,}", [], "more-images"
     if not longer:

@@ -74,10 +74,12 @@ def _sureness(document: Mapping[str, Any], row: Row) -> str:
     words, judge = _interval(document.get(f"{row.key}_interval"), writer(row)), as_dict(document.get("judge"))
     if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
         words.append(VIEWS[str(document["tta"])])
+    if row.key == "accuracy" and "majority_class_rate" in document:
+        words.append(f"the most frequent class: {percent(document['majority_class_rate'])}")
     if row.key == "recognised" and judge:
-        words.append(
-            f"the judge predicts {percent(judge.get('accuracy'))} of the real images at the samples' size correctly"
-        )
+        real = f"the judge predicts {percent(judge.get('accuracy'))} of the real images at the samples' size correctly"
+        majority = f", the most frequent class is {percent(judge.get('majority_class_rate'))} of them"
+        words.append(real + majority * ("majority_class_rate" in judge))
     if row.key == "class_score" and judge.get("class_score") is not None:
         words.append(f"real images: {plain(judge['class_score'])}")
     return f" ({'; '.join(words)})" if words else ""

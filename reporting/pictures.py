@@ -146,7 +146,11 @@ def samples(run: Run) -> list[Picture]:
     last = len(run.samples) - 1
     count = min(MOST_SAMPLES, last + 1)
     picked = [run.samples[round(i * last / max(1, count - 1))] for i in range(count)]
-    return [picture(path, f"step {number(int(path.stem.removeprefix('step-')))}") for path in picked]
+    steps = [int(path.stem.removeprefix("step-")) for path in picked]
+    # a classifier's grid of step 0 is its first batch, see `training.classifier.task.ClassifierTask.sample_grid`
+    first = {0: "the first training images, as the network sees them"} if run.task == "classifier" else {}
+    captions = [first.get(step, f"step {number(step)}") for step in steps]
+    return [picture(path, caption) for path, caption in zip(picked, captions, strict=True)]
 
 
 def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:

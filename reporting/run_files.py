@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from duetgan.metrics.tables import credible
 from duetgan.utils import bounded
 from duetgan.utils.config import yaml_files
 
@@ -33,7 +34,7 @@ class Run:
         self.status = self._object("status.json")
         self.last, self.best = self._object("checkpoints/last.json"), self._object("checkpoints/best.json")
         self.data = self._object("data.json")  # facts of the images, by their role
-        self.evaluation = self._object("eval/metrics.json")
+        self.evaluation = credible(self._object("eval/metrics.json"))
         grids = self.folder.glob("samples/step-*.png")
         self.samples = sorted(path for path in grids if path.stem[5:].isdecimal())  # in order of steps
         self.images = sorted(self.folder.glob("eval/*.png"))

@@ -26,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # what `precision: auto` means: two runs that are compared must train in the same, and nothing is measured
 os.environ.setdefault("DUET_PRECISION", "fp32")
 
+# no test waits for a network: weights that are not in torch's cache count as not to be had
+os.environ.setdefault("DUET_OFFLINE", "1")
+
 # signals that whoever started the tests has ignored (`nohup make test &`) would be ignored by their children, too; a
 # handler is not passed on
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -112,6 +112,38 @@ def test_links_and_images_lead_somewhere(page):
         assert not anchor or anchor in slugs(file), f"line {line}: no heading for {target}"
 
 
+def test_papers_are_links(current):
+    """U11; keys.md and recipes.md are written from comments."""
+    if current.stem in ("keys", "recipes"):
+        return
+    is_link = False
+    for token, line in inline(current):
+        is_link = token.type == "link_open" or (is_link and token.type != "link_close")
+        if token.type == "text" and not is_link:
+            assert not re.search(r"(?<![\w./-])\d{4}\.\d{5}(?!\w)", token.content), f"line {line}: {token.content}"
+
+
+def test_badges_come_first_and_the_recipe_table_fits_the_recipes():
+    """U6, U11: each time of docs/choosing-a-recipe.md says where it comes from; measured ones stand in the recipe."""
+    readme = (ROOT / "README.md").read_text()
+    assert readme.index("docs/images/badge-python.svg") < readme.index("Give Duet images")
+    page = (ROOT / "docs" / "choosing-a-recipe.md").read_text()
+    lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line] for line in lines if "`" in line[3]]
+    assert len(rows) > 10
+    for images, size, hardware, recipe, minutes in rows:
+        (name,) = re.findall(r"`(\w+)`", recipe)
+        text = (ROOT / "configs" / f"{name}.yaml").read_text()
+        assert size in text, name
+        assert images, name
+        time, _, source = minutes.rpartition(" (")
+        assert source in ("measured)", "predicted)"), minutes
+        if source == "measured)":
+            assert hardware == "CPU"
+            words = " ".join(text.replace("\n#", "").split())
+            assert time in words, (name, time)
+
+
 def test_paths_and_names_in_code_exist(current):
     """`path.py: name`, and tests as the pitfalls name theirs, `tests/folder/test_file.py::test_name`."""
     paths = [path for text in code(current) for path in PATH.findall(text) if path.partition("/")[0] in FOLDERS]
@@ -197,7 +229,8 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
 def commands(lines: list[str]) -> Iterator[tuple[str, str]]:
     """(module, what follows it) of every `python X`, `torchrun X`, `duet X` (also in the container) and `slurm.sh`."""
-    pattern = re.compile(r"\b(?:python|torchrun)\b.*?(?:-m\s+((?:data|inference)\.\w+)|\b([\w/]+)\.py(?=\s|$))(.*)")
+    package = r"-m\s+((?:data|inference|models|reporting)\.\w+)"
+    pattern = re.compile(rf"\b(?:python|torchrun)\b.*?(?:{package}|\b([\w/]+)\.py(?=\s|$))(.*)")
     for part in [part for line in lines for part in line.split("&&")]:
         if found := pattern.search(part):
             module, script, rest = found.groups()

@@ -149,7 +149,8 @@ def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
 
 def test_samples_keep_their_class_unless_they_are_truncated_towards_all(generator):
     of_class, of_all = (
-        generator.sample(1, seed=3, psi=0.0, truncation_mean=mean, classes="light").images for mean in ("class", "global")
+        generator.sample(1, seed=3, psi=0.0, truncation_mean=mean, classes="light").images
+        for mean in ("class", "global")
     )
     assert not of_all.equal(of_class)
 

@@ -158,8 +158,8 @@ def dry_run(folder: Path, target: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder that holds only the Makefile and the locks."""
-    for name in ("Makefile", *LOCKS):
+    """A folder that holds only the Makefile, the locks and what an installation reads."""
+    for name in ("Makefile", "pyproject.toml", "setup.py", *LOCKS):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
@@ -167,7 +167,7 @@ def checkout(tmp_path):
 @pytest.mark.parametrize(
     ("target", "command"),
     [
-        ("setup", ".venv/bin/python -m pip install"),
+        ("setup", "--no-build-isolation --editable ."),  # U4
         ("quickstart", ".venv/bin/python quickstart.py"),
         ("test", '--dist loadfile --no-loadscope-reorder -m "not slow"'),
         ("test-all", f".venv/bin/python -m pytest -n {(os.cpu_count() or 1) + 1} "),
@@ -229,6 +229,8 @@ def test_dockerfile_takes_its_choices_as_build_arguments():
     for name in ("TORCH_INDEX_URL=", "PIP_INDEX_URL=", "PIP_EXTRA_INDEX_URL="):
         assert f"\nARG {name}\n" in after
     assert "://" not in text
+    compiler = re.search(r'^RUN \[ -n "\$TORCH_INDEX_URL" \].* gcc libc6-dev', after, re.MULTILINE | re.DOTALL)
+    assert compiler  # U8: Triton needs it
     assert after.index("COPY requirements.lock") < after.index("COPY . .")  # packages first: their layer is kept
     user = re.findall(r"^USER (\w+)$", text, re.MULTILINE)
     assert user
@@ -237,6 +239,14 @@ def test_dockerfile_takes_its_choices_as_build_arguments():
 
 def test_compose_serves_this_machine_only_and_runs_commands_of_the_image():
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    image = services.pop("image")  # U8: several services that build one image fail
+    assert [name for name, service in services.items() if "build" in service] == []
+    assert {name for name, service in services.items() if "image" in service["depends_on"]} == set(services)
+    assert set(image["profiles"]) == {profile for service in services.values() for profile in service["profiles"]}
+    assert {service["image"] for service in services.values()} == {image["image"]}
+    declared = re.findall(r"^ARG (\w+)=", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert sorted(image["build"]["args"]) == sorted(declared)
+    assert image["build"]["args"]["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL:-}"
     assert {name: service["profiles"] for name, service in services.items()} == {
         "train": ["cpu"],
         "train-gpu": ["gpu"],

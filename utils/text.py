@@ -67,6 +67,12 @@ def set_names(classes: Sequence[str], sets: Iterable[Sequence[int]]) -> list[str
     return ["; ".join(classes[label] for label in labels) or "(no label)" for labels in sets]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a count with its noun: `1 image`, `2,000 images`, `3 classes`."""
+    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def listed(names: Sequence[str], most: int = 10) -> str:
     """The first names: `a, b, c and 17 more`."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

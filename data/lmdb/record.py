@@ -58,6 +58,7 @@ class Record:
     digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
     enlarged: bool = False  # the image in the source was smaller than asked for
     cut: int = 0  # bits that its values used, of an image of 16 bits a value of which 8 are kept
+    on_white: bool = False  # it was transparent, and is stored on a white ground
     ends: tuple[float, float] = (0.0, 0.0)  # of the values, see `value_ends`; of 8 bits not looked for
 
 

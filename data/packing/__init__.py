@@ -200,6 +200,7 @@ class Written:
     enlarged: int = 0  # images that were smaller than asked for and scaled up
     cut: int = 0  # images of 16 bits a value
     bits: int = 0  # that their values use at most
+    on_white: int = 0  # transparent images
     apart: int = 0  # left out because the file of --apart holds them, or images that they look like
     dropped: int = 0  # exact duplicates of earlier images that were left out
     dropped_otherwise: int = 0  # of those: with another label than the one that was kept
@@ -269,6 +270,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
     told += f"; their values end at {most:,}, so they are dark: --depth 16 --range 0,{most} makes {most:,} white" * dark
     rows += [("warning" if dark else "16 bits", told)] if written.cut else []
+    if written.on_white:
+        rows.append(("alpha", f"{written.on_white:,} transparent images are put on white; --channels 4 keeps alpha"))
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     told = f"{written.apart:,} images that the file of --apart holds, or that look like one of its"
     rows += [("left out", told)] if written.apart else []

@@ -32,6 +32,7 @@ from duetgan.models.restore import NETWORKS
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.files import check_writable, replace_file, writing
 from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import columns
 
@@ -61,9 +62,14 @@ class Row:
     batch_speedup: float = math.nan
 
 
-def outputs(run: Runner, batches: Sequence[Inputs]) -> Tensor:
-    with torch.inference_mode():
-        return torch.cat([run(batch) for batch in batches])
+def outputs(run: Runner, batches: Sequence[Inputs], what: str = "") -> Tensor:
+    """Return the outputs of all batches, behind a bar that is named `what`."""
+    with torch.inference_mode(), Bar(total=len(batches), desc=what, unit="batch", disable=not what) as bar:
+        parts = []
+        for batch in batches:
+            parts.append(run(batch))
+            bar.update()
+        return torch.cat(parts)
 
 
 def compare(name: str, size: int, found: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool) -> Row:
@@ -102,7 +108,8 @@ def measure_speed(rows: Sequence[Row], runs: Sequence[Runner], subject: Subject,
     """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after one to prepare."""
     calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
     seconds: list[tuple[list[float], list[float]]] = [([], []) for _ in runs]
-    with torch.inference_mode():
+    turns = (repeats + 1) * len(runs)
+    with torch.inference_mode(), Bar(total=turns, desc="measuring speed", unit="turn") as bar:
         for turn in range(repeats + 1):
             for run, both in zip(runs, seconds, strict=True):
                 for taken, (inputs, times) in zip(both, calls, strict=True):
@@ -110,6 +117,7 @@ def measure_speed(rows: Sequence[Row], runs: Sequence[Runner], subject: Subject,
                         started = time.perf_counter()
                         run(inputs)
                         taken += [time.perf_counter() - started] if turn else []
+                bar.update()
     medians = [[statistics.median(taken) for taken in both] for both in seconds]
     for row, (single, whole) in zip(rows, medians, strict=True):
         row.batch1_ms, row.batch1_speedup = 1000 * single, medians[0][0] / single
@@ -121,25 +129,24 @@ def examine(subject: Subject, exported: tuple[str, int, Runner], job: Namespace)
     with it or None. Raises UserError if the original's own outputs are not finite.
     """
     networks = {"fp32 eager": subject.network}
-    if subject.is_classifier:  # else there is nothing to fold
+    if subject.is_classifier and not job.no_benchmark:  # else there is nothing to fold
         networks["folded"] = subject.fast()
-    networks["bf16"] = InBfloat16(subject.fast(), autocast=not subject.is_classifier)  # a classifier whole
+    if not job.no_benchmark:
+        networks["bf16"] = InBfloat16(subject.fast(), autocast=not subject.is_classifier)  # a classifier whole
     contenders = [
         (what, sum(t.nbytes for t in network.state_dict().values()), as_runner(network))
         for what, network in networks.items()
     ]
     contenders.append(exported)
-    original = outputs(contenders[0][2], subject.batches)
+    original = outputs(contenders[0][2], subject.batches, "comparing fp32 eager")
     if not bool(torch.isfinite(original).all()):
         raise UserError("the checkpoint's own outputs are not finite; export another one (--which, or an earlier file)")
     rows: list[Row] = []
     for what, size, run in contenders:
-        say(f"comparing {what}")
-        result = outputs(run, subject.batches) if rows else original
+        result = outputs(run, subject.batches, f"comparing {what}") if rows else original
         rows.append(compare(what, size, result, original, subject.labels, classes=subject.is_classifier))
     wrong = judge(rows[-1], FORMATS[job.format], original)
-    if wrong is None:
-        say("measuring speed")
+    if wrong is None and not job.no_benchmark:
         runs = [run for *_, run in contenders]
         measure_speed(rows, runs, subject, batch=job.batch_size, repeats=job.repeats)
     return rows, wrong

@@ -44,6 +44,7 @@ class Extractor:
     device: torch.device  # where it computes
     source: str = ""  # where its weights come from; empty if it has none
     lineage: Lineage = field(default_factory=Lineage.of)  # what its weights have seen
+    classifier: Classifier | None = None  # whose features these are
 
     def __call__(self, images: Tensor) -> Tensor:
         """On the CPU, computed in full float32. UserError if one is not finite."""
@@ -93,7 +94,7 @@ def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
         with evaluating(classifier):
             return classifier.features(classifier_input(classifier, images)).float()
 
-    about = device_of(classifier), fingerprint(classifier), classifier.lineage
+    about = device_of(classifier), fingerprint(classifier), classifier.lineage, classifier
     return Extractor(name, classifier.feature_dim, compute, *about)
 
 

@@ -1,12 +1,15 @@
-"""The commands of README and docs, page by page, one after another, as they are written.
+"""The commands of README and docs in a fresh copy of the checkout, with the data that a page takes for granted.
 
-tests/test_docs.py parses all of them, on every page; here they run, on a few images and for two steps.
+Every command of every page: trainings up to their first step (`--dry-run`), packing and a look at packed files for
+real, what needs a network, Docker or GPUs by its parser. Slow: the pages' other commands for real, on a few images.
 """
 
+import functools
 import importlib
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +17,17 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
+import yaml
 from safetensors.torch import save_file
 from torchvision.models import resnet50
 
+from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from tests.test_docs import PAGES, SHORTENED, commands, fenced, tokens
+from tests.test_docs import OVERRIDDEN, PAGES, SHORTENED, commands, fenced, parser_of, tokens
 
 # what makes a training last seconds: two steps of small networks
 SMALL = {
@@ -128,7 +134,7 @@ PYTHON: dict[str, dict[str, Any]] = {  # page -> names that its Python code take
     "README": {},
     "lmdb": {"images": np.zeros((4, 1, 8, 8), np.uint8), "labels": [0, 1, 0, 1]},
 }
-SLOW = [page for page in BEFORE if page != "recipes"]
+RUN_FOR_REAL = [page for page in BEFORE if page != "recipes"]
 
 
 def made_small(module: str, arguments: Sequence[str]) -> list[str]:
@@ -147,8 +153,9 @@ def made_small(module: str, arguments: Sequence[str]) -> list[str]:
     return [*own, *SMALL[tree["task"]], *scaled, *EVERY, *steps]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # a minute or two, more on a busy machine
-@pytest.mark.parametrize("page", [pytest.param(name, marks=pytest.mark.slow) for name in SLOW] + ["recipes"])
+@pytest.mark.parametrize("page", RUN_FOR_REAL)
 def test_a_pages_commands_run_in_its_order(page, folder, monkeypatch):
     if page in ("evaluation", "gan"):
         save_file(resnet50().state_dict(), WEIGHTS, metadata={"stride": "conv2"})
@@ -187,10 +194,174 @@ def run_python(page: str, names: dict[str, Any]) -> None:
         exec(compile(source, page, "exec"), names)
 
 
-def test_no_page_with_commands_is_left_out():
-    shown = {page.stem: fenced(page) for page in PAGES if list(commands(fenced(page)))}
-    assert set(shown) == set(BEFORE) | ELSEWHERE_PAGES
-    assert {page for page, lines in shown.items() if not list(commands(here(lines)))} == ELSEWHERE_PAGES
+# --- every command, as typed
+
+PREPARED = {  # page -> its files that are not of 64 px
+    "first-run": {"train.lmdb": 32, "test.lmdb": 32},
+    "classifier": {"few.lmdb": 32, "test.lmdb": 32, "fake.lmdb": 224},
+    "gan": {"few.lmdb": 32, "runs/quickstart/data/train.lmdb": 32, "runs/quickstart/data/test.lmdb": 32},
+    "data-at-scale": {"train.lmdb": 128},
+}
+FILES = ("train", "val", "train-val", "test", "photos", "photos-val", "few", "faces", "held-out", "datasets/photos")
+SHELL = ("cd", "cp", "mkdir", "export", "git", "source")  # of the system; what they name is on no fresh machine
+NETWORK = re.compile(r"s3://|/mnt/|/local/|/shared/|shards/|\bsample\b|fake\.lmdb|all\.lmdb")
+OF_DOCKER = {"build", "run", "compose", "stop"}
+
+
+@functools.cache
+def pages() -> dict[str, list[str]]:
+    return {page.stem: commands_of(page) for page in PAGES if commands_of(page)}
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the commands of a page's fences, continued lines joined, without comments, `&&` taken apart."""
+    fences = [block for block in tokens(page) if block.type == "fence" and block.info in ("", "bash", "sh")]
+    found = []
+    for fence in fences:
+        for line in re.sub(r'python -c "[^"]*"', "", fence.content).replace("\\\n", " ").splitlines():
+            found += [part.strip() for part in shlex.join(shlex.split(line, comments=True)).split("'&&'")]
+    return [command for command in found if command]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Packed photos of two classes, by their size."""
+    folder = tmp_path_factory.mktemp("packed")
+    rng = np.random.default_rng(0)
+    for index in range(24):
+        file = folder / "photos" / ("cats", "dogs")[index % 2] / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_photo(file, rng)
+    for size in (32, 64, 128, 224):
+        assert run("data.pack", [str(folder / "photos"), str(folder / f"{size}.lmdb"), "--size", str(size)]) == 0
+    return folder
+
+
+@pytest.fixture
+def checkout(photos, tmp_path, monkeypatch):
+    """Return a function that makes a fresh copy of the checkout, as links, with what a page takes for granted."""
+
+    def make(page: str) -> None:
+        files = [path for path in REPOSITORY.iterdir() if path.suffix in (".toml", ".lock", ".yaml", ".py")]
+        for path in [*files, REPOSITORY / "configs", REPOSITORY / "Makefile"]:
+            (tmp_path / path.name).symlink_to(path)
+        for folder in ("photos", "photos/train", "photos/val", "parts/train", "parts/val", "datasets/photos"):
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            if folder != "photos" or page != "classifier":
+                for name in ("cats", "dogs"):
+                    (tmp_path / folder / name).symlink_to(photos / "photos" / name)
+        for folder in ("photos/train", "photos/val") if page != "classifier" else ():
+            shutil.rmtree(tmp_path / folder)
+        sizes = {f"{name}.lmdb": 64 for name in FILES} | PREPARED.get(page, {})
+        for name, size in sizes.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(photos / f"{size}.lmdb", tmp_path / name)
+        for block in tokens(file_of(page)):  # code of the page that a command imports
+            if block.type == "fence" and (name := re.match(r"# (\w+\.py)\n", block.content)):
+                (tmp_path / name[1]).write_text(block.content)
+        monkeypatch.chdir(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("page", sorted(pages()))
+def test_every_command_of_a_page_is_right(page, checkout, slim, monkeypatch):
+    """U2: the only training that docs/docker.md showed named a file of the quickstart, which no container has."""
+    checkout(page)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(Path.cwd()))
+    for command in dict.fromkeys(pages()[page]):
+        check(command)
+
+
+def check(command: str) -> None:
+    """Run a command as typed, as far as one CPU without a network can."""
+    assert "..." not in command, command
+    words = [word for word in shlex.split(command) if not re.match(r"^[A-Z_]+=", word)]
+    if words[0] == "make":
+        subprocess.run(["make", "-n", *words[1:]], check=True, capture_output=True)
+    elif words[0] == "docker":
+        check_docker(words[1:], dict(re.findall(r"([A-Z_]+)=(?:'([^']*)'|\S+)", command)))
+    elif words[0] not in (*SHELL, "tensorboard"):
+        (module, rest), *others = commands([command])
+        assert not others
+        check_module(module, shlex.split(rest), network=bool(NETWORK.search(command)))
+
+
+def check_module(module: str, arguments: list[str], *, network: bool = False) -> None:
+    """Run a script's command in this process, or parse it."""
+    if module == "train" and "--list" not in arguments and not network:
+        arguments = without_processes(arguments)
+        arguments += ["--dry-run"] * ("--dry-run" not in arguments)
+        assert run("train", made_short(arguments)) == 0, arguments
+        return
+    if module in ("data.pack", "data.inspect", "data.duplicates") and not network:
+        if module == "data.pack":
+            for file in Path(arguments[1]).parent.glob(f"{Path(arguments[1]).stem}*.lmdb"):
+                file.unlink()
+        assert run(module, arguments) == 0, arguments
+        return
+    _, unknown = parser_of(module).parse_known_args(normalise(arguments))
+    assert module in OVERRIDDEN or not unknown, arguments
+
+
+def made_short(arguments: list[str]) -> list[str]:
+    """Return a training's options with small networks, and without the sweep of --lr-find."""
+    own = [word for word in arguments if word != "--lr-find"]
+    tree = read_yaml(recipe_file(own[own.index("--config") + 1]))
+    small = SMALL["gan"] if tree["task"] == "gan" and tree.get("architecture", "stylegan2") == "stylegan2" else []
+    return [*own, *small, *[word for word in EVERY if not word.startswith("--batch")], "--threads=1"]
+
+
+def without_processes(arguments: list[str]) -> list[str]:
+    """Return a training's options without those that start processes."""
+    own = list(arguments)
+    for option in ("--gpus", "--procs"):
+        if option in own:
+            place = own.index(option)
+            del own[place : place + 2]
+    return own
+
+
+def check_docker(words: list[str], variables: dict[str, str]) -> None:
+    """Check the names that a command of Docker uses, and run the command of the image that it holds."""
+    kind, *rest = words
+    services = yaml.safe_load(Path("compose.yaml").read_text())["services"]
+    assert kind in OF_DOCKER, words
+    if kind == "compose":
+        assert rest[0] == "--profile"
+        profile, action, *names = rest[1:]
+        named = [name for name in names if not name.startswith("-")]
+        assert action in ("up", "run", "logs", "stop")
+        assert all(profile in services[name]["profiles"] for name in named[:1])
+        inner = named[1:] if action == "run" else shlex.split(variables.get("DUET", ""))
+        inner = rest[rest.index(named[0]) + 1 :] if action == "run" else inner
+    elif kind == "run":
+        assert "duet" in rest
+        inner = rest[rest.index("duet") + 1 :]
+    else:
+        arguments = [rest[place + 1].partition("=")[0] for place, word in enumerate(rest) if word == "--build-arg"]
+        assert all(f"\nARG {name}=" in (REPOSITORY / "Dockerfile").read_text() for name in arguments)
+        inner = []
+    if inner:
+        mounted = [re.sub("^/data/", "datasets/", re.sub("^/runs/", "runs/", word)) for word in inner]
+        check_module(mounted[0], mounted[1:])
+
+
+def test_every_command_is_found_and_the_comments_of_compose_are_right(checkout):
+    assert sum(map(len, pages().values())) > 130
+    checkout("docker")
+    text = (REPOSITORY / "compose.yaml").read_text().partition("x-duet")[0].replace("\\\n#", "")
+    found = [line.lstrip("# ").partition("  #")[0] for line in text.splitlines() if "docker compose" in line]
+    assert len(found) == 3
+    for command in found:
+        check(command)
+
+
+def test_recipes_for_ones_own_images_name_no_file_of_the_quickstart():
+    own = [file for file in (REPOSITORY / "configs").glob("*.yaml") if "our own" in file.read_text().split("task:")[0]]
+    assert len(own) > 10
+    named = {file.stem for file in own if "runs/" in str(read_yaml(file).get("data"))}
+    assert named <= {"quickstart_gan", "quickstart_classifier"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard imports

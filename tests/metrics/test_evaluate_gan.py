@@ -1,3 +1,4 @@
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -5,10 +6,11 @@ import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.evaluate_gan import evaluate_generator, weak_judge
+from duetgan.metrics.evaluate_gan import _skill, evaluate_generator, has_skill, judge_skills, weak_judge
 from duetgan.metrics.features.extractors import Extractor, RealFeatures, classifier_features, pixel_features
 from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, history
+from duetgan.metrics.intervals import Measured
 from duetgan.metrics.samples.memorisation import RealSet, memorisation, neighbour_images
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import ImageGenerator, generate
@@ -213,12 +215,34 @@ def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tm
         assert_raises(UserError, "the train images", evaluate, generator, test_reader, train_reader=reader)
 
 
-def test_a_judge_that_hardly_beats_one_answer_for_all_is_told():
-    """Of speech as spectrograms at 128 px a classifier was right in 72 %, at the samples' 16 px in 27 %."""
-    labels = np.repeat(np.arange(5), [60, 60, 60, 60, 40])
-    assert "27%" in weak_judge(0.27, labels)["recognised"]
-    assert weak_judge(0.54, labels) == {}
-    assert "82%" in weak_judge(0.82, np.repeat([0, 1], [80, 20]))["recognised"]
+@pytest.mark.parametrize(
+    ("hits", "count", "chance", "skilled"),
+    [
+        (76, 280, 60 / 280, False),  # spectrograms of speech at the samples' 16 px; at 128 px it was right on 72 %
+        (151, 280, 60 / 280, True),
+        (82, 100, 0.8, False),
+        (4, 6, 0.4, False),  # six images: by chance
+        (30, 60, 0.25, True),
+        (60, 60, 1.0, False),  # one class alone
+    ],
+)
+def test_a_judge_near_chance_has_no_skill(hits, count, chance, skilled):
+    assert has_skill(Measured.share(torch.arange(count) < hits), chance) is skilled
+
+
+def test_a_judge_of_rare_classes_is_measured_by_the_mean_of_the_classes_too(test_reader, train_reader, judge):
+    """U1: a classifier may be right on every class and still be below the rate of the most frequent one."""
+    labels = np.repeat([0, 1, 2], [80, 10, 10])
+    probabilities = torch.eye(3)[labels].double()
+    probabilities[:30] = torch.tensor([0.0, 1.0, 0.0]).double()
+    assert not _skill(probabilities, test_reader, labels, None)["is_weak"]
+    constant = torch.tensor([1.0, 0.0, 0.0]).double().expand(100, 3)
+    found = _skill(constant, test_reader, labels, None)
+    assert (found["accuracy"], found["majority_class_rate"], found["is_weak"]) == (0.8, 0.8, True)
+    assert "right on 80% of the real images" in weak_judge(found)
+    other = judge_skills([None, judge], train_reader, 30, Namespace(seed=0, batch_size=8))
+    assert other == [None, other[1]]
+    assert other[1]["majority_class_rate"] == pytest.approx(1 / 3, abs=0.1)
 
 
 def test_observer_sees_every_sample_with_its_label(generator, test_reader, judge):

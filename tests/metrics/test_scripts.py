@@ -104,7 +104,10 @@ class TestEvaluate:
         command = (tmp_path / "a" / "command.txt").read_text()
         assert command.startswith("python evaluate.py --checkpoint ")
         assert "--seed 3" in command
-        assert "few images (40)" in printed
+        assert "only 40 test images" in printed
+        assert found["judge"]["is_weak"]  # it is untrained
+        assert found["weak_extractors"] == names[1:]
+        assert "too weak to judge the GAN" in found["notes"]["recognised"]
 
     def test_test_images_that_were_trained_on_are_told(self, runs, files, tmp_path, capsys):
         """U12."""

@@ -1,8 +1,10 @@
 """Every backbone by its description: blocks, stem, head, small images, freezing, checkpointing, splits, weights."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +228,8 @@ def test_torchvisions_names_mean_torchvisions_files(name, monkeypatch, tmp_path)
 def test_timms_weights_are_named_by_their_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     fetched = []
+    monkeypatch.delenv("DUET_OFFLINE")
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: nullcontext(SimpleNamespace(headers={})))
     monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path, *_, **__: fetched.append((url, path)))
     path = find_weights("DEFAULT", "timm:resnet50")
     ((url, place),) = fetched

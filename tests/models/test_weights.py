@@ -5,7 +5,10 @@ import io
 import re
 import socket
 import urllib.error
+import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from duetgan.models import weights as module
 from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import CONVNEXT, RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.weights import file_hash, find_weights, fit_first, fitted, load_pretrained, read_state_dict
+from duetgan.models.weights import ANSWER, file_hash, find_weights, fit_first, fitted, load_pretrained, read_state_dict
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage
@@ -345,14 +348,15 @@ def test_r1_only_networks_that_begin_alike_are_built_to_word_it(file, monkeypatc
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """An empty cache of downloads, and no network."""
-    asked: list[tuple[str, str | None]] = []
+    asked: list[tuple[str, float]] = []
 
-    def fetch(url: str, path: str, hash_prefix: str | None = None, progress: bool = True) -> None:
-        asked.append((url, hash_prefix))
+    def head(request: urllib.request.Request, timeout: float) -> None:
+        asked.append((request.full_url, timeout))
         raise urllib.error.URLError("Name or service not known")
 
+    monkeypatch.delenv("DUET_OFFLINE")
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "hub"))
-    monkeypatch.setattr("torch.hub.download_url_to_file", fetch)
+    monkeypatch.setattr("urllib.request.urlopen", head)
     return tmp_path / "hub", asked
 
 
@@ -363,22 +367,27 @@ def test_without_a_network_there_is_a_remedy(hub):
         rf"\(.*Name or service not known.*\); fetch {url} on a machine with a network and put it there"
     )
     assert_raises(UserError, told, find_weights, "IMAGENET1K_V2", "resnet50")
-    assert hub[1] == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
+    assert hub[1] == [(url, ANSWER)]
     assert socket.getdefaulttimeout() is None
 
 
-def test_a_download_is_made_once(hub, monkeypatch, donor):
+def test_a_download_is_made_once_and_said_with_its_size_and_place(hub, monkeypatch, donor, capsys):
     folder, _ = hub
-    name = Path(torchvision.models.ResNet18_Weights.DEFAULT.url).name
-    fetched: list[str] = []
+    url = torchvision.models.ResNet18_Weights.DEFAULT.url
+    name = Path(url).name
+    fetched: list[tuple[str, str | None]] = []
 
-    def fetch(url: str, path: str, *_: Any, **__: Any) -> None:
-        fetched.append(url)
+    def fetch(url: str, path: str, hash_prefix: str | None, progress: bool) -> None:
+        fetched.append((url, hash_prefix))
         torch.save(donor.state_dict(), path)
 
+    answer = SimpleNamespace(headers={"Content-Length": "46830571"})
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: nullcontext(answer))
     monkeypatch.setattr("torch.hub.download_url_to_file", fetch)
     for _ in range(2):
         model, told = loaded("DEFAULT")
-    assert len(fetched) == 1
+    assert fetched == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
+    said = capsys.readouterr().err
+    assert said == f"downloading model.weights DEFAULT (47 MB) into {folder / 'checkpoints'}\n"
     assert str(folder / "checkpoints" / name) in told
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight)

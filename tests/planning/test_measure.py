@@ -47,9 +47,12 @@ def test_given_weights_tell_their_network_and_its_strides(tmp_path, nothing_at_h
     ]  # resnet50, resnext50 differ in shapes alone
 
 
-def test_torchvisions_cached_file_is_found_and_nothing_is_downloaded(tmp_path, nothing_at_hand, monkeypatch):
-    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda *_, **__: pytest.fail("a download"))
+def test_torchvisions_cached_file_is_found_and_nothing_is_downloaded(tmp_path, nothing_at_hand, monkeypatch, capsys):
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a download"))
     assert weights_at_hand([]) == []
+    said = capsys.readouterr().out
+    assert said.startswith("training the classifier from scratch, because torchvision's resnet50 IMAGENET1K_V1: is not")
+    assert said.count("\n") == 1
     urls = backbone_of("resnet50").published("resnet50")
     name = urls["IMAGENET1K_V1"].rpartition("/")[2]
     file = write_weights(tmp_path / "hub" / "checkpoints" / name, "resnet50")

@@ -1,75 +1,94 @@
 """What the quickstart says of its figures, and what it advises."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torchvision.models import ResNet50_Weights
 
 from duetgan.reporting.answers import advice, answers
 
+WEIGHTS_URL = ResNet50_Weights.IMAGENET1K_V1.url
+RIGHT = "The classifier is right on 86 % of the new images (95 % interval 82 to 90 %, 200 held-out images)"
+MAJORITY = "; always predicting the most frequent class is right on"
+SAMPLES = (
+    "The classifier recognises 71 % of the GAN's samples as the requested class, "
+    "and 90 % of real images of that size"
+)
 CLASSIFIER = {"accuracy": 0.861, "accuracy_interval": [0.82, 0.904], "n": 200}
-CONFUSED = [{"true": "cat", "predicted": "dog", "n": 3}, {"true": "dog", "predicted": "cow", "n": 2}]
+CONFUSED = [{"true": "cat", "predicted": "dog", "n": 3}, {"true": "dog", "predicted": "cow", "n": 1}]
 GAN = {"recognised": 0.71, "judge": {"accuracy": 0.9}, "recognised_by_class": {"cat": 0.44, "dog": 0.46, "cow": None}}
+FEW = {"recognised_by_class": {"cat": 0.0, "dog": 0.4}, "samples_by_class": {"cat": 1, "dog": 300}}
+NOISE = {"recognised": None, "judge": {"accuracy": 0.35, "majority_class_rate": 0.33, "is_weak": True}}
 
 
 @pytest.mark.parametrize(
-    ("classifier", "gan", "smallest", "told"),
+    ("classifier", "gan", "smallest", "sentences"),
     [
         ({}, {}, 100, []),
+        (CLASSIFIER | {"balanced_accuracy": 0.82}, {}, 100, [f"{RIGHT}."]),
         (
-            CLASSIFIER | {"balanced_accuracy": 0.82},
-            {},
-            100,
-            ["The classifier names 86 of 100 new images rightly (82 to 90, from 200 held-out ones)."],
-        ),
-        (
-            CLASSIFIER | {"confused": CONFUSED, "balanced_accuracy": 0.81},
+            CLASSIFIER | {"confused": CONFUSED, "balanced_accuracy": 0.81, "majority_class_rate": 0.6},
             {},
             100,
             [
-                "The classifier names 86 of 100 new images rightly (82 to 90, from 200 held-out ones).",
-                "With as many images of every class it would be 81: rare ones are named worse.",
-                "It takes cat for dog and dog for cow most often.",
+                f"{RIGHT}{MAJORITY} 60 %.",
+                "With equally many images of each class it would be 81 %.",
+                "Its most frequent mistakes: cat as dog (3 images).",
             ],
         ),
+        (CLASSIFIER | {"confused": CONFUSED[1:]}, {}, 100, [f"{RIGHT}."]),  # U10: one image is no habit
         (
             {},
             GAN | {"memorisation": {"copies": False}},
             100,
-            [
-                "Of 100 images that the GAN draws, 71 are recognised; of 100 real images of that size, 90.",
-                "Of its classes, cat is not learnt.",
-                "There is no sign of copied images.",
-            ],
+            [f"{SAMPLES}.", "Not learnt: cat (1 of 3 classes).", "There is no sign of copied images."],
         ),
         (  # a class that the judge does not know of real images either
             {"accuracy": 0.9, "per_class": {"cat": {"recall": 0.5}, "dog": {"recall": None}}},
             GAN,
             100,
+            ["The classifier is right on 90 % of the new images.", f"{SAMPLES}."],
+        ),
+        (  # U10: a class of one sample says nothing
+            {},
+            GAN | {"judge": {"accuracy": 0.9, "majority_class_rate": 0.5}} | FEW,
+            1,
             [
-                "The classifier names 90 of 100 new images rightly (0 to 100, from 0 held-out ones).",
-                "Of 100 images that the GAN draws, 71 are recognised; of 100 real images of that size, 90.",
+                f"{SAMPLES} (always predicting the most frequent class: 50 %).",
+                "Not learnt: dog (1 of 2 classes); the smallest class has only 1 image.",
             ],
         ),
-        (
+        (  # U10: all classes are not listed as if others were learnt
             {},
             {"recognised": 0.2, "recognised_by_class": dict.fromkeys("abcdefg", 0.2), "memorisation": {"copies": True}},
             41,
             [
-                "Of 100 images that the GAN draws, 20 are recognised.",
-                "Of its classes, a, b, c, d, e and 2 more are not learnt; 41 images in the smallest class are few.",
+                "The classifier recognises 20 % of the GAN's samples as the requested class.",
+                "None of its 7 classes is learnt; the smallest class has only 41 images.",
                 "It copies training images.",
+            ],
+        ),
+        (  # U1: a judge near chance
+            {},
+            NOISE | {"memorisation": {"copies": False}},
+            41,
+            [
+                "The classifier is too weak to judge the GAN: it is right on 35 % of the real images at the samples' "
+                "size; always predicting the most frequent class is right on 33 %. Look at the samples yourself.",
+                "There is no sign of copied images.",
             ],
         ),
     ],
 )
-def test_figures_in_sentences(classifier, gan, smallest, told):
-    assert answers(classifier, gan, smallest) == told
+def test_metrics_in_sentences(classifier, gan, smallest, sentences):
+    assert answers(classifier, gan, smallest) == sentences
 
 
 @pytest.mark.parametrize(
     ("accuracy", "longer", "smallest", "weights", "words", "options", "suffix"),
     [
-        (0.8, 40, 20, False, "ImageNet weights", ["--weights", "FILE"], "with-weights"),
+        (0.8, 40, 20, False, f"fetch {WEIGHTS_URL} elsewhere", ["--weights", Path(WEIGHTS_URL).name], "with-weights"),
         (0.8, 40, 20, True, "the smallest classes, which have 20", [], "more-images"),
         (0.8, 40, 100, True, "more time, for", ["--minutes", "40"], "longer"),
         (0.96, 40, 20, False, "more time, for", ["--minutes", "40"], "longer"),

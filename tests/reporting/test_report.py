@@ -160,6 +160,16 @@ def test_names_that_a_run_chose_are_escaped_in_titles_and_charts(tmp_path):
     assert f"val/{EVIL}: not one finite value." in found.text
 
 
+@pytest.mark.parametrize(("make", "caption"), [(make_gan, "step 0"), (make_classifier, "the first training images")])
+def test_the_grid_of_step_0_is_called_what_it_is(tmp_path, make, caption):
+    """U11: a classifier's is a batch of training images, not an image over time."""
+    run = make(tmp_path)
+    save_grid(run / "samples" / "step-00000000.png")
+    text = page(write_report(run)).text
+    assert caption in text
+    assert ("Images over time" in text) == (make is make_gan)
+
+
 def test_a_small_image_is_embedded_as_it_is_a_large_one_shrunk_and_a_torn_one_named(tmp_path):
     run = make_gan(tmp_path / "gan")
     small = (run / "samples" / "step-00000050.png").read_bytes()
@@ -175,6 +185,7 @@ def test_a_small_image_is_embedded_as_it_is_a_large_one_shrunk_and_a_torn_one_na
 
 def test_empty_folder_gives_a_report_that_says_so(tmp_path):
     found = page(write_report(tmp_path))
+    assert f"The command: python evaluate.py --checkpoint {tmp_path}" in found.text  # U11
     words = ("No metrics.jsonl", "Not evaluated yet", "no config.yaml", "commands were not recorded", "No sample grids")
     assert [each for each in words if each not in found.text] == []
 
@@ -327,6 +338,26 @@ def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
     )
     write(run / "eval" / "metrics.json", found | {"recognised_interval": "odd", "judge": 3})
     assert "interval" not in page(write_report(run)).text
+
+
+@pytest.mark.parametrize("is_weak", [True, False])
+def test_a_weak_judges_metrics_are_left_out_and_a_skilled_ones_stay(tmp_path, is_weak):
+    """U1: samples that are noise had 99.3 % fidelity in the features of a classifier near chance."""
+    run = make_gan(tmp_path / "gan")
+    document = json.loads((run / "eval" / "metrics.json").read_text())
+    (other,) = document["distances"]
+    made = {"clipped_density": 0.993, "frechet": 77.5, "diversity_ratio": 0.4375}
+    judge = {"accuracy": 0.35, "majority_class_rate": 0.3125, "is_weak": is_weak, "n": 100}
+    document |= made | {"judge": judge, "weak_extractors": ["classifier:x"] * is_weak}
+    document["distances"] = [other | made | {"extractor": "classifier:x"}, other | {"clipped_density": 0.25}]
+    document["images"] = ["samples.png", "recognised_best.png"]
+    save_grid(run / "eval" / "recognised_best.png")
+    write(run / "eval" / "metrics.json", document)
+    text = page(write_report(run)).text
+    of_judge = ["87.2 %", "90.0 %", "99.3 %", "77.5", "31.2 %", "surest of"]
+    assert [words for words in of_judge if words in text] == ([] if is_weak else of_judge)
+    assert ("25.0 %" in text) is is_weak  # under the extractor that is no weak classifier
+    assert "no sign of copies" in text
 
 
 def test_what_other_commands_wrote_into_the_run_is_shown_or_linked(tmp_path):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 from duetgan.data.augment.transforms import MixingAugment
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.classifier import ModelConfig
-from duetgan.models.weights import trained_symmetric
+from duetgan.models.weights import missing_published, trained_symmetric
 from duetgan.training.base.compiled import CompileSetting
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.data import check_same_classes
@@ -15,7 +15,9 @@ from duetgan.training.classifier.loss import ClassifierLossConfig
 from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.config.model import Config, Decay
+from duetgan.utils.config.yaml_files import Tree
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_log import say_main
 
 
 class ClassifierEmaConfig(Config):
@@ -70,6 +72,25 @@ class ClassifierConfig(RunConfig):
             raise UserError(
                 "unlabelled images learn by cross-entropy of one label: leave out augment.mixup, cutmix, loss.teacher"
             )
+
+    def with_weights_at_hand(self, started: Tree) -> Self:
+        """Return the config without published weights that cannot be downloaded: every layer trains from scratch.
+
+        Args:
+            started: Config with which the run started, which stays as it is; empty for a new run.
+        """
+        if self.model.weights not in (published := self.model.backbone.published(self.model.name)):
+            return self
+        if started:
+            from_scratch = (started.get("model") or {}).get("weights", "") is None
+        else:
+            why = missing_published(published[self.model.weights], f"{self.model.name}'s weights {self.model.weights}")
+            from_scratch = bool(why)
+            if why:
+                say_main(f"warning: training from scratch, because {why}, or give --model.weights FILE")
+        if not from_scratch:
+            return self
+        return self.changed(model=self.model.changed(weights=None), finetune=FineTuneConfig())
 
     def for_trial(self, samples: int) -> Self:
         model = self.model.changed(weights=None, split="off")

@@ -24,6 +24,7 @@ from duetgan.training.optim.updater import Precision
 from duetgan.utils.distributed import collectives
 from duetgan.utils.files import writing
 from duetgan.utils.memory import MIB, available_bytes, local_processes
+from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.runlog.run_log import say_main
 
 BLOCK, PIXELS = 256, 1 << 21  # images that are computed together, and their pixels, at most
@@ -47,18 +48,23 @@ def outputs(model: Classifier, dataset: Dataset, records: np.ndarray, mirror: bo
 
 
 def image_features(
-    model: Classifier, dataset: Dataset, *, mirror: bool = True, records: np.ndarray | None = None
+    model: Classifier, dataset: Dataset, *, mirror: bool = True, records: np.ndarray | None = None, what: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Pooled features, which the head takes, of every image of a data set and of its mirror image: float32 [n, 2, F] on
     the CPU (without `mirror` [n, 1, F]), and labels int64 [n]. `records`: of these alone, int64 [n].
 
     `features[:, 0]` are the images', `features[:, 1]` the mirror images'. Images are brought to the model's size and
-    channels, without random crops, and computed where it lies. The same call gives the same bits.
+    channels, without random crops, and computed where it lies. The same call gives the same bits. `what`: the images on
+    a progress bar; empty: there is none.
     """
     records = np.arange(len(dataset)) if records is None else records
     every = blocks(len(records), model.side or model.spec.side)
-    with evaluating(model):
-        features = torch.cat([outputs(model, dataset, records[rows], mirror).float() for rows in every])
+    parts = []
+    with evaluating(model), Bar(total=len(records), desc=what, unit="image", disable=not what) as bar:
+        for rows in every:
+            parts.append(outputs(model, dataset, records[rows], mirror).float())
+            bar.update(len(rows))
+    features = torch.cat(parts)
     return features.mT.contiguous(), torch.tensor(dataset.labels()[records])
 
 
@@ -120,7 +126,7 @@ class Frozen:
         """As `image_features`, in the run's precision and from what is kept, if anything is."""
         with self.precision.autocast():
             if source is None:
-                return image_features(self.model, self.reader, mirror=self.mirror)
+                return image_features(self.model, self.reader, mirror=self.mirror, what="features of")
             every, device = blocks(len(self.reader), self.model.side or self.model.spec.side), device_of(self.model)
             self.model.begin = self.begin
             with evaluating(self.model):
@@ -166,12 +172,18 @@ class Frozen:
         """Outputs of all blocks in order; the processes compute them in turn."""
         every, world = blocks(self.count, self.model.side or self.model.spec.side), collectives.world_size()
         self.model.begin = 0
+        bar = Bar(total=self.count, desc="frozen stages of", unit="image", disable=not collectives.is_main())
+        with bar:
+            yield from self._parts_of(every, world, end, bar)
+
+    def _parts_of(self, every: list[np.ndarray], world: int, end: int, bar: Bar) -> Iterator[Tensor]:
         for start in range(0, len(every), world):
             own = None
             with collectives.raising_together(patient=False), torch.no_grad(), self.precision.autocast():
                 for records in every[start : start + world][collectives.rank() :][:1]:
                     own = outputs(self.model, self.reader, records, self.mirror, end)
             yield from (part for part in collectives.gather_objects(own, patient=False) if part is not None)
+            bar.update(sum(len(records) for records in every[start : start + world]))
 
 
 def on_disk(rows: Iterator[np.ndarray], item: int, folder: Path) -> Callable[[np.ndarray], np.ndarray]:

@@ -16,6 +16,7 @@ from duetgan.data.packing import look_alikes
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.intervals import wilson
 from duetgan.training.base.monitors import Fields
+from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import duration
 
@@ -100,7 +101,7 @@ def fit(
     most = max(FOLDS * classes, int(WORK / width / classes))
     some = torch.from_numpy(np.sort(numpy_generator(seed, "probe", "images").permutation(n)[:most]))
     right = torch.zeros(len(STRENGTHS), FOLDS, dtype=torch.int64)
-    for fold in range(FOLDS):
+    for fold in Bar(range(FOLDS), "cross-validating the head", unit="fold", delay=1):
         train, held = (some[folds[some] == fold] if out else some[folds[some] != fold] for out in (False, True))
         for row, (weight, bias) in enumerate(_path(features[train], labels[train], classes, STRENGTHS, scale)):
             answers = F.linear(features[held, 0], weight, bias).argmax(1)

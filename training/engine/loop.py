@@ -134,15 +134,16 @@ class Loop(Fields):
         with handling(self._receive, obeyed_signals()):
             try:
                 if self.step == 0:
-                    self.task.begin(self.folder.path)
-                    self._samples()
-                    if self.config.log.tensorboard and collectives.is_main():
-                        self.log.graph(self.task.networks())
+                    with self.log.pausing("before the first step"):
+                        self.task.begin(self.folder.path)
+                        self._samples()
+                        if self.config.log.tensorboard and collectives.is_main():
+                            self.log.graph(self.task.networks())
                 self._tick_started, self._tick_step = time.perf_counter(), self.step
                 if profile is not None:
                     target = self.step + profiling.WARM_UP + profile
                     self._run_until(target - profile)
-                    self._pause(lambda: profiling.profile_steps(self, profile))
+                    self._pause(lambda: profiling.profile_steps(self, profile), "profiling")
                 self._run_until(target)
                 self._pause(self.save)
                 self._pause(self.manager.wait)
@@ -159,7 +160,8 @@ class Loop(Fields):
         while True:
             with phase("data"):
                 begun = time.perf_counter()
-                self.loader.read_from(self.task.source(self.step, self.folder.path))
+                with self.log.pausing("computing what stays frozen"):
+                    self.loader.read_from(self.task.source(self.step, self.folder.path))
                 self._pauses += time.perf_counter() - begun
                 batch = next(self.loader)
             yield batch
@@ -176,9 +178,9 @@ class Loop(Fields):
                 if self.step < here:  # rolled back
                     continue
             if config.log.samples_every and (self.step % config.log.samples_every == 0 or self.step == config.steps):
-                self._pause(self._samples)
+                self._pause(self._samples, "drawing samples")
             if (config.evaluation.every and self.step % config.evaluation.every == 0) or self.step == config.steps:
-                self._pause(self._evaluate)
+                self._pause(self._evaluate, "evaluating")
             elif self.step % config.checkpoint.every == 0:
                 self._pause(self.save)
             self._obey_signal()
@@ -213,11 +215,12 @@ class Loop(Fields):
                 raise
             self._halt(reason, rank_specific=True)
 
-    def _pause(self, action: Any) -> None:
+    def _pause(self, action: Any, what: str = "saving a checkpoint") -> None:
         """Do what is not training, not counted in images per second. The ranks wait for one another, however long."""
         started = time.perf_counter()
-        action()
-        collectives.barrier()
+        with self.log.pausing(what):
+            action()
+            collectives.barrier()
         self._pauses += time.perf_counter() - started
 
     def _row(self, now: float) -> Metrics:
@@ -282,7 +285,7 @@ class Loop(Fields):
                 "gradients, or check the data"
             )
         else:
-            self._pause(lambda: self._roll_back(spike, problem))
+            self._pause(lambda: self._roll_back(spike, problem), "rolling back")
 
     def _roll_back(self, spike: int, problem: str) -> None:
         """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""

@@ -24,7 +24,7 @@ from duetgan.training.base.task import Task
 from duetgan.training.engine.preflight import GIB, PeakBytes
 from duetgan.training.engine.speed import Trial
 from duetgan.training.gan.ada import Ada
-from duetgan.utils.text import columns
+from duetgan.utils.text import columns, duration
 
 EFFICIENCY = 0.75  # share of the roofline that operations reach, and
 OVERHEAD = 40e-6  # seconds that each takes besides: `python benchmarks/predictions.py --fit`
@@ -40,12 +40,27 @@ class Gpu(NamedTuple):
     convolution: float  # in fp32: TF32
     single: float  # other products in fp32
     bandwidth: float  # bytes/s
+    gib: int = 80  # of memory
 
 
+CONSUMER_GPUS = (  # NVIDIA's architecture papers: tensor cores without sparsity, sums in fp32
+    Gpu("RTX 5090", 209.5e12, 104.8e12, 104.8e12, 1.792e12, 32),
+    Gpu("RTX 4090", 165.2e12, 82.6e12, 82.6e12, 1.008e12, 24),
+    Gpu("RTX 4070", 58.3e12, 29.1e12, 29.1e12, 0.504e12, 12),
+    Gpu("RTX 4060", 30.2e12, 15.1e12, 15.1e12, 0.272e12, 8),
+    Gpu("RTX 3090", 71.2e12, 35.6e12, 35.6e12, 0.936e12, 24),
+    Gpu("RTX 3080", 59.5e12, 29.8e12, 29.8e12, 0.760e12, 10),
+    Gpu("RTX 3060", 25.4e12, 12.7e12, 12.7e12, 0.360e12, 12),
+)
+# what the total time may be off by: docs/predictions.md
+STATED_ERROR = (
+    "predicted, not measured: on the one GPU that was tried, an H200, StyleGAN2 took up to 4 times as long and small "
+    "networks two thirds of it; evaluations come on top"
+)
 GPUS = (  # SXM modules, by NVIDIA's data sheets
     Gpu("A100", 312e12, 156e12, 19.5e12, 2.039e12),
     Gpu("H100", 989e12, 494e12, 67e12, 3.35e12),
-    Gpu("H200", 989e12, 494e12, 67e12, 4.8e12),
+    Gpu("H200", 989e12, 494e12, 67e12, 4.8e12, 141),
 )
 
 
@@ -154,16 +169,22 @@ def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
 
 
 def told(config: RunConfig, reader: Dataset, world_size: int) -> str:
-    """What `--dry-run gpu` says: of a recipe on each of so many GPUs, messages left out."""
+    """Return what `--dry-run gpu` prints: a recipe's memory, speed and time on each of so many GPUs, without messages
+    between them.
+    """
     share, micro = config.share(world_size), config.micro(world_size)
     step = count(config, reader, share)
     one, two = (count(config.changed(micro_batch=None), reader, samples) for samples in (micro, 2 * micro))
-    fits = [f"{largest(one, two, gib, config.smallest_batch):,} in {gib} GiB" for gib in MEMORIES]
-    speeds = [f"{gpu.name} {share / step.seconds(gpu):,.3g}" for gpu in GPUS]
     work = [step.mean(attrgetter(of)) / share / 1e9 for of in ("flop", "bytes")]
     rows = {
         "memory": f"{step.peak / GIB:.2f} GiB, {step.held / GIB:.2f} of it between steps too",
-        "largest micro-batch": ", ".join(fits),
-        "images/s": f"{', '.join(speeds)}: {work[0]:,.3g} GFLOP and {work[1]:,.3g} GB an image",
+        "work": f"{work[0]:,.3g} GFLOP and {work[1]:,.3g} GB an image",
     }
-    return f"on paper, {share} samples a GPU, uncompiled (docs/predictions.md):\n" + columns(rows.items(), "<")
+    table = [["GPU", "memory", "largest micro-batch", "images/s", f"all {config.steps:,} steps"]]
+    for gpu in (*CONSUMER_GPUS, *GPUS):
+        seconds, most = step.seconds(gpu), largest(one, two, gpu.gib, config.smallest_batch)
+        speed = [f"{share / seconds:,.3g}", duration(config.steps * seconds)]
+        speed = speed if most >= micro else ["too little memory", f"--micro-batch {most}" if most else ""]
+        table.append([gpu.name, f"{gpu.gib} GiB", f"{most:,}", *speed])
+    head = f"on paper, {share} samples a GPU, uncompiled (docs/predictions.md):"
+    return "\n".join([head, columns(rows.items(), "<"), columns(table), STATED_ERROR])

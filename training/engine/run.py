@@ -11,6 +11,7 @@ import torch
 from duetgan.training.base import data
 from duetgan.training.base.config import RunConfig
 from duetgan.training.base.task import Task
+from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine import health, lr_find, preflight, speed, transfer
 from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.loop import Loop
@@ -18,7 +19,7 @@ from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils import seeding, threads
 from duetgan.utils.checkpoint import newest_first
 from duetgan.utils.config import plugins
-from duetgan.utils.config.build import to_tree
+from duetgan.utils.config.build import given_keys, to_tree
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
@@ -56,7 +57,7 @@ def train(
     torch_device = _start_process(config, device)
     loop, lost = None, False
     try:
-        loop = prepare(config, folder, torch_device)
+        loop = prepare(config, folder, torch_device, optional_weights="model.weights" not in given_keys(overrides))
         if dry_run:
             collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run == "gpu"))
             return 0
@@ -88,9 +89,17 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
     return device
 
 
-def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
-    """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
+def prepare(
+    config: RunConfig, folder: RunFolder, device: torch.device, *, optional_weights: bool = False
+) -> Loop:
+    """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError.
+
+    Args:
+        optional_weights: Train from scratch where published weights that the recipe names cannot be downloaded.
+    """
     began = collectives.from_main_process(lambda: folder.saved_config() or {})
+    if optional_weights and isinstance(config, ClassifierConfig):
+        config = config.with_weights_at_hand(began)
     kept = {key: began[key] for key in ("precision", "threads") if key in began and getattr(config, key) == "auto"}
     if isinstance(kept.get("threads"), int):  # begun on a machine of more cores
         kept["threads"] = min(kept["threads"], threads.most())

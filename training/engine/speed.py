@@ -30,6 +30,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.memory import ran_out
+from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.text import duration
 
 FORCED = "DUET_PRECISION"  # environment variable: what auto means, without a measurement
@@ -158,7 +159,7 @@ def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: S
     seconds: float | None = None
     load, count = threads.Load(), torch.get_num_threads()
     free = threads.free() and device.type == "cpu" and config.threads in ("auto", "adapt")
-    with collectives.alone():
+    with collectives.alone(), Bar(desc="measuring the speed of a step", unit="step", delay=1):
         try:
             each, seconds, more = race(config, world, reader, device, names, fewer=free)
         except (TooSlow, RuntimeError, MemoryError) as error:

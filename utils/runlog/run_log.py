@@ -7,7 +7,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,10 @@ class RunLog:
                 self._events.add("text", "config", text, step)
         self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
 
+    def pausing(self, what: str) -> AbstractContextManager[None]:
+        """Return a context for work that is no step: `Bar.pausing`."""
+        return nullcontext() if self._bar is None else self._bar.pausing(what)
+
     def advance(self) -> None:
         if self._bar is not None:
             self._bar.update()
@@ -155,7 +159,7 @@ class RunLog:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
         self._track()
-        losses = {key[5:]: f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")}
+        losses = {f"{key[5:]} loss": f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")}
         if self._bar is not None and losses:
             self._bar.set_postfix(losses, refresh=False)
             rate = {"images/s": f"{metrics['images_per_second']:.4g}"} if "images_per_second" in metrics else {}

@@ -72,6 +72,7 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
     image.save(tmp_path / "photos" / "wide.png")
     save(tmp_path / "photos" / "small.png", side=4)
     Image.fromarray(np.full((8, 8), 515, np.uint16)).save(tmp_path / "photos" / "x.png")
+    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "photos" / "y.png")
     reader = packed(tmp_path / "photos", "--size", "8")
     assert reader.read([1])[0][0].reshape(3, -1).T.tolist() == [[0, 0, 255]] * 64
     assert reader.meta.resize_filter == "centre-crop+lanczos"
@@ -83,6 +84,7 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
         "warning 1 images have 16 bits a value: the high 8 are kept; --depth 16 keeps all; their values"
     )
     assert dark.endswith("end at 1,023, so they are dark: --depth 16 --range 0,1023 makes 1,023 white")
+    assert "alpha 1 transparent images are put on white; --channels 4 keeps alpha".split() in told  # noqa: SIM905 (U11)
     Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
     reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
     assert reader.read([1])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]

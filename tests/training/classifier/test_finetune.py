@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 
+import train
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.models.batchnorm import synchronise_batchnorm
@@ -240,3 +242,46 @@ def test_the_usual_groups_have_no_names():
     assert all("param_names" not in group and "lr_scale" not in group for group in groups)
     assert [group["params"] for group in groups] == [[0, 1], [2, 3]]
     assert [len(group["params"]) for group in parameter_groups(model, 0.1)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("weights", "started", "cached", "expected", "lines"),
+    [
+        ("IMAGENET1K_V2", {}, False, None, 1),
+        ("IMAGENET1K_V2", {}, True, "IMAGENET1K_V2", 0),
+        ("IMAGENET1K_V2", {"model": {"weights": None}}, True, None, 0),  # a resume goes on as the run began
+        ("IMAGENET1K_V2", {"model": {"weights": "IMAGENET1K_V2"}}, False, "IMAGENET1K_V2", 0),
+        ("weights.pth", {}, False, "weights.pth", 0),
+        (None, {}, False, None, 0),
+    ],
+)
+def test_without_a_network_a_recipe_trains_from_scratch(
+    tmp_path, monkeypatch, capsys, weights, started, cached, expected, lines
+):
+    """U5: said once, with the file's address and place; nothing stays frozen that was never trained."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
+    file = tmp_path / "checkpoints" / Path(url).name
+    if cached:
+        file.parent.mkdir()
+        file.touch()
+    frozen = FineTuneConfig(freeze=["backbone"])
+    config = ClassifierConfig(
+        data=DataConfig(path="x.lmdb"), model=ModelConfig(name="resnet50", weights=weights), finetune=frozen
+    )
+    found = config.with_weights_at_hand(started)
+    assert found.model.weights == expected
+    assert found.finetune == (frozen if expected == weights else FineTuneConfig())
+    said = capsys.readouterr().err
+    assert said.count("\n") == lines
+    if lines:
+        assert said.startswith("warning: training from scratch, because ")
+        assert f"resnet50's weights {weights}: is not at {file}" in said
+        assert f"fetch {url} on a machine with a network and put it there, or give --model.weights FILE" in said
+
+
+def test_weights_that_were_asked_for_are_not_left_out(packed, tmp_path, slim, refused, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    options = ["--config=finetune_resnet50", f"--data.path={packed / 'train.lmdb'}", f"--run-dir={tmp_path / 'run'}"]
+    error = refused(train.main, *options, "--model.weights=IMAGENET1K_V2", "--precision=fp32", "--dry-run")
+    assert "cannot be downloaded (DUET_OFFLINE is set)" in error

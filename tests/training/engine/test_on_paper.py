@@ -1,6 +1,7 @@
 """What is counted on paper is what happens, and the times are the formula's; the published figures of NVIDIA's code are
 in tests/benchmarks/test_predictions.py."""
 
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from duetgan.training.engine.on_paper import GIB, USABLE, Count, Gpu, Ledger, Op
 from duetgan.training.engine.speed import Trial
 from tests.end_to_end.helpers import train_in_process, write_config
 
+EVERY_GPU = (*on_paper.CONSUMER_GPUS, *on_paper.GPUS)
 CPU = torch.device("cpu")
 GREY = Images(16, 10, 1, 200)
 
@@ -171,5 +173,10 @@ def test_a_dry_run_tells_of_gpus_where_it_is_asked(tmp_path, packed, capsys) -> 
     )
     out = capsys.readouterr().out
     assert "on paper, 16 samples a GPU" in out
-    assert all(gpu.name in out for gpu in on_paper.GPUS)
+    lines = {gpu.name: next(line for line in out.splitlines() if line.startswith(gpu.name)) for gpu in EVERY_GPU}
+    steps = re.search(r"all (\d+) steps", out)
+    assert steps
+    for name in ("RTX 4090", "RTX 3090", "RTX 3060", "A100"):  # U6: the whole run's time, and how far off it may be
+        assert re.search(r"GiB +[\d,]+ +[\d.,]+ +[\d.]+ (s|min|h)$", lines[name])
+    assert on_paper.STATED_ERROR in out
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ import pytest
 from duetgan.utils.runlog import progress
 from duetgan.utils.runlog.progress import Bar, has_terminal
 
-LINE = re.compile(r"\d\d:\d\d:\d\d packing: 3 of 12 images \(25%\), [\d.,]+/s, \d+ s left")
+LINE = re.compile(r"\d\d:\d\d:\d\d packing: 4 of 12 images \(33%\), [\d.,]+/s, \d+ s left")
 
 
 def wait_for(capsys, text: str) -> str:
@@ -33,6 +33,7 @@ def test_lines_come_while_nothing_moves_and_end_with_the_bar(capsys):
     """U16: redirected logs said nothing for minutes."""
     with Bar(total=12, desc="packing", unit="image") as bar:
         bar.update(3)
+        bar.update(1)
         assert LINE.search(wait_for(capsys, "left"))
         assert wait_for(capsys, "packing")  # and again, though nothing was done in between
     time.sleep(0.15)
@@ -41,15 +42,32 @@ def test_lines_come_while_nothing_moves_and_end_with_the_bar(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_what_was_done_before_counts_as_done_and_not_for_the_speed(capsys, monkeypatch):
+def test_the_time_left_is_that_of_recent_steps(capsys, monkeypatch):
+    """U3: a probe of five minutes before the first step made 9 minutes of training 4.9 h."""
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     bar = Bar(total=100, initial=60, unit="step")
-    bar.update(10)
-    clock[0] = 5.0
-    assert bar.text() == "70 of 100 steps (70%), 2/s, 15 s left"
+    with bar.pausing("before the first step"), bar.pausing("within it"):
+        clock[0] = 300.0
+        assert bar.text() == "before the first step: for 5 min, at 60 of 100 steps (60%)"
+    clock[0] = 330.0  # the first step compiles
+    bar.update(1)
+    assert bar.text() == "61 of 100 steps (61%)"
+    for _ in range(9):
+        clock[0] += 0.5
+        bar.update(1)
+    clock[0] += 0.5
+    with bar.pausing("evaluating"):
+        clock[0] += 1000.0
+    assert bar.text() == "70 of 100 steps (70%), 1.8/s, 17 s left"
     bar.more = ", loss 0.5"
     assert bar.text().endswith("left, loss 0.5")
+    for _ in range(progress.RECENT):  # slower from here on
+        clock[0] += 10.0
+        bar.update(0)
+    clock[0] += 10.0
+    bar.update(1)
+    assert bar.text() == "71 of 100 steps (71%), 0.00345/s, 2.3 h left, loss 0.5"
     bar.close()
 
 
