@@ -30,6 +30,7 @@ from tests.metrics.trained import (
     NAMES,
     as_bytes,
     assert_pixels,
+    centres,
     pictures,
     samples_of,
     styles_of,
@@ -150,7 +151,8 @@ def test_samples(trained, pictures, call, tmp_path):
 
     call(generate, f"mix {common} --truncation-psi 0.6 --layers 1,3 --n 2 --out", tmp_path / "mix.png")
     (a, a_maps), (b, b_maps) = (styles_of(generator, chosen[:2], [k + 2, k], seed) for k in (0, 7))
-    a, b = (generator.w_avg + 0.6 * (ws - generator.w_avg) for ws in (a, b))
+    middle = centres(generator, chosen[:2])[:, None]
+    a, b = (middle + 0.6 * (ws - middle) for ws in (a, b))
     cells = [*generator.synthesis(b, b_maps)]
     for i in range(2):
         ws, maps = a[[i, i]].clone(), [level[[i, i]] for level in a_maps]
@@ -161,8 +163,9 @@ def test_samples(trained, pictures, call, tmp_path):
     film = "--truncation-psi 0.6 --truncation-cutoff 2 --n 3 --frames 4 --fps 25 --scale 2"
     call(generate, f"interpolate {common} {film} --out", tmp_path / "x.gif")
     ws, maps = styles_of(generator, chosen, chosen, seed)
+    middle = centres(generator, chosen)[:, None]
+    ws[:, :2] = middle + 0.6 * (ws[:, :2] - middle)
     ws = torch.stack([ws[k // 4].lerp(ws[(k // 4 + 1) % 3], k % 4 / 4) for k in range(12)])
-    ws[:, :2] = generator.w_avg + 0.6 * (ws[:, :2] - generator.w_avg)
     frames, delays = gif_frames(tmp_path / "x.gif")
     assert delays == [40] * 12
     expected = as_bytes(generator.synthesis(ws, [level[:1].expand(12, -1, -1, -1) for level in maps]))

@@ -152,8 +152,9 @@ def assert_pictures(result: dict[str, Any], expected: dict[str, Any]) -> None:
         assert_pixels(result[name][0], [np.asarray(image) for image in images])
 
 
-def few(interval: list[float], extra: str = "") -> str:
-    return f"few images ({N}): its share is known to {100 * (interval[1] - interval[0]):.0f} points only{extra}"
+def few(interval: list[float], metric: str, extra: str = "") -> str:
+    half = f"{50 * (interval[1] - interval[0]):.0f} percentage points either way"
+    return f"only {N} test images: the {metric} is uncertain by about {half}{extra}"
 
 
 def share(hits: Any) -> tuple[float, list[float]]:
@@ -285,8 +286,9 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
         passed = np.mean(scores[N:] >= np.sort(scores[:N])[N // 20])
         expected["ood"][name] = keys(auroc=area) | {"fpr95": passed}
     sure = "it began as a logistic regression on its features: 0.613 (0.504 to 0.711) by cross-validation"
-    expected |= {"probe": PROBE, "notes": {"n": few(expected["accuracy_interval"]), "probe": sure}}
+    expected |= {"probe": PROBE, "notes": {"n": few(expected["accuracy_interval"], "accuracy"), "probe": sure}}
     names = ["confusion", "reliability", "mistakes", "confused", "evidence", "robustness"]
+    expected["majority_class_rate"] = np.bincount(labels).max() / N
     expected |= {"precision": "fp32", "fold": True, "tta": "flip", "images": [f"{name}.png" for name in names]}
     result.check(expected, columns, trained["test.lmdb"])
 
@@ -314,7 +316,8 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     assert charts["confusion.png"] == (expected["confusion"], NAMES)
     assert_document([*charts["reliability.png"]], [expected["reliability"], expected["ece"]])
 
-    result.check_figures({"accuracy": "mean of 2 views"})
+    most = f"the most frequent class: {100 * expected['majority_class_rate']:.1f} %"
+    result.check_figures({"accuracy": f"mean of 2 views; {most}"})
     for name, row in expected["per_class"].items():
         result.check_row(name, [*row.items()], [(key, row[key]) for key in (*COLUMNS, "support")])
     for name, part in corruptions.items():
@@ -355,7 +358,7 @@ def test_a_classifier_of_several_labels(trained, pictures, capsys):
         means[f"{mean}_f1"] = jackknife(f1)
     expected = keys(exact_match=share((hot == named).all(1)), **means)
     flattered = "they were chosen on these images, which flatters F1 and exact match; give others"
-    expected["notes"] = {"n": few(expected["exact_match_interval"]), "thresholds": flattered}
+    expected["notes"] = {"n": few(expected["exact_match_interval"], "exact match"), "thresholds": flattered}
     expected["per_class"] = classes_of(hot, named, **by_class, threshold=levels.numpy())
     expected |= {"precision": "fp32", "fold": False, "tta": "off", "images": ["mistakes.png"]}
     result.check(expected, {name: part[2] for name, part in means.items()}, data)
@@ -453,12 +456,16 @@ def test_a_gan(trained, pictures, capsys):
     lists = {"closest": sorted(pairs, key=lambda pair: pair["distance"])[:12], "first": pairs[:12]}
     expected["memorisation"] = copies | lists | {"extractor": "pixels", "weights": "", "searched": searched, "n": N}
     of_judge = keys(accuracy=share(q.argmax(1) == judged.labels), class_score=jackknife(divergence(q), high=KINDS))
-    expected["judge"] = of_judge | {"n": N}
-    rough = "; distances of fewer than 1,000 images are rough and depend on n: compare them only with figures of "
+    majority = np.bincount(judged.labels).max() / N
+    assert of_judge["accuracy"] > 0.25 + 0.75 * majority
+    expected["judge"] = of_judge | {"n": N, "majority_class_rate": majority, "is_weak": False}
+    expected["weak_extractors"] = []
+    expected["samples_by_class"] = dict(zip(NAMES, np.bincount(first, minlength=KINDS).tolist(), strict=True))
+    rough = "; distances of fewer than 1,000 images are rough and depend on n: compare them only with metrics of "
     rough += "the same n, and only large differences"
     biased = f"a class has {np.bincount(first).min()} images a side, so its distance is mostly the bias of small n: "
     biased += "compare it with figures of the same n alone"
-    expected["notes"] = {"n": few(expected["recognised_interval"], rough), "intra_class_frechet": biased}
+    expected["notes"] = {"n": few(expected["recognised_interval"], "recognised share", rough), "intra_class_frechet": biased}
     drawings = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]
     expected["images"] = [f"{name}.png" for name in drawings]
     stored = {"label": first, "prediction": p[:N].argmax(1), "confidence": p[:N].max(1)}
@@ -503,6 +510,7 @@ def test_a_gan(trained, pictures, capsys):
     assert_pictures(pictures, expected_pictures)
 
     right = f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
+    right += f", the most frequent class is {100 * majority:.1f} % of them"
     result.check_figures({"recognised": right, "class_score": f"real images: {of_judge['class_score']:.3g}"})
     for name in NAMES:
         of_class = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]

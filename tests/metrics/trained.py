@@ -123,12 +123,21 @@ def samples_of(
     """Samples uint8 [n, 1, SIDE, SIDE] by the keys of docs/reproducibility.md, from mapping and synthesis alone."""
     ws, maps = styles_of(generator, labels, indices, seed, numpy_seeds=numpy_seeds)
     if psi != 1:
-        ws[:, :cutoff] = generator.w_avg + psi * (ws[:, :cutoff] - generator.w_avg)
+        centre = centres(generator, labels)[:, None]
+        ws[:, :cutoff] = centre + psi * (ws[:, :cutoff] - centre)
     return as_bytes(generator.synthesis(ws, maps if noise == "random" else noise))
 
 
 def as_bytes(images: torch.Tensor) -> torch.Tensor:
     return (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+@torch.no_grad()
+def centres(generator: Any, labels: list[int]) -> torch.Tensor:
+    """Return the mean w [n, w_dim] of 10,000 latents of each label's class."""
+    z = torch.randn(10_000, generator.z_dim, generator=keyed_generator(0, "class mean"))
+    means = {label: generator.mapping(z, torch.full((len(z),), label)).mean(0) for label in set(labels)}
+    return torch.stack([means[label] for label in labels])
 
 
 @torch.no_grad()
