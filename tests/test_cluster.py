@@ -2,7 +2,6 @@
 models.
 """
 
-import copy
 import json
 import os
 import re
@@ -161,9 +160,7 @@ def test_usr1_reaches_the_processes_and_the_job_queues_itself_again(cluster: Clu
     ("status", "code"),
     [
         ({"state": "stopped", "reason": "SIGTERM", "exit_code": 3}, 3),  # scancel
-        ({"state": "stopped", "reason": "max_steps", "exit_code": 0}, 0),
         ({"state": "failed", "reason": "memory", "exit_code": 4}, 1),
-        ({"state": "running", "reason": "", "exit_code": None}, 1),  # killed
     ],
 )
 def test_nothing_else_queues_it_again(cluster: Cluster, status: dict[str, Any], code: int) -> None:
@@ -177,20 +174,6 @@ def test_the_status_of_an_earlier_job_does_not_count(cluster: Cluster) -> None:
     (cluster.run / "status.json").write_text(json.dumps(earlier))
     assert end(cluster.pretend(status=None)) == 1
     assert not cluster.requeued
-
-
-def test_without_a_run_folder_or_slurm_it_is_refused(cluster: Cluster) -> None:
-    for arguments, environment, told in (
-        (["--seed=1"], {}, "--run-dir"),
-        (["--run-dir=x"], {"SLURM_JOB_ID": ""}, "sbatch"),
-        (["--run-dir=x"], {"SLURM_SUBMIT_DIR": str(cluster.folder)}, "train.py"),
-    ):
-        job = cluster.submit(*arguments, **environment)
-        _, errors = job.communicate(timeout=PATIENCE)
-        assert job.returncode == 2
-        assert errors.startswith("error: ")
-        assert told in errors
-    assert not (cluster.folder / "calls").exists()
 
 
 @pytest.mark.slow
@@ -243,41 +226,6 @@ def lost(given: Any, read: Any, where: str = "") -> list[str]:
 @pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
 def test_manifests_are_of_the_schema(kind: str) -> None:
     assert not_in_the_schema(manifests()[kind]) == []
-
-
-def broken(kind: str, path: str, value: Any) -> dict[str, Any]:
-    """A manifest with something else at a place."""
-    manifest = copy.deepcopy(manifests()[kind])
-    place: Any = manifest
-    *parents, last = path.split(".")
-    for key in parents:
-        place = place[int(key)] if key.isdecimal() else place[key]
-    place[last] = value
-    return manifest
-
-
-POD = "spec.template.spec.replicatedJobs.0.template.spec.template.spec"
-
-
-@pytest.mark.parametrize(
-    ("kind", "path", "value"),
-    [
-        ("TrainJob", "spec.trainer.numNodes", "two"),
-        ("TrainJob", "spec.trainer.nodes", 2),
-        ("TrainJob", "spec.trainer.command", "torchrun train.py"),
-        ("TrainJob", "spec.runtimeRef", {"kind": "TrainingRuntime"}),
-        ("TrainingRuntime", "spec.mlPolicy.torch.numProcPerNode", 8),
-        ("TrainingRuntime", "spec.template.spec.failurePolicy.maxRestarts", "often"),
-        ("TrainingRuntime", f"{POD}.volumes.0.persistentVolumeClaim", {"name": "duet-data"}),
-        ("TrainingRuntime", f"{POD}.containers.0.volumeMounts.0.mount", "/data"),
-        ("TrainingRuntime", f"{POD}.containers.0.livenessProbe.exec.command", "true"),
-        ("TrainingRuntime", f"{POD}.containers.0.livenessProbe.every", 60),
-        ("TrainingRuntime", f"{POD}.containers.0.startupProbes", {}),
-        ("TrainJob", "spec.trainer.env.0.values", "/runs/faces"),
-    ],
-)
-def test_broken_manifests_are_not(kind: str, path: str, value: Any) -> None:
-    assert not_in_the_schema(broken(kind, path, value)) != []
 
 
 def test_the_manifests_fit_one_another_and_the_image() -> None:

@@ -21,7 +21,7 @@ from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from tests.test_project import PROJECT, project_files
+from tests.test_project import project_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -162,29 +162,6 @@ def test_every_pitfall_names_a_test():
     assert [lesson.partition("\n")[0] for lesson in lessons if "- Here: " not in lesson] == []
 
 
-MISSED = {  # rows of what readers looked for in vain, the page where it is now, and words that it must have
-    "N2": ("README.md", ["DistributedDataParallel (DDP)", "docs/distributed.md"]),
-    "N4": ("README.md", ["No long GPU run of ours exists", "gloo", "NCCL"]),
-    "N6": ("README.md", ["opencv-python-headless", "libGL"]),
-    "N7": ("docs/not-here.md", ["apex", "O3", "DataParallel", "TensorRT", "DALI", "RepVGG", "ACNet", "Pruning"]),
-    "N7, second part": ("docs/not-here.md", ["NNI", "inplace-ABN", "HDF5", "TFRecord"]),
-    "N7, distillation": ("docs/classifier.md", ["`loss.teacher: RUN`, distillation"]),
-    "N16": ("README.md", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"]),
-    "P4": ("docs/gan.md", ["label mapping has 0 layers unless `discriminator.mapping_layers`", "NVIDIA's has 8"]),
-    "P6": ("docs/gan.md", ["ADA's p stays within 1"]),
-    "P7": ("docs/gan.md", ["R3GAN under bf16", "`full_width_up_to: 64`"]),
-    "U10": ("README.md", ["--config configs/finetune_resnet50.yaml"]),
-    "U23": ("README.md", ["docs/images/hero.png", "## Compared with others", "## Results of a run", "CONTRIBUTING.md"]),
-}
-
-
-@pytest.mark.parametrize("row", MISSED)
-def test_what_readers_missed_is_told(row):
-    name, words = MISSED[row]
-    text = " ".join((ROOT / name).read_text().split())
-    assert [word for word in words if word not in text] == []
-
-
 BAD = (  # phrases that are no idiomatic English, and what was meant
     "goes on to the bit where it was", "also read are", "beside their floor", "beside its floor", "are taken back",
     "ride on the pass", "rides on the pass", "can be told in the samples", "is not for the probe", "named right",
@@ -290,28 +267,3 @@ def test_make_targets_and_configs_exist(current):
     assert named <= targets
     configs = {name for text in code(current) for name in re.findall(r"configs/\w+\.yaml", text)}
     assert {name for name in configs if not (ROOT / name).is_file()} == set()
-
-
-def lower_bound(package: str) -> str:
-    """The version of `package>=X` in pyproject.toml."""
-    (version,) = [line.partition(">=")[2] for line in PROJECT["dependencies"] if line.partition(">=")[0] == package]
-    return version
-
-
-def test_badges_say_what_pyproject_and_the_makefile_say():
-    python = PROJECT["requires-python"].removeprefix(">=")
-    said = {
-        "python": (f"python {python}+", f"Python {python} or newer"),
-        "pytorch": (f"pytorch {lower_bound('torch')}+", f"PyTorch {lower_bound('torch')} or newer"),
-        "licence": (f"licence {PROJECT['license']}", f"Licence {PROJECT['license']}"),
-        "tests": ("tests make test", "Tests: make test"),
-    }
-    readme = (ROOT / "README.md").read_text()
-    assert set(said) == {path.stem.removeprefix("badge-") for path in (ROOT / "docs/images").glob("badge-*.svg")}
-    for name, (shown, alternative) in said.items():
-        svg = (ROOT / f"docs/images/badge-{name}.svg").read_text()
-        assert " ".join(re.findall(r"<text[^>]*>([^<]+)</text>", svg)) == shown
-        assert f"<title>{shown}</title>" in svg
-        assert f"![{alternative}](docs/images/badge-{name}.svg)" in readme
-        assert "href" not in svg  # nothing is fetched
-    assert "MIT License" in (ROOT / "LICENSE").read_text()

@@ -14,8 +14,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from duetgan.utils.config.recipes import STUDIES
-
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -34,7 +32,6 @@ MAY_IMPORT = {
     "studies": {"studies", "training", "inference", "metrics", "reporting", "models", "data", "utils"},
 }
 HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")
-TASKS = ("gan", "classifier")
 
 
 def pins(name: str) -> list[Requirement]:
@@ -120,16 +117,6 @@ def test_imports_point_one_way(package):
         or (forbidden := imported(source) & outside)
     }
     assert wrong == {}
-
-
-CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.name.startswith(STUDIES)]
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_is_a_mapping_that_names_its_task(path):
-    config = yaml.safe_load(path.read_text())
-    assert config["task"] in TASKS
-    assert not path.stem.startswith("quickstart") or path.stem == f"quickstart_{config['task']}"
 
 
 def test_no_registry_and_no_path_of_this_machine_in_any_file():

@@ -1,9 +1,6 @@
 """The GAN step's benchmark at a tiny size: it counts what it says, and every figure it promises is there."""
 
 import json
-import math
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gan_step
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
-from duetgan.models.layers import blur_fir
-from duetgan.training.engine.tasks import build_run_config
-from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.errors import UserError
 
 CPU = torch.device("cpu")
 LAYOUTS = (torch.channels_last, torch.contiguous_format)
@@ -85,21 +78,6 @@ def test_the_second_derivative_counts_as_a_convolution_and_a_gradient_of_its_wei
         assert call.x.stride == torch.empty(call.x.shape, device="meta").to(memory_format=layout).stride()
 
 
-def test_filters_are_no_dense_convolutions_and_bare_time_is_weighted_by_their_number(monkeypatch):
-    x = torch.randn(2, 4, 8, 8, requires_grad=True)
-
-    def work():
-        y = blur_fir(x, padding=1) + F.conv2d(x, torch.ones(4, 1, 4, 4), padding=1, groups=4)
-        (y.flatten(1) @ torch.ones(4 * 49, 2)).sum().backward()
-
-    assert not record(work)
-    _, _, run = convolution("3x3")
-    (call,) = record(run)
-    ticks = iter(range(1000))
-    monkeypatch.setattr("benchmarks.gan.convolutions.time.perf_counter", lambda: next(ticks))
-    assert bare_seconds({call: 2.5}, CPU) == 2.5
-
-
 @pytest.fixture
 def tiny(tmp_path):
     """A recipe of a few channels, with every penalty in every second step."""
@@ -128,28 +106,3 @@ def test_every_figure_is_there_and_the_last_line_is_flat(tiny, last_line, monkey
         assert own["peak_mib"] == 3
     ratio = result["fp32_nchw_step_ms"] / result["bf16_step_ms"]
     assert result["bf16_vs_fp32_nchw_ratio"] == pytest.approx(ratio)
-
-
-def test_peak_memory_of_a_process_of_its_own():
-    config = GanConfig(batch_size=4, steps=4)
-    config.generator.channel_max = config.discriminator.channel_max = 4
-    peak, above = gan_step._peak_memory(config, 8, 1, 0, "cpu")
-    assert peak >= above >= 0
-    assert peak > 10
-    assert math.isfinite(peak)
-
-
-@pytest.mark.parametrize(
-    ("steps", "loss", "refused"),
-    [
-        *((steps, {}, "r1_interval") for steps in (8, 0, 18)),
-        (3, {"r1_gamma": 0.0}, None),
-        (3, {"r1_gamma": 0.0, "path_length_weight": 2.0}, "path_length_interval 4"),
-    ],
-)
-def test_a_repeat_must_hold_every_penalty_at_its_rate(steps, loss, refused):
-    config: Any = build_run_config({"task": "gan", "loss": loss}, [], "test")
-    with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        gan_step.check_steps(config, steps)
-    with pytest.raises(UserError, match="not a recipe of task gan"):
-        gan_step.main(["--config", "configs/quickstart_classifier.yaml"])

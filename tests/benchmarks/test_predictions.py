@@ -6,7 +6,6 @@ from benchmarks import predictions
 from benchmarks.scaling import PRESETS, recipe
 from duetgan.training.engine import on_paper
 from duetgan.training.engine.on_paper import GIB
-from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 
 DOCS = (REPOSITORY / "docs" / "measurements" / "predictions.md").read_text().splitlines()
@@ -20,11 +19,6 @@ def check_docs(names: list[str]) -> None:
     printed = rows_of(predictions.tables(names)[0])
     assert len(printed) > 6
     assert [row for row in printed if row not in DOCS] == []
-
-
-def test_docs_hold_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "variants", lambda config: {"as it is": config})  # the others: the slow test
-    check_docs(["cifar10_classifier_gpu"])
 
 
 @pytest.mark.slow
@@ -59,8 +53,3 @@ def test_what_layers_save_is_what_a_step_holds() -> None:
     before = found.held / GIB - predictions.split_of_memory(found)["gradients"]  # which the forward pass has not
     assert sum(saved.values()) * 256 / 1024 == pytest.approx(found.peak / GIB - before, rel=0.1)
     assert max(saved, key=lambda layer: saved[layer]).startswith("network.layer1")
-
-
-def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(predictions.main, ["--only", "stylegan3_256"]) == 2
-    assert "no recipe" in capsys.readouterr().err

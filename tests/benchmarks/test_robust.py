@@ -9,7 +9,6 @@ from torch import nn
 
 from benchmarks.judges import robust
 from duetgan.models.gan import ImageNetwork
-from duetgan.utils.errors import UserError
 
 
 class Linear(ImageNetwork):
@@ -57,14 +56,3 @@ def test_effects_are_those_of_a_study():
     assert max(found["better", column]["p"] for column in ("1/255", "spoiled")) < 0.01
     assert found["same", "1/255"]["p"] > 0.05
     assert 0.1 < found["better", "1/255"]["difference"] < 0.3
-
-
-def test_runs_that_were_not_kept_and_seeds_that_differ_are_named_before_any_work(tmp_path):
-    ask = [str(tmp_path), "--base", "samples, taught", "--arms", "samples"]
-    with pytest.raises(UserError, match="no run of 'samples, taught' is kept; run the study with --keep-runs true"):
-        robust.main(ask)
-    for run in ("samples-taught-s0", "samples-taught-s1", "samples-s0"):
-        (tmp_path / "runs" / run / "run/checkpoints").mkdir(parents=True)
-    assert list(robust.kept(tmp_path, "samples, taught")) == ["0", "1"]
-    with pytest.raises(UserError, match="not all arms have kept the same seeds"):
-        robust.main(ask)

@@ -1,13 +1,7 @@
 """The soak: what its verdict finds, and a very short one."""
 
 import json
-import os
 import random
-import resource
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +9,7 @@ import torch
 
 from benchmarks import soak
 from benchmarks.soaking import verdict
-from benchmarks.soaking.verdict import Trend, trend, trends, unequal
-from duetgan.utils.config.build import build
-from duetgan.utils.errors import UserError
+from benchmarks.soaking.verdict import trend, trends, unequal
 
 
 def wandering(seed: int, n: int = 400) -> list[float]:
@@ -41,21 +33,6 @@ def test_the_line_is_that_of_least_squares_and_its_error_as_wide_as_slopes_vary(
     varies = (sum(line.slope**2 for line in lines) / 60) ** 0.5
     assert 0.6 < sum(line.error for line in lines) / 60 / varies < 1.5
     assert sum(line.flat(0.0) for line in lines) >= 55
-
-
-@pytest.mark.parametrize(
-    ("line", "flat"),
-    [
-        (Trend(1e-3, 1e-6, 1000.0, 3600.0), True),  # 3.6 MiB
-        (Trend(2e-3, 1e-6, 1000.0, 3600.0), False),  # 7.2 MiB: the level does not excuse it
-        (Trend(2e-3, 1e-6, 1000.0, 1200.0), True),
-        (Trend(2e-3, 1.1e-3, 1000.0, 3600.0), True),
-        (Trend(-1.0, 1e-6, 1000.0, 3600.0), True),
-    ],
-)
-def test_what_counts_as_flat(line, flat):
-    assert line.flat(verdict.MEASURES["anon_mib"]) is flat
-    assert line.most == pytest.approx(line.slope + 2 * line.error)
 
 
 def row(second, saved, anon_mib, **more):
@@ -101,75 +78,6 @@ def test_a_difference_of_one_bit_is_named_and_rows_may_lack(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     assert verdict.other_rows(tmp_path / "a", tmp_path / "b") == [3]
     assert verdict.other_rows(tmp_path / "a", tmp_path / "a") == []
-
-
-def test_processes_are_seen_with_their_memory_files_and_threads():
-    own = soak.sample(os.getpid())
-    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert (own["anon_mib"] + own["file_mib"]) * 2**20 == pytest.approx(kept, rel=0.5)
-    with open(os.devnull):
-        assert soak.sample(os.getpid())["files"] == own["files"] + 1
-    code = "import subprocess, sys; subprocess.run(['sleep', '30'], env={'RANK': '1'})"
-    with subprocess.Popen([sys.executable, "-c", code]) as parent:
-        try:
-            while "rank 1" not in (found := soak.family(parent.pid)):
-                assert parent.poll() is None
-            assert found["launcher"] == parent.pid
-            os.kill(found["rank 1"], 9)
-        finally:
-            parent.kill()
-
-
-GROWS = """
-import mmap, sys
-kept, file = [], open(sys.argv[1], "rb")
-mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-for part in range(64):
-    if sys.argv[2] == "leaks":
-        kept.append(b"x" * 2**20)
-    else:  # reads on in a mapped file, as the loader does
-        sum(mapped[part << 20 : (part + 1) << 20 : 4096])
-    print(flush=True)
-    sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("does", ["leaks", "reads"])
-def test_a_leak_counts_and_a_mapped_file_does_not(tmp_path, does):
-    file = tmp_path / "images"
-    file.write_bytes(os.urandom(1 << 20) * 64)
-    samples = []
-    command = [sys.executable, "-c", GROWS, str(file), does]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for _ in range(64):
-            process.stdout.readline()
-            samples.append(soak.sample(process.pid))
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-        process.stdin.close()
-        while "Z" not in Path(f"/proc/{process.pid}/stat").read_text():
-            time.sleep(0.01)
-        with pytest.raises(ProcessLookupError):
-            soak.sample(process.pid)
-    grown = {name: samples[-1][name] - samples[0][name] for name in ("anon_mib", "file_mib")}
-    assert grown["anon_mib" if does == "leaks" else "file_mib"] == pytest.approx(63, rel=0.2)
-    line = trend([10.0 * i for i in range(64)], [each["anon_mib"] for each in samples])
-    assert line.flat(verdict.MEASURES["anon_mib"]) is (does == "reads")
-
-
-@pytest.mark.parametrize("task", soak.TASKS)
-def test_the_recipes_are_configs(task, tmp_path):
-    from duetgan.training.engine.tasks import TASKS
-
-    config = build(TASKS[task].config(), soak.recipe(task, tmp_path))
-    assert config.steps > 10**6
-
-
-def test_a_time_is_needed(tmp_path):
-    with pytest.raises(UserError, match="must be above 0"):
-        soak.main(["--hours", "-1", "--out", str(tmp_path)])
 
 
 @pytest.mark.slow

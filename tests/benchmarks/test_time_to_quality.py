@@ -1,7 +1,6 @@
 """Time to quality on untrained runs: distances are evaluate.py's, rows that are there count, nothing is made up."""
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 
 import evaluate
 from benchmarks import time_to_quality as benchmark
-from duetgan.utils.checkpoint import load, save
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.metrics.conftest import gan_run, pack, read_json
@@ -67,27 +65,6 @@ def test_the_first_step_within_a_multiple_by_the_figures_of_evaluate(run, tmp_pa
     assert found[f"{run}/{multiples[1]:g}x_not_yet_images"] == 320
 
 
-def test_the_row_of_the_same_figure_counts_and_another_does_not(run, tmp_path, monkeypatch, capsys):
-    """What counts is a row's own n, whatever the last checkpoint's config says."""
-    drawn = []
-    plain = benchmark.generator_from
-
-    def noted(checkpoint, device):
-        drawn.append(checkpoint["step"])
-        return plain(checkpoint, device)
-
-    monkeypatch.setattr(benchmark, "generator_from", noted)
-    last = load(run / "checkpoints" / "step-00000030.pt")
-    for seed, n, steps in ((0, N, [30, 20]), (0, N + 1, [30, 20]), (1, N, [30, 20, 10])):
-        last["config"] |= {"seed": seed, "evaluation": {"extractor": "pixels", "n": n, "weights": None}}
-        save(run / "checkpoints", last)
-        drawn.clear()
-        found, text = printed(capsys, run, "--multiples", 1e6)
-        assert drawn == steps
-        assert f"3 steps known, {len(STEPS) - len(steps)} of them from metrics.jsonl" in text
-        assert found[f"{run}/1e+06x_images"] == 320
-
-
 def test_seconds_are_those_of_the_rows():
     rows: list[dict[str, Any]] = [{"step": 5, "images": 160, "images_per_second": 16}]
     rows += [{"step": 6}, {"step": 10, "images": 320}]
@@ -97,16 +74,3 @@ def test_seconds_are_those_of_the_rows():
     assert [course.reached(multiple) for multiple in (9, 4, 3, 2)] == [(5, None), (20, 5), (20, 5), (None, 30)]
     with pytest.raises(UserError, match="images_per_second"):
         benchmark.clock_of([{"step": 3, "val/frechet/pixels": 1.0}])
-
-
-def test_refusals_and_nothing_to_do(tmp_path, capsys):
-    benchmark.main([])
-    assert "nothing to measure" in capsys.readouterr().out
-    assert run_cli(benchmark.main, [str(tmp_path)]) == 2
-    assert "no run folder with checkpoints" in capsys.readouterr().err
-    options = Namespace(extractor="resnet50", weights=None, seed=0)
-    config = {"seed": 0, "evaluation": {"extractor": "resnet50", "n": 50}}
-    rows: list[dict[str, Any]] = [{"step": 4, "val/n": 40, "val/frechet/resnet50": 7.0}]  # 50 are asked for
-    rows += [{"step": 12, "val/n": 40, "val/frechet/resnet50": None}, {"step": 16, "val/frechet/resnet50": 5.0}]
-    found = [benchmark.known_distances({"config": config}, rows, n, options) for n in (40, 50)]
-    assert found == [{4: 7.0}, {}]

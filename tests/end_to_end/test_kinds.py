@@ -34,7 +34,7 @@ from duetgan.training.gan import ada_operations as ops
 from duetgan.training.gan.ada import Ada, AdaConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import RANGES, ImageSpec
-from duetgan.utils.images import DARK, LIGHT, grid, save_image, save_table, visible
+from duetgan.utils.images import DARK, LIGHT, grid, save_image, visible
 from tests.conftest import assert_raises
 from tests.end_to_end.test_rectangles import SMALL
 from tests.training.gan.ada_oracle import random
@@ -162,18 +162,6 @@ def test_what_people_see(name):
     assert grid(images, spec=spec).shape == (16, 16, kept)
 
 
-def test_a_table_shows_every_kind_and_plain_images_as_ever(tmp_path):
-    for spec in KINDS.values():
-        save_table([[*stored(spec), None]], tmp_path / "x.png", spec=spec)
-        assert cv2.imread(str(tmp_path / "x.png")).shape[:2] == (100, 500)
-    plain = spec_of(3)
-    images = stored(plain)
-    assert visible(images, plain) is images
-    save_table([list(images)], tmp_path / "a.png")
-    save_table([list(images)], tmp_path / "b.png", spec=plain)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
 @pytest.mark.parametrize("spec", [spec_of(1), spec_of(3), *KINDS.values()], ids=lambda spec: spec.words)
 def test_a_sample_is_written_in_its_depth(spec, tmp_path):
     image = stored(spec, 1)[0].permute(1, 2, 0).numpy()
@@ -210,17 +198,6 @@ def test_sorted_values_of_any_kind_are_files_again_and_take_no_others_place(tmp_
     assert [path.name for path in names] == ["record 1-2.png", "record 1-3.npy", "record 1.png"]
     assert native(names[0].read_bytes()).pixels.max() == 300
     assert np.load(names[1]).shape == (4, 6, 13)
-
-
-def test_a_ramp_of_12_bits_keeps_its_levels(tmp_path):
-    spec = dataclasses.replace(KINDS["12 bits"], height=64, width=64)
-    ramp = torch.from_numpy(np.arange(4096, dtype=np.uint16).reshape(1, 1, 64, 64))
-    floats = spec.to_float(ramp)
-    assert len(floats.unique()) == 4096
-    back = spec.from_float(floats)
-    save_image(back[0].permute(1, 2, 0).numpy(), spec, tmp_path / "ramp", {})
-    found: Any = cv2.imread(str(tmp_path / "ramp.png"), cv2.IMREAD_UNCHANGED)
-    assert np.array_equal(found, ramp[0, 0].numpy())
 
 
 # --- what figures and classifiers see

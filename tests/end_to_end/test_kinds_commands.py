@@ -24,7 +24,6 @@ from tests.end_to_end.test_rectangles import SMALL
 
 CASES = {
     "RGBA": (spec_of(4, alpha=True, side=16), "stylegan2"),
-    "13 channels": (spec_of(13, depth="uint16", side=16, high=10000.0), "r3gan"),
     "float": (spec_of(1, depth="float32", side=16), "dcgan"),
 }
 RECIPE = """task: gan

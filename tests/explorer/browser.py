@@ -82,11 +82,6 @@ class Browser:
         """Keys as a person presses them; a file's path for a file input."""
         self._ask(f"/element/{self._element(selector)}/value", {"text": text})
 
-    def press(self, key: str) -> None:
-        """A key, wherever the focus is."""
-        actions = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
-        self._ask("/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
-
     def shoot(self, path: Path) -> Path:
         """A screenshot, a PNG file."""
         path.write_bytes(base64.b64decode(self._ask("/screenshot")))

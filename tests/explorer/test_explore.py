@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from duetgan.explorer.models import _told_apart, open_runs
-from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
-from explore import listen, main
+from explore import main
 from tests.conftest import REPOSITORY
 
 
@@ -60,13 +59,8 @@ def test_a_folder_stands_for_its_runs_once_each_and_equal_names_are_told_apart(f
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--checkpoint", "nowhere"], "nowhere: no such run folder or checkpoint"),
-        (["--checkpoint", "configs"], "configs: holds no checkpoint"),
         (["--host", "no such host"], "give another address or port"),
         (["--port", "99999"], "'99999' is not a whole number from 0 to 65,535"),
-        (["--port", "x"], "'x' is not a whole number"),
-        (["--data", "nowhere.lmdb"], "--data nowhere.lmdb: no such file"),
-        (["--chekpoint", "x"], "did you mean '--checkpoint'?"),
     ],
 )
 def test_bad_options_are_one_line(options, words, capsys):
@@ -75,18 +69,6 @@ def test_bad_options_are_one_line(options, words, capsys):
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
-
-
-def test_nothing_named_and_no_quickstart(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DUET_RUNS", str(tmp_path))
-    assert run_cli(main, ["--port", "0"]) == 2
-    told = f"there is no {tmp_path}/quickstart; name a run with --checkpoint RUN, or run quickstart.py first"
-    assert told in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken():
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="Address already in use"):
-        listen("127.0.0.1", taken.getsockname()[1])
 
 
 def test_beyond_this_machine_a_token_is_made(folder, monkeypatch, capsys):

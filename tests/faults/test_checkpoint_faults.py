@@ -179,7 +179,7 @@ def check_falls_back(command: Command, recipe: list[str], run: Path, told: str) 
     assert load(damaged)["step"] == 4  # written again
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.999])
 def test_fault_11_truncated(command, gan_recipe, run, share):
     damage(run / "checkpoints" / "step-00000004.pt", keep=share)
     check_falls_back(command, gan_recipe, run, "damaged")
@@ -224,8 +224,9 @@ def flipped_checksum(path: Path) -> None:
 @pytest.mark.parametrize(
     ("flip", "checksum"),
     [
-        *((flip, True) for flip in (flipped_tensor, flipped_metadata, flipped_checksum)),
-        *((flip, False) for flip in (flipped_tensor, flipped_metadata)),
+        (flipped_tensor, True),
+        (flipped_checksum, True),
+        (flipped_metadata, False),
     ],
 )
 def test_fault_12_flipped_bit(command, gan_recipe, run, flip, checksum):

@@ -64,8 +64,8 @@ def test_fault_26_read_only_output_folder(recipe, trained, packed, tmp_path):
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["--data.path", "--data.val-path"])
-def test_fault_26_missing_data(command, recipe, trained, packed, tmp_path, key):
+def test_fault_26_missing_data(command, recipe, trained, packed, tmp_path):
+    key = "--data.val-path"
     typo, nowhere = packed / "tarin.lmdb", tmp_path / "nowhere" / "train.lmdb"
     commands: list[Callable[[Path], list[str | Path]]] = [
         lambda path: [*recipe, key, path],
@@ -195,24 +195,6 @@ def test_code_that_cannot_be_imported_is_refused(
         own.write_text(text)
     command(*recipe, "--import", own, "--dry-run").refusal(f"--import {own}: ", told)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--import", "no_such_module"], "--import no_such_module: ModuleNotFoundError"),
-        (["--optimizer.schedule", "cosin"], "schedule 'cosin' is unknown (did you mean 'cosine'?)"),
-        (["--augment.own", "[x]"], "augment: own: augmentation 'x' is unknown; there are none, --import"),
-    ],
-)
-def test_a_name_that_nothing_has_is_refused(command: Command, recipe: list[str], more: list[str], told: str) -> None:
-    command(*recipe, *more, "--dry-run").refusal(told)
-
-
-def test_a_recipes_imports_are_a_list_of_names(command: Command, recipe: list[str], tmp_path: Path) -> None:
-    with (tmp_path / "recipe.yaml").open("a") as file:
-        file.write("imports: {a.py: 1, 2: x}\n")
-    command(*recipe, "--dry-run").refusal("imports: give a list of .py files or installed modules")
 
 
 def test_installed_plug_ins_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import train
 from duetgan.utils.script import run_cli
-from tests.end_to_end.helpers import check_same, last, status, write_config
+from tests.end_to_end.helpers import check_same, status, write_config
 from tests.faults.torchrun import PATIENCE
 from tests.faults.two_nodes import Node, two_nodes
 
@@ -96,22 +96,3 @@ def test_fault_29_the_rendezvous_on_a_machine_that_does_not_train(tmp_path, pack
 def test_fault_29_a_node_behind_a_broken_cable(tmp_path, packed):
     """Nothing says that it is gone: the survivor's operation fails at its time-out."""
     lose_one(tmp_path, packed, 0, Node.unplug, "--distributed.timeout", "30")
-
-
-@pytest.mark.slow
-def test_a_node_that_comes_later_is_taken_in(tmp_path, packed):
-    """torchrun stops the processes, which save, and starts them again as two."""
-    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
-    options = ["--steps", "1000000", "--evaluation.every", "0"]
-    logs = [tmp_path / "first.log", tmp_path / "second.log"]
-    with nodes(0) as (first, second):
-        first.train(config, run, *options, host=first, log=logs[0])
-        wait_for((run / "checkpoints" / "last.json").exists, first)
-        second.train(config, run, *options, host=first, log=logs[1])
-        wait_for(lambda: "cpu x 2 processes" in logs[0].read_text(), first, second)
-        told = logs[0].read_text()
-        assert "stopped: SIGTERM at step" in told
-        wait_for(lambda: "resumed at step" in logs[0].read_text(), first, second)
-        resumed = logs[0].read_text().partition("resumed at step ")[2].split()[0]
-        assert f"saved at step {resumed}." in told
-        wait_for(lambda: last(run) > int(resumed), first, second)

@@ -73,7 +73,7 @@ def unlocked(run: Path) -> bool:
     return subprocess.run(["flock", "--nonblock", str(run / ".lock"), "true"], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_fault_04_a_killed_rank_ends_the_run(start, run, rank):
     """One line tells which; the others leave by themselves, the file of the run's state tells it too."""
     found = ended(start("--procs", "2", fail_at=f"{rank}:6:kill"))

@@ -49,12 +49,6 @@ def test_fault_03_killed_rank_all_restart_from_the_last_checkpoint(tmp_path, pac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 7])  # before there is a checkpoint, and in the last steps
-def test_fault_03_of_a_classifier(tmp_path, packed, step):
-    check_restarted(tmp_path, packed, "classifier", step=step)
-
-
-@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_and_its_command_goes_on(tmp_path, packed):
     """torchrun itself exits with 1, whatever its processes' exit code: status.json says what happened."""
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"

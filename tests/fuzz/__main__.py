@@ -96,7 +96,6 @@ def main() -> int:
     add("--minutes", type=float, default=1.0, help="default: 1")
     add("--first", type=int, default=1000, help="seed to begin with (default: 1000)")
     add("--count", type=int, help="seeds of each kind at most (default: as many as the minutes allow)")
-    add("--also", default="", metavar="KIND:SEED,...", help="cases to try before")
     add("--kinds", default=",".join(KINDS), help="default: all of %(default)s")
     add("--keep", type=Path, default=Path("build/fuzz"), help="where failing cases are kept (default: build/fuzz)")
     add("--json", type=Path, help="write what was found to this file")
@@ -112,8 +111,7 @@ def main() -> int:
             return int(finding is not None)
         seeds = itertools.islice(itertools.count(options.first), options.count)
         in_turn = ((kind, seed) for seed in seeds for kind in options.kinds.split(","))
-        before = [(kind, int(seed)) for kind, seed in (pair.split(":") for pair in options.also.split(",") if pair)]
-        result = search(fuzzer, itertools.chain(before, in_turn), 60 * options.minutes)
+        result = search(fuzzer, in_turn, 60 * options.minutes)
     if options.json:
         options.json.write_text(json.dumps(result))
     total = sum(result["cases"].values())

@@ -18,22 +18,19 @@ from tests.conftest import REPOSITORY
 from tests.fuzz import sandbox
 from tests.fuzz.__main__ import Fuzzer, search
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.sandbox import LINES, MEMORY, Outcome
+from tests.fuzz.sandbox import Outcome
 
 SECONDS = os.environ.get("DUET_FUZZ_SECONDS")
-# cases known to break the promise, and why; an entry goes when it is mended
-OPEN: dict[tuple[str, int], str] = {}
 
 
 @pytest.fixture(scope="module", params=[5, pytest.param(20, marks=pytest.mark.slow)])  # seeds of each kind
 def found(tmp_path_factory, request):
     """What `python -m tests.fuzz` wrote: the cases that were tried and those that broke the promise."""
     result = tmp_path_factory.mktemp("fuzz") / "result.json"
-    known = ",".join(f"{kind}:{seed}" for kind, seed in OPEN)
     count = [] if SECONDS else ["--count", str(request.param)]
     command = ["-m", "tests.fuzz", "--minutes", str(float(SECONDS or 200) / 60), "--first", "0", *count]
     done = subprocess.run(
-        [sys.executable, *command, "--also", known, "--json", str(result)],
+        [sys.executable, *command, "--json", str(result)],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -48,43 +45,13 @@ def found(tmp_path_factory, request):
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutated_files_end_in_a_result_or_a_line(found, kind):
     assert found["cases"][kind] > 0
-    wrong = [case for case in found["findings"] if case["kind"] == kind and (kind, case["seed"]) not in OPEN]
+    wrong = [case for case in found["findings"] if case["kind"] == kind]
     assert [f"python -m tests.fuzz {kind} {c['seed']}: {c['faults']}, kept in {c['kept']}" for c in wrong] == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason=reason)) for case, reason in OPEN.items()],
-)
-def test_open_finding(found, kind, seed):
-    assert [case for case in found["findings"] if (case["kind"], case["seed"]) == (kind, seed)] == []
 
 
 def outcome(code: int = 2, err: str = "error: x\n", left: Sequence[str] = (), **more) -> Outcome:
     values: dict[str, Any] = {"script": "predict.py", "out": "", "seconds": 1.0, "added": 0} | more
     return Outcome(code=code, err=err, left=list(left), **values)
-
-
-@pytest.mark.parametrize(
-    ("broken", "told"),
-    [
-        *((outcome(code), None) for code in (0, 2, 4)),  # these keep it
-        (outcome(0, left=["out.lmdb"]), None),
-        (outcome(0, "log\n" * 50, script="train.py"), None),
-        (outcome(1), "exit code 1"),
-        (outcome(-11), "exit code -11"),
-        (outcome(2, f"Traceback (most recent call last):\n{'x' * 9}\n"), "traceback"),
-        (outcome(2, "error\n" * (LINES + 1)), "4 lines"),
-        (outcome(0, "error\n" * (LINES + 1)), "4 lines"),
-        (outcome(2, "error\n" * (LINES + 1), script="train.py"), "4 lines"),
-        (outcome(2, left=[".out.lmdb.tmp"]), "left behind: .out.lmdb.tmp"),
-        (outcome(2, added=MEMORY + 1), "1024 MiB"),
-        (outcome(-9, seconds=sandbox.WALL + 1), "61 s"),
-    ],
-)
-def test_outcomes_that_keep_the_promise_or_break_it(broken, told):
-    faults = broken.faults()
-    assert (faults == []) if told is None else any(told in fault for fault in faults), faults
 
 
 CASE = """
@@ -112,13 +79,10 @@ def in_sandbox(tmp_path: Path, program: str, source: str = "") -> subprocess.Com
     [
         ("def main(argv): return len(argv) - 1", 0, None),
         ("def main(argv): raise UserError(argv[0])", 2, None),
-        ("def main(argv): raise ValueError('odd')", 1, "traceback: ValueError: odd"),
         ("def main(argv): open('left', 'w').close(); raise UserError('x')", 2, "left behind: left"),
         ("def main(argv): bytearray(8 << 30)", 1, "traceback: MemoryError"),
-        ("def main(argv): x = b'x' * (256 << 20)", 0, "MiB of memory"),
         ("def main(argv): time.sleep(60)", -9, "2 s"),
         ("def main(argv):\n while True: pass", -24, "exit code -24"),
-        ("def main(argv): os.abort()", -6, "exit code -6"),
     ],
 )
 def test_a_command_that_breaks_the_promise_is_noticed(tmp_path, main, code, told):
@@ -142,10 +106,3 @@ def test_a_search_tells_what_it_has_tried_whatever_ends_it():
 
     told = search(cast(Fuzzer, Scripted()), [("idx", seed) for seed in range(9)], 60)
     assert (told["cases"], told["unprepared"], len(told["findings"])) == ({"idx": 2}, 1, 1)
-
-
-@pytest.mark.parametrize(("prepare", "told"), [("time.sleep(60)", "Unprepared"), ("1 / 0", "RuntimeError")])
-def test_a_case_that_is_not_prepared_is_told_from_one_that_cannot_be(tmp_path, prepare, told):
-    program = CASE.replace('Path("input").write_text("x") and ["case.py", "a"]', prepare).replace("= 6, 1", "= 2, 1")
-    done = in_sandbox(tmp_path, f"import time{program}")
-    assert [name for name in ("Unprepared", "RuntimeError") if f"{name}: " in done.stderr] == [told], done.stderr

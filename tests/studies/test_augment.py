@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 
 import study as script
-from duetgan.data.reading.dataset import Dataset
 from duetgan.studies import SUBJECTS, load_subject
 from duetgan.studies.augment import (
-    CLASSIC,
-    CONTROL,
     HELD,
     REAL,
-    SELECTED,
-    SYNTHETIC,
     UNTRAINED,
     Augment,
     AugmentConfig,
 )
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, quickened
+from duetgan.studies.images import HELD_OUT, TEST, quickened
 from duetgan.studies.results import Result, Results
 from duetgan.studies.subject import require_trained_on
 from duetgan.utils.config.build import build
@@ -27,7 +22,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from tests.metrics.conftest import CLASSES, classifier_run, gan_run, pack
+from tests.metrics.conftest import classifier_run
 
 CHEAP = ("pixels", "untrained features", "neighbours")  # nothing is trained
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
@@ -70,27 +65,6 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
     assert told["logit adjustment"].loss.logit_adjustment == 1
 
 
-def test_even_classes_need_no_weights_and_mixing_is_of_samples_alone(tmp_path):
-    data = {"source": "sample", "size": 16, "long_tail": 1.0}
-    arms = Augment(config_of(data=data, selected=[False]), tmp_path).arms
-    families = [arm.family for arm in arms]
-    assert [families.count(name) for name in (CLASSIC, SYNTHETIC, CONTROL)] == [5, 4, 2]
-    arms = Augment(config_of(mixing={"data.sampling": "balanced"}), tmp_path).arms
-    mixed = [arm for arm in arms if json.loads(arm.key).get("own", {}).get("data.sampling") == "balanced"]
-    assert {arm.name for arm in mixed if arm.family != SYNTHETIC} == {"balanced sampling"}
-    samples = [arm for arm in arms if arm.family == SYNTHETIC]
-    assert len(samples) == 8
-    assert all(arm in mixed and arm.what.endswith("real image, sampling balanced") for arm in samples)
-
-
-@pytest.mark.parametrize(("balance", "filled"), [({}, True), ({"data.synthetic.balance": "off"}, False)])
-def test_samples_that_fill_no_gap_are_as_many_of_each_class(tmp_path, balance, filled):
-    subject = Augment(config_of(mixing=balance), tmp_path)
-    told = {place.name: json.loads(job.key).get("tail") for place, job in subject.jobs.items()}
-    assert (told["samples"], told["selected-samples"]) == (filled, filled)
-    assert (told["untrained-samples"], told["held-back-real-images"]) == (True, True)
-
-
 def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     right = np.arange(10) < 8
     some = Result(hits={HELD_OUT: right, TEST: ~right})
@@ -105,54 +79,11 @@ def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     assert results.hits("other").tolist() == [(~right).tolist(), right.tolist()]
 
 
-def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
-    config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "confidence": [0.9999, 1]})
-    subject = Augment(config, tmp_path)
-    parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
-    gan_run(tmp_path / "jobs/generator/run")
-    classifier_run(tmp_path / "jobs/selector/run")
-    (tmp_path / "jobs/parts.json").write_text(json.dumps({"told": parts}))
-    place = subject.place(SELECTED)
-    place.mkdir()
-    made = subject.jobs[place].make(place, 0)
-    for name, held in made["counts"].items():
-        with Dataset(place / f"{name}.lmdb") as reader:
-            assert reader.meta.histogram == held == [0, 1, 1]  # at least one where any is wanted
-    (tmp_path / "jobs/selected-samples.json").write_text(json.dumps({"told": made}))
-    found = [note.partition(":") for note in subject.notes if "too few" in note]
-    assert [name for name, _, _ in found] == ["samples 0.5, selected", "samples 2, selected"]
-    assert "grey 1 of 2, light 1 of 6" in found[0][2]
-    assert "grey 1 of 8, light 1 of 24" in found[1][2]
-
-
-def test_the_control_with_more_real_images_has_held_back_ones_each_once(tmp_path):
-    subject = Augment(config_of(), tmp_path)
-    parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
-    pack(subject.part(HELD_BACK), count=60)
-    (tmp_path / "jobs/parts.json").write_text(json.dumps({"told": parts}))
-    place = subject.place(HELD)
-    made = [subject.jobs[place].make(place, seed) for seed in (0, 0)]
-    assert made[0] == made[1] == {"kept": [], "counts": {"ratio-1": [0, 4, 12]}, "figures": {"ratio-1": 1.0}}
-    assert subject.picture(HELD).is_file()
-    with Dataset(place / "ratio-1.lmdb") as reader, Dataset(subject.part(HELD_BACK)) as source:
-        held_back = {image.tobytes(): label for image, label in zip(*source.read(range(60)), strict=True)}
-        images, labels = reader.read(range(16))
-    assert [held_back.pop(image.tobytes()) for image in images] == labels.tolist()
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["augmnt"], "study 'augmnt' is unknown (did you mean 'augment'?)"),
-        (["augment", "--minutes", "0"], "--minutes: '0' is not a finite number from 0.01 to 10,080"),
-        (["augment", "--ratio", "[1]"], "unknown key 'ratio' (did you mean 'ratios'?)"),
         (["augment", "--data.source", "null"], "data: give either source"),
-        (["augment", "--selection.confidence", "[0.9, 0.5]"], "selection.confidence [0.9, 0.5]: give two numbers"),
-        (["augment", "--ratios", "[-1]"], "ratios[0] -1: must be a number above 0"),
-        (["labels", "--per-class", "[50, 10]"], "the smallest first"),
-        (["teach", "--teacher", "[]", "--head", "[]"], "teacher or head must have a weight"),
-        (["teach", "--gan.run", "runs/a"], "gan.run must be null"),
-        (["teach", "--short", "0"], "short 0: must be"),
         (["cas", "--selector.run", "runs/a"], "selector.run: only gan.run may name a trained run"),
     ],
 )

@@ -18,7 +18,6 @@ from duetgan.studies.images import Recipe, StudyData
 from duetgan.studies.results import Result
 from duetgan.studies.runner import Study
 from duetgan.studies.samples import Drawing
-from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.conftest import sample_images
 from tests.metrics.conftest import TINY, classifier_run, make_run
@@ -153,74 +152,3 @@ def test_what_arms_are_trained_on(made, images: Path) -> None:
     figures = {row["name"]: row["figures"]["0"]["kept"] for row in document["arms"]}
     assert (figures[REAL], figures[PLAIN]) == (None, 1.0)
     assert 0.02 < figures[TOGETHER] < figures["recognised"] < 0.2 < 0.95 < figures["confidence"] < 1
-
-
-def test_the_page_has_every_arm(made) -> None:
-    folder, document, _ = made
-    (table,) = document["tables"]
-    assert table["header"] == ["", "test, all", *(f"test, {name}" for name in sample_images("test", 1)[2]), "kept"]
-    assert [row[0] for row in table["rows"]] == [REAL, CONTROL, PLAIN, "recognised", "confidence", TOGETHER, NOISE]
-    gaps = {row["second"]: row for row in document["comparisons"] if row["family"] == "gap to real images"}
-    assert list(gaps) == [TOGETHER, PLAIN, "recognised", "confidence"]
-    assert all(row["first"] == REAL and row["interval"] for row in gaps.values())
-    for picture in document["pictures"]:
-        assert (folder / picture["file"]).is_file()
-    asked = {(row["first"], row["second"]) for row in document["verdicts"]}
-    effects = {(PLAIN, arm) for arm in ("recognised", "confidence", TOGETHER)}
-    assert asked == {*effects, (REAL, PLAIN), (REAL, TOGETHER)}
-    assert (document["verdicts"][0]["first"], document["verdicts"][0]["second"]) == (REAL, TOGETHER)
-    assert not list((folder / "runs").glob("*.lmdb"))
-
-
-def test_goes_on_to_the_same_document(made, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, document, _ = made
-    monkeypatch.setattr("duetgan.studies.samples.logits_of", answers)
-    (folder / "runs" / "together-s1.json").unlink()
-    again = study(images, folder, n=200)
-    assert again.write()["seeds"] == [0]
-    for file in (folder / "runs" / "together-s1/run").iterdir():
-        file.unlink()
-    assert again.run() == document
-
-
-def test_keys_are_of_what_recipes_say(images: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-
-    def keys(text: str) -> tuple[list[Any], dict[str, Any]]:
-        recipe.write_text(f"task: classifier\n{text}\n")
-        subject = Cas(settings(images, classifier=Recipe(config=str(recipe))), tmp_path)
-        jobs = {job.name: job.key for job in subject.jobs.values() if not job.family}
-        return [arm.key for arm in subject.arms], jobs
-
-    (arms, jobs), (other_arms, other_jobs) = keys("steps: 20"), keys("steps: 30")
-    assert all(key not in other_arms for key in arms)
-    assert {name for name in jobs if jobs[name] != other_jobs[name]} == {"selector"}
-    assert keys("steps: 20") == (arms, jobs)
-
-
-def test_more_images_than_there_are_is_refused(images: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
-        study(images, tmp_path / "cas", n=401).run()
-    most = Cas(settings(images), tmp_path / "cas")
-    assert most._wanted() == [40] * 10  # as many as are held back, of each class
-
-
-@pytest.mark.slow
-def test_with_real_trainings(images: Path, tmp_path: Path) -> None:
-    short = {"precision": "fp32", "steps": 12, "batch_size": 16}
-    whole = study(
-        images,
-        tmp_path / "cas",
-        Cas,
-        n=100,
-        seeds=1,
-        drawing=Drawing(confidence=(0.0, 1.0)),
-        classifier=Recipe(config="configs/quickstart_classifier.yaml", overrides=short),
-        gan=Recipe(config="configs/quickstart_gan.yaml", overrides=short),
-    )
-    document = whole.run()
-    assert document["complete"]
-    arms = {row["name"]: row["figures"]["0"] for row in document["arms"]}
-    assert list(arms) == [REAL, CONTROL, PLAIN, "confidence", NOISE]
-    assert all(0 <= figures["test_accuracy"] <= 1 for figures in arms.values())
-    assert arms["confidence"] == arms[PLAIN]  # all samples pass, and everything else has its key

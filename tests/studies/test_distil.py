@@ -2,16 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from duetgan.data.reading.dataset import Dataset
 from duetgan.studies.distil import BASE, FEW, NOISE, OTHERS, SAMPLES, Distil, DistilConfig
-from duetgan.studies.images import HELD_BACK, TRAIN
 from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.conftest import REPOSITORY
-from tests.metrics.conftest import pack
 
 RECIPE = REPOSITORY / "configs/study_distil.yaml"
 
@@ -47,22 +43,6 @@ def test_arms_differ_by_their_images_and_their_teacher_alone(tmp_path, asked):
         f"{SAMPLES}, taught": (BASE, f"{NOISE}, taught"),
         f"{SAMPLES} alone, taught": (BASE, f"{NOISE} alone, taught"),
     }
-
-
-def test_others_are_held_back_images_as_many_of_each_class_as_there_are_training_images(tmp_path, monkeypatch):
-    subject = subject_in(tmp_path)
-    pack(subject.part(TRAIN), count=30)
-    held = pack(subject.part(HELD_BACK), count=60, seed=5)
-    with Dataset(subject.part(TRAIN)) as train, Dataset(held) as back:
-        every, counts = back.read(np.arange(60))[0], {TRAIN: train.meta.histogram, HELD_BACK: back.meta.histogram}
-    monkeypatch.setattr(subject, "counts", counts.get)
-    job = subject.jobs[subject.place(OTHERS)]
-    job.make(job.place, 0)
-    with Dataset(job.place / "images.lmdb") as reader:
-        assert list(reader.meta.histogram) == list(counts[TRAIN])
-        images = reader.read(np.arange(len(reader)))[0]
-    assert {image.tobytes() for image in images} <= {image.tobytes() for image in every}
-    assert subject.picture(OTHERS).is_file()
 
 
 @pytest.mark.slow

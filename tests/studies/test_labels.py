@@ -1,8 +1,6 @@
 """The studies `labels` and `teach`: whose labels and teachers, who judges, and tiny ones from images to page."""
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +15,11 @@ from duetgan.models.gan import draw
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.studies.labels import (
-    CONSISTENT,
     GUESSED,
-    TUNED,
-    UNLABELLED,
     Labels,
     LabelsConfig,
     arm_name,
 )
-from duetgan.studies.results import packed
 from duetgan.studies.subject import of_seed
 from duetgan.studies.teach import CHEAP, CHOSEN, PLAIN, SHORT, WRONG_TEACHER, Chosen, Teach, TeachConfig
 from duetgan.utils.checkpoint import load, resolve
@@ -87,50 +81,6 @@ def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
                 assert (labels[12:] == named[kept]).all() == (kind == "guessed")
         assert result.figures["pseudo_labels"] == len(kept) / 48
         assert result.figures["pseudo_right"] == (named == train.labels())[kept].mean()
-
-
-def test_the_arms_train_on_what_their_names_say(subject):
-    first = packed(made_by(subject, "")[0])
-    draws = subject.folder / "runs/4-labels-s3"
-    draws.with_suffix(".json").write_text(json.dumps({"told": first}))
-    told, guessed = made_by(subject, GUESSED)
-    assert guessed["data.path"] == str(draws / "guessed.lmdb")
-    assert (
-        told.figures["used"] == json.loads((draws.with_suffix(".json")).read_text())["told"]["figures"]["pseudo_labels"]
-    )
-    assert "data.synthetic.path" not in guessed
-    for way in (TUNED, CONSISTENT):
-        _, given = made_by(subject, way)
-        assert given["data.path"] == str(draws / "few.lmdb")
-        assert given["model.name"] == "discriminator"
-        assert given["model.weights"].endswith("jobs/generator/run")
-    assert given["unlabelled.path"] == str(subject.place(UNLABELLED) / "images.lmdb")
-
-
-@pytest.mark.parametrize("subject", [1.0], indirect=True)
-def test_the_generator_is_given_no_label_and_no_image_may_be_sure_enough(subject):
-    assert made_by(subject, "")[0].figures["pseudo_labels"] == 0
-    for kind in ("wrong", "guessed"):
-        with Dataset(subject.folder / f"runs/4-labels-s3/{kind}.lmdb") as file:
-            assert len(file) == 12
-    place = subject.place(UNLABELLED)
-    place.mkdir()
-    subject._unlabelled(place, 0, subject.part(TRAIN))
-    with Dataset(place / "images.lmdb") as unlabelled, Dataset(subject.part(TRAIN)) as train:
-        assert unlabelled.classes == []
-        assert not unlabelled.labels().any()
-        assert (unlabelled.read(range(60))[0] == train.read(range(60))[0]).all()
-
-
-def test_a_part_of_the_arms_brings_bases_controls_and_what_must_help(tmp_path):
-    tree = read_yaml(RECIPE) | {"only": ["50 labels, readout of D"]}
-    part = Labels(build(LabelsConfig, tree), tmp_path)
-    bases = ["50 labels", *(f"50 labels, {way}" for way in ("pixels", "untrained features", "neighbours"))]
-    readouts = ["50 labels, readout of D", "50 labels, readout of D, untrained"]
-    assert [arm.name for arm in part.arms] == ["10 labels", *bases, *readouts, "all labels"]
-    assert part.of_family("50 labels") == bases
-    assert list(part.choices) == ["50 labels, best without"]
-    assert len(part.left_out) == 29 - len(part.arms)
 
 
 @pytest.mark.slow
@@ -203,32 +153,6 @@ def test_of_a_pool_the_first_sample_that_is_named_as_asked_is_taken_else_the_las
         psis.append(place := next((i for i, name in enumerate(names) if name == label), 2))
         assert torch.allclose(found[row], every[place][row], atol=1e-5)
     assert {0, 1, 2} == {*psis}
-
-
-def test_samples_are_truncated_towards_the_mean_of_their_class(tmp_path):
-    generator: Any = generator_from(load(resolve(gan_run(tmp_path / "gan"))))
-    labels, parts = torch.arange(6) % generator.classes, list[torch.Tensor]()
-    with torch.no_grad():
-        for psi in (1.0, 0.5, 1e-12):
-            chosen = Chosen(generator, None, 1, psi)
-            z, noise = draw(chosen, range(6), 0)
-            parts.append(chosen(z, labels, noise=noise))
-        assert torch.equal(parts[0], generator(z, labels, noise=noise))
-        means = generator.truncation_centre(torch.arange(generator.classes))
-        assert means.std(0).min() > 0  # each class has its own
-        for row, label in enumerate(labels.tolist()):
-            own = [maps[row : row + 1] for maps in noise]
-            mean = means[label].expand(1, generator.num_ws, -1)
-            w = generator.mapping(z[row : row + 1], labels[row : row + 1])[:, None]
-            for found, ws in ((parts[1], (mean + w) / 2), (parts[2], mean)):
-                assert torch.allclose(found[row], generator.synthesis(ws, own)[0], atol=1e-4)
-
-
-def test_a_generator_without_styles_is_not_truncated():
-    plain: Any = SimpleNamespace(z_dim=4, classes=3, channels=1, resolution=8, pixel_format=None, has_styles=False)
-    Chosen(plain, None, 2, 1.0)
-    with pytest.raises(UserError, match="no w to truncate"):
-        Chosen(plain, None, 2, 0.7)
 
 
 class Named(torch.nn.Module):

@@ -12,7 +12,7 @@ import study as script
 from duetgan.metrics.comparison.paired import holm
 from duetgan.reporting.report import chance, span, write_study_page
 from duetgan.studies.images import StudyConfig, StudyData, groups_of
-from duetgan.studies.results import Comparison, Result, Results, checked, compared, in_words, packed, unpacked
+from duetgan.studies.results import Comparison, Result, Results, checked, compared, in_words
 from duetgan.studies.runner import Study
 from duetgan.studies.subject import Job, Subject
 from duetgan.utils.errors import StoppedBySignal, UserError
@@ -99,7 +99,7 @@ def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):
     assert (again.run(), subject.calls) == (found, [])
 
 
-@pytest.mark.parametrize("call", ["generator", ("samples", 0), ("untrained", 1)])
+@pytest.mark.parametrize("call", ["generator", ("untrained", 1)])
 def test_a_study_that_was_killed_goes_on_and_ends_in_the_same_table(tmp_path, call):
     def kill(number):
         def before(now):
@@ -122,14 +122,6 @@ def test_a_study_that_was_killed_goes_on_and_ends_in_the_same_table(tmp_path, ca
     assert len(first.calls) + len(second.calls) == 14 + 1
     assert (tmp_path / "killed/study.json").read_bytes() == (tmp_path / "whole/study.json").read_bytes()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_under_nohup_a_terminal_that_is_closed_stops_nothing(tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert study(tmp_path, before=lambda call: os.kill(os.getpid(), signal.SIGHUP))[0].run()["complete"]
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_after_the_minutes_it_ends_with_what_there_is(tmp_path):
@@ -156,45 +148,6 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
     (tmp_path / "runs/real-s0.json").write_text("{")
     with pytest.raises(UserError, match="remove it, and it is made again"):
         study(tmp_path)[0].run()
-
-
-@pytest.mark.parametrize(
-    ("call", "place", "changed"),
-    [
-        ("images", "jobs/images", {"setting": 2}),
-        (("samples", 0), "runs/samples-s0", {"shares": SHARES | {"samples": 0.6}}),
-    ],
-)
-def test_what_was_begun_with_other_settings_is_not_taken_over(tmp_path, call, place, changed):
-    def begun(*names):
-        def stop(now):
-            if now == call:
-                for name in names:
-                    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-                    (tmp_path / name).touch()
-                raise UserError("so far")
-
-        with pytest.raises(UserError, match="so far"):
-            study(tmp_path, before=stop)[0].run()
-
-    for left in (f"{place}/config.yaml", f"{place}.lmdb"):
-        begun(f"{place}.log", left)
-        with pytest.raises(UserError, match=f"{place}: was made or begun with .*; remove it and {place[5:]}"):
-            study(tmp_path, **changed)[0].run()
-        (tmp_path / left).unlink()
-    begun(f"{place}/run.log")  # refused before it began: a word that is mended
-    assert study(tmp_path, **changed)[0].run()["complete"]
-
-
-def test_what_an_older_version_began_goes_on_and_two_at_once_are_refused(tmp_path):
-    def other(call):
-        if call == "images":
-            with pytest.raises(UserError, match="another process makes this study"):
-                study(tmp_path)[0].run()
-
-    (tmp_path / "runs/real-s0").mkdir(parents=True)
-    (tmp_path / "runs/real-s0/config.yaml").touch()
-    assert study(tmp_path, before=other)[0].run()["complete"]
 
 
 def test_a_part_of_a_study_runs_what_its_arms_are_compared_with_and_says_what_it_left_out(tmp_path):
@@ -233,8 +186,8 @@ def test_the_verdicts_of_several_studies_make_a_page(tmp_path, capsys):
         assert refused in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [{"untrained": 0.7}, {"held back": 0.5}])
-def test_a_study_whose_control_fails_says_that_it_is_void(tmp_path, wrong):
+def test_a_study_whose_control_fails_says_that_it_is_void(tmp_path):
+    wrong = {"held back": 0.5}
     found = study(tmp_path, shares=SHARES | wrong)[0].run()
     assert found["void"]
     assert "void" in found["words"][0]
@@ -242,33 +195,6 @@ def test_a_study_whose_control_fails_says_that_it_is_void(tmp_path, wrong):
     text = page(write_study_page(tmp_path, found, command="python study.py", config={})).text
     assert "This study is void." in text
     assert "WRONG" in text
-
-
-def test_the_page_shows_the_answer_and_what_it_rests_on(tmp_path):
-    found = study(tmp_path)[0].run()
-    shown = page(write_study_page(tmp_path, found, command="python study.py <made-up>", config={"seeds": 3}))
-    told = ("Do they help?", "cannot tell", "finished: 12 of 12 runs, 3 complete seeds", "as it must", "<made-up>")
-    assert [words for words in told if words not in shown.text] == []
-    assert "void" not in shown.text
-    assert shown.tags.count("circle") == 3  # a difference each
-    empty = study(tmp_path / "b", before=lambda call: os.kill(os.getpid(), signal.SIGINT))[0]
-    with pytest.raises(StoppedBySignal):
-        empty.run()
-    begun = json.loads((tmp_path / "b/study.json").read_text())
-    assert "No seed is complete" in page(write_study_page(tmp_path, begun, command="", config={})).text
-
-
-def test_a_study_that_is_stopped_leaves_a_page_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(Study, "_perform", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    assert run_cli(script.main, ["augment", "--out", str(tmp_path)]) == StoppedBySignal.exit_code
-    assert "unfinished: 0 of " in page(tmp_path / "report.html").text
-
-
-def test_a_result_is_kept_to_the_bit():
-    hits = np.random.default_rng(0).random(1001) < 0.3
-    back = unpacked(json.loads(json.dumps(packed(Result({"x": 0.1, "y": None}, {"test": hits})))))
-    assert back.figures == {"x": 0.1, "y": None}
-    assert np.array_equal(back.hits["test"], hits)
 
 
 CLASSES = ["a", "b", "c", "d"]
@@ -308,19 +234,6 @@ def test_groups_are_thirds_with_the_mean_recall_of_their_classes():
     assert results.mean("x", "few") == pytest.approx(3 / 4)
 
 
-def test_what_helps_helps_and_what_hurts_hurts():
-    results = made_up({"first": 0.6, "better": [0.6, 0.6, 0.6, 0.75], "worse": 0.4, "like": 0.6})
-    comparisons = [Comparison("first", name, of) for name in ("better", "worse", "like") for of in ("all", "few")]
-    rows = compared(results, comparisons)
-    told = {(row["second"], row["group"]): row["verdict"] for row in rows}
-    assert told["better", "few"] == "helps"
-    assert told["worse", "all"] == told["worse", "few"] == "hurts"
-    assert told["like", "all"] == told["like", "few"] == "cannot tell"
-    best = next(row for row in rows if (row["second"], row["group"]) == ("better", "few"))
-    assert best["second_value"] - best["first_value"] == pytest.approx(best["difference"])
-    assert in_words(best).startswith("few classes: helps (better against first: +")
-
-
 @pytest.mark.parametrize(
     ("shares", "seeds", "used", "verdict", "unbeaten"),
     [
@@ -342,25 +255,7 @@ def test_what_helps_is_better_than_its_base_and_each_control(shares, seeds, used
     assert all(name in in_words(row) for name in unbeaten)
 
 
-TRUTHS = {  # of samples: share of right answers with them, where the base has 0.6
-    "copies of the training images": (0.6, {"cannot tell"}),
-    "noise": (0.52, {"hurts", "cannot tell"}),
-    "held-back real images": (0.68, {"helps"}),
-}
-
-
-@pytest.mark.parametrize("truth", TRUTHS)
-def test_a_planted_truth_is_found(truth):
-    share, allowed = TRUTHS[truth]
-    results = made_up({"scratch": 0.6, "pixels": 0.55, "arm": share, "untrained": 0.52})
-    results.by_arm["itself"] = results.by_arm["scratch"]
-    rows = compared(results, [Comparison("scratch", arm, controls=("untrained",)) for arm in ("arm", "itself")])
-    assert rows[0]["verdict"] in allowed
-    assert (rows[1]["verdict"], rows[1]["difference"]) == ("cannot tell", 0)
-
-
-@pytest.mark.parametrize("wobble", [0.0, 0.02])
-def test_false_alarms_are_rare_over_400_studies(wobble):
+def test_false_alarms_are_rare_over_400_studies():
     """Three arms that do nothing, against the best of two bases that is chosen on held-out images, and a control that
     is worse: how often is any of them said to help? And how often is an arm that helps by 6 points found?
     """
@@ -371,7 +266,7 @@ def test_false_alarms_are_rare_over_400_studies(wobble):
         easy = {name: draw.random(200) for name in labels}
 
         def result(level, easy=easy):
-            level += wobble * draw.standard_normal()
+            level += 0.02 * draw.standard_normal()
             return Result(hits={name: 0.7 * of + 0.3 * draw.random(200) < level for name, of in easy.items()})
 
         by_arm = {arm: [result(level) for _ in range(5)] for arm, level in levels.items()}

@@ -15,18 +15,14 @@ from duetgan.data.records import pack_arrays
 from duetgan.inference.samples import Sampler
 from duetgan.models.gan import generate
 from duetgan.models.restore import generator_from
-from duetgan.studies.augment import sample_counts
 from duetgan.studies.images import (
     HELD_BACK,
     HELD_OUT,
     TEST,
     TRAIN,
-    StudyConfig,
     StudyData,
     divide,
-    expected_counts,
     make_parts,
-    quickened,
     tokens,
     training_counts,
 )
@@ -37,7 +33,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
-from tests.conftest import REPOSITORY, assert_raises
+from tests.conftest import REPOSITORY
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE
 
@@ -132,25 +128,6 @@ def test_what_is_selected() -> None:
     assert kept(1, confidence=(0.0, 1.0)).all()
 
 
-def test_drawings_in_words_and_alone() -> None:
-    drawing = Drawing(recognised=True, confidence=(0.3, 1.0))
-    assert str(drawing) == "recognised as asked, confidence 0.3 to 1"
-    alone = drawing.alone()
-    assert alone == {"recognised": Drawing(recognised=True), "confidence": Drawing(confidence=(0.3, 1.0))}
-    assert [each.selects for each in (*alone.values(), drawing, Drawing())] == [True, True, True, False]
-    assert (str(Drawing()), Drawing().alone()) == ("as drawn", {})
-
-
-def test_refusals(run: Path, tmp_path: Path) -> None:
-    for band in ((0.5, 0.5), (-0.1, 1.0), (0.2, 1.1)):
-        assert_raises(UserError, r"^confidence .* give two numbers from 0 to 1", Drawing, confidence=band)
-    with pytest.raises(UserError, match="its classes are not those of the study's images"):
-        draw_samples({tmp_path / "x.lmdb": [1, 1]}, run, CLASSES[:2], seed=5, drawing=Drawing())
-    with pytest.raises(UserError, match=f"samples of class {CLASSES[1]}; ask for less"):
-        drawn(run, tmp_path / "x.lmdb", [0, 9, 0], rule=nothing_fits)
-    assert not (tmp_path / "x.lmdb").exists()
-
-
 DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_back=0.3)
 LABELS = np.repeat([0, 1, 2], [200, 100, 50])
 
@@ -168,17 +145,6 @@ def test_parts_are_disjoint_by_class_and_a_long_tail_falls_exponentially():
     drawn = divide(np.arange(6000), labels, 10, data)
     assert np.bincount(labels[drawn[TRAIN]]).tolist() == training_counts([600] * 10, data)
     assert np.bincount(labels[drawn[HELD_BACK]]).tolist() == [600 - 60 - n for n in training_counts([600] * 10, data)]
-
-
-def test_samples_fill_up_the_classes_and_too_small_ones_are_refused():
-    with pytest.raises(UserError, match=r"class 1 has 1 images .* too few to divide"):
-        divide(np.arange(11), np.repeat([0, 1], [10, 1]), 2, DATA)
-    assert sample_counts([100, 100, 100], 0.5, fill=False) == [50, 50, 50]
-    assert sample_counts([100, 40, 10], 0.5, fill=True) == [0, 30, 45]  # of 75: 60 and 90 are lacking
-    assert sum(sample_counts([100, 40, 10], 1, fill=True)) == 150
-    counts = expected_counts(StudyData(source="sample", long_tail=50.0))
-    assert counts[0] == 50 * counts[-1]
-    assert len(set(expected_counts(StudyData(source="fashion-mnist")))) == 1
 
 
 def test_the_files_hold_the_images_and_no_twins(tmp_path):
@@ -208,15 +174,6 @@ def test_the_files_hold_the_images_and_no_twins(tmp_path):
         make_parts(data, tmp_path)
 
 
-def test_quick_merges_mappings_and_replaces_the_rest():
-    tree = {"seeds": 5, "gan": {"config": "x", "overrides": {"a": 1, "b": 2}}}
-    tree["quick"] = {"seeds": 2, "gan.overrides": {"b": 3}, "data": {"size": 16}, "ratios": [1]}
-    quick = quickened(tree)
-    assert quick["gan"] == {"config": "x", "overrides": {"a": 1, "b": 3}}
-    assert (quick["seeds"], quick["data"], quick["ratios"]) == (2, {"size": 16}, [1])
-    assert_raises(UserError, "no section quick", quickened, {"seeds": 5})
-
-
 def test_overrides_become_options_and_off_stays_off():
     given = {"a.b": True, "c": [0.0, 0.99], "d": None, "e": "text", "f": {"g": 1}}
     assert " ".join(tokens(given)) == "--a.b=on --c=[0.0, 0.99] --d=null --e=text --f={g: 1}"
@@ -226,17 +183,3 @@ def test_overrides_become_options_and_off_stays_off():
     assert (config.ada.mode, config.deterministic) == ("off", True)
     for path in ("/home/josé/x.lmdb", "/a #b", "null.lmdb", "[a]", "yes"):  # text is taken as it is
         assert build_run_config(read_yaml(REPOSITORY / recipe), tokens({"data.path": path}), recipe).data.path == path
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, "either source"),
-        ({"source": "sample", "path": "x"}, "either source"),
-        ({"path": "x"}, "give both"),
-        ({"source": "sample", "held_out": 0.6, "held_back": 0.5}, "leave no image"),
-    ],
-)
-def test_data_that_cannot_be_is_refused(settings, words):
-    with pytest.raises(UserError, match=words):
-        StudyConfig(data=StudyData(**settings))

@@ -1,4 +1,4 @@
-"""What two ranks train, each on a device of its own or both on the CPU; and faults of theirs.
+"""What two ranks train, each on a device of its own or both on the CPU.
 
 All run in the device's mode: torch writes some gradients in another form under any mode of Python's, which differs in
 rounding.
@@ -6,20 +6,17 @@ rounding.
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from duetgan.models import batchnorm
-from duetgan.training.engine import health
-from duetgan.training.gan.task import GanTask
 from duetgan.utils.distributed import collectives
 from tests.accelerator import device, streams, trainings
-from tests.accelerator.cases import planted, refused, snapshots_take_the_cpus_tensors
+from tests.accelerator.cases import planted, snapshots_take_the_cpus_tensors
 from tests.accelerator.ranks import group
 from tests.end_to_end.helpers import train_in_process
 from tests.slim import slim_down
@@ -98,72 +95,6 @@ def be_a_rank(out: Path, folder: Path, names: list[str]) -> None:
                 rank = collectives.rank()
         found["place"], found["bytes"] = str(place), [memory.peak for memory in device.memory]
         found["chosen"] = sorted(streams.chosen)
-    torch.save(found, out.with_suffix(f".{rank}"))
-
-
-def not_copied_back(add: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tensor, **more: add(tensor.cpu(), group=collectives._control, **more)
-
-
-def on_the_cpu(add: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tensor: add(tensor.cpu())
-
-
-def not_waited_for(add: Callable[..., Any]) -> Callable[..., Any]:
-    def begun(tensor: Any, **more: Any) -> Any:
-        work = add(tensor, **more)
-        if work is not None:
-            work.wait = work.work.wait
-        return work
-
-    return begun
-
-
-def asked_for(add: Callable[..., Any]) -> Callable[..., Any]:
-    def known(tensor: Any) -> Any:
-        add(tensor).sum().item()
-        return tensor
-
-    return known
-
-
-SAME = "a rank that takes the first device"
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a sum on the CPU that is not copied back": (dist, "all_reduce", not_copied_back),
-    "an .item() of a sum over the ranks": (collectives, "all_reduce_sum_", asked_for),
-    "a CPU tensor in the devices' group": (collectives, "all_reduce_sum_", on_the_cpu),
-    "gradients that are not waited for": (dist, "all_reduce", not_waited_for),
-}
-
-
-def checked(step: Any) -> Any:
-    """A step, and whether the ranks hold the same after it."""
-
-    def run(self: GanTask, batches: Any, number: int) -> Any:
-        found = step(self, batches, number)
-        health.check_equal(self.registry(), number, self.device)
-        return found
-
-    return run
-
-
-def noticed(folder: Path, fault: str, place: torch.device) -> str:
-    """What is seen of a fault in two steps; empty: nothing."""
-    try:
-        with planted(*FAULTS[fault]):
-            return "; ".join(*trainings.run(folder, trainings.gan("gan-ada"), str(place), 2)["waits"])
-    except Exception as error:
-        return str(error)
-
-
-def at_fault(out: Path, folder: Path) -> None:
-    """Faults, the first of which is a rank that does not look at LOCAL_RANK."""
-    with set_up():
-        with joined("sim:0") as place:
-            found = {SAME: refused(dist.all_reduce, torch.ones(1, device=place))}
-        with joined("sim") as place, planted(GanTask, "step", checked):
-            found |= {fault: noticed(folder, fault, place) for fault in FAULTS}
-            rank = collectives.rank()
     torch.save(found, out.with_suffix(f".{rank}"))
 
 
