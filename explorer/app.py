@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 
 from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound, Unauthorized
@@ -129,7 +129,8 @@ class Asked:
         mean = self._args.get("mean", "class")
         if mean not in get_args(TruncationMean):
             raise UserError(f"mean {mean[:80]!r}: give {' or '.join(get_args(TruncationMean))}")
-        return Source(self.number(f"seed{which}", 0, LARGEST_SEED), label, self.number("psi", 0, 2, "1", float), mean)
+        seed, psi = self.number(f"seed{which}", 0, LARGEST_SEED), self.number("psi", 0, 2, "1", float)
+        return Source(seed, label, psi, cast(TruncationMean, mean))
 
     def sources(self, shown: Shown) -> list[Source]:
         """A sample and those of the seeds after it, `count` in all."""

@@ -15,7 +15,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.pack import pack
 from duetgan.data.packing import strata
 from duetgan.data.sources import open_source
-from duetgan.data.sources.base import listed_labels
+from duetgan.data.sources.labels import listed_labels
 from duetgan.utils.errors import UserError
 from tests.data.conftest import save
 

@@ -58,6 +58,12 @@ ELSEWHERE_PAGES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def runs_here(monkeypatch):
+    """Put runs/ where commands are typed."""
+    monkeypatch.delenv("DUET_RUNS", raising=False)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: recipes, class folders of photos, images to predict."""
@@ -257,8 +263,8 @@ def checkout(photos, tmp_path, monkeypatch):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(photos / f"{size}.lmdb", tmp_path / name)
         for block in tokens(file_of(page)):  # code of the page that a command imports
-            if block.type == "fence" and (name := re.match(r"# (\w+\.py)\n", block.content)):
-                (tmp_path / name[1]).write_text(block.content)
+            if block.type == "fence" and (title := re.match(r"# (\w+\.py)\n", block.content)):
+                (tmp_path / title[1]).write_text(block.content)
         monkeypatch.chdir(tmp_path)
 
     return make

@@ -145,9 +145,10 @@ def test_a_program_is_truncated_as_its_generator(runs, mean):
         subject = generator_subject(checkpoint | {"sets": sets}, batch_size=8, psi=0.5, mean=mean)
         z, labels = subject.batches[0]
         truncation = {"truncation_psi": 0.5, "truncation_mean": mean}
-        expected = subject.network.generator(z, labels, **truncation)
-        torch.testing.assert_close(subject.network(z, labels), expected)
-        assert (expected - subject.network.generator(z, labels)).abs().max() > 0.01
+        network: Any = subject.network
+        expected = network.generator(z, labels, **truncation)
+        torch.testing.assert_close(network(z, labels), expected)
+        assert (expected - network.generator(z, labels)).abs().max() > 0.01
 
 
 def test_the_pages_lines_predict_as_predict_does(runs, written, tmp_path, monkeypatch, capsys):

@@ -129,7 +129,7 @@ class ClassifierReference:
         images = draw_and_apply(batch.images, self.augment, **drawn_as).to(torch.get_default_dtype()) / 127.5 - 1
         labels = batch.labels
         targets = F.one_hot(labels, self.model.classes).to(images)
-        pairs = [(1.0, targets)]  # each label by its share
+        pairs: list[tuple[Any, Tensor]] = [(1.0, targets)]  # each label by its share
         counted = torch.ones(len(images))
         if batch.synthetic is not None:
             counted = torch.where(batch.synthetic, self.synthetic_weight, 1.0).to(images)

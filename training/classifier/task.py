@@ -150,8 +150,8 @@ class ClassifierTask(Task):
                 like = said = None
                 if self.unlabelled is not None:
                     with self.precision.autocast():
-                        named = {"mirror": False, "what": "unlabelled features of"}
-                        like = image_features(self.model, self.unlabelled.images, **named)[0][:, 0]
+                        images, what = self.unlabelled.images, "unlabelled features of"
+                        like = image_features(self.model, images, mirror=False, what=what)[0][:, 0]
                     if self.unlabelled.about.spread:
                         said = spread_to(like, features[:, 0], labels, classes).float()
                 probe = fit(features, labels, classes, seed=seed, groups=groups, like=like)

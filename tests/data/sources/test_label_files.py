@@ -222,7 +222,7 @@ def test_label_files(tmp_path: Path, case: str) -> None:
     if expected.startswith("!"):
         refused(tmp_path / file, expected[1:], **options)
         return
-    with open_source(str(tmp_path / file), **options) as source:  # type: ignore[arg-type]
+    with open_source(str(tmp_path / file), **options) as source:
         found = " ".join(map(":".join, read(source)))
         assert (found, list(map(str, source.problems))) == (expected, [])
     assert bool(source.remarks) == bool(said), source.remarks
@@ -257,7 +257,7 @@ def test_parquet_and_tars_have_the_same_rules(
         if expected.startswith("!"):
             refused(file, expected[1:], **options)
             continue
-        with open_source(str(file), **options) as source:  # type: ignore[arg-type]
+        with open_source(str(file), **options) as source:
             labels = [label or "-" for _, label in read(source)]
             assert (" ".join(labels), source.problems) == (expected, [])
 
@@ -344,7 +344,7 @@ def test_places_of_labels_and_names(tmp_path: Path, case: int) -> None:
     if expected.startswith("!"):
         refused(where, expected[1:], **options)
         return
-    with open_source(str(where), **options) as source:  # type: ignore[arg-type]
+    with open_source(str(where), **options) as source:
         if expected.startswith("?"):
             assert expected[1:] in str(source.problems[0])
             return
