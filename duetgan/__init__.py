@@ -63,8 +63,9 @@ def lazily(package: str, places: Mapping[str, Sequence[str]]) -> Callable[[str],
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(module_of[name]), name)
 
-    module = sys.modules[package]
-    setattr(module, "__dir__", lambda: sorted({*vars(module), *module_of}))  # noqa: B010
+    module = sys.modules.get(package)
+    if module is not None:  # `python -m data.pack` imports it as `data`
+        setattr(module, "__dir__", lambda: sorted({*vars(module), *module_of}))  # noqa: B010
     return attribute
 
 

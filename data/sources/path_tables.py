@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -23,6 +24,7 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
+LABELS = re.compile(r"""[^;|,\s"'\[\]]+""")  # in a text that may hold several
 PATHS = (
     *("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img", "img_path", "fname"),
     *("image_name", "image index", "image_id", "id_code", "id", "name"),
@@ -181,7 +183,7 @@ class PathTable(LocalSource):
             row = where, clean(path), values
             earlier = first.setdefault(os.path.normpath(place.file(row[1])), row) if path else row
             for name, value, before in zip(columns.names, values, earlier[2], strict=True):
-                if value != before:
+                if sorted(LABELS.findall(value)) != sorted(LABELS.findall(before)):  # in whatever order
                     text = f"{path} has {name} {value or 'none'}, in {earlier[0]} {before or 'none'}"
                     raise UserError(f"{self.where} {where}: {text}; give several labels in one row: a;b")
             if earlier is not row or not path:

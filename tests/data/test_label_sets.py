@@ -15,7 +15,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.pack import pack
 from duetgan.data.packing import strata
 from duetgan.data.sources import open_source
-from duetgan.data.sources.labels import listed_labels
+from duetgan.data.sources.labels import listed_labels, split_labels
 from duetgan.utils.errors import UserError
 from tests.data.conftest import save
 
@@ -50,7 +50,9 @@ def json_of(place: Path, labels: Sequence[object]) -> Path:
 def test_lists_of_a_csv_file_are_sets_of_labels(tmp_path, cell):
     source = open_source(str(csv_of(tmp_path, list(map(cell, LISTS)))))
     assert (source.classes, source.sets, source.labels().tolist()) == (["bird", "cat", "dog"], SETS, NUMBERS)
-    assert source.remarks == [f"{tmp_path / 'list.csv'}: lists of labels: 3 of 6 images have several, 1 none"]
+    first, last = source.remarks
+    assert first.startswith(f"{tmp_path / 'list.csv'}: labels from column \"label\", ")
+    assert last == f"{tmp_path / 'list.csv'}: lists of labels: 3 of 6 images have several, 1 none"
     source.check_classes()
 
 
@@ -64,8 +66,9 @@ def test_lists_of_dataset_json_hold_numbers_or_names(tmp_path):
 
 def test_what_is_a_list():
     assert all(listed_labels(text) == text for text in ("cat", "[cat", "[true]", ""))
-    assert listed_labels("a; b") == listed_labels('["a", "b"]') == listed_labels("['a', 'b']") == ["a", "b"]
-    assert (listed_labels("[]"), listed_labels("[1, 2]"), listed_labels("a;")) == ([], ["1", "2"], ["a", ""])
+    assert split_labels("x", ["a; b"], None)[0] == [["a", "b"]]
+    assert listed_labels('["a", "b"]') == listed_labels("['a', 'b']") == ["a", "b"]
+    assert (listed_labels("[]"), listed_labels("[1, 2]"), listed_labels("a;")) == ([], ["1", "2"], "a;")
 
 
 @pytest.mark.parametrize(

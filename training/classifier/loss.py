@@ -165,6 +165,8 @@ def classifier_loss(
     added, labels are spread in its proportions: spread evenly, they would undo it.
     """
     loss, smoothing, classes = config.function, config.label_smoothing, logits.shape[1]
+    if config.kind == "cross-entropy" and weights is None and prior is None:
+        return _cross_entropy(logits, targets, smoothing)
     even = logits.new_full((classes,), 1 / (2 if loss.several else classes))
     logits, even = (logits, even) if prior is None else (logits + prior, prior.to(logits.dtype).softmax(0))
 
@@ -176,6 +178,18 @@ def classifier_loss(
         return each.mean(1) if loss.several else each
 
     return _total(errors(targets.labels), None if targets.others is None else errors(targets.others), targets)
+
+
+def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor:
+    """Return the same of a cross entropy without class weights, by torch's fused function."""
+    reduction = "sum" if targets.weights is None else "none"
+    if targets.others is None:
+        errors = F.cross_entropy(logits, targets.labels, label_smoothing=smoothing, reduction=reduction)
+    else:
+        soft = soft_targets(targets, logits.shape[1], logits.dtype)
+        soft = soft * (1 - smoothing) + smoothing / logits.shape[1] if smoothing else soft
+        errors = F.cross_entropy(logits, soft, reduction=reduction)
+    return errors if targets.weights is None else (errors * targets.weights).sum()
 
 
 def _total(own: Tensor, others: Tensor | None, targets: Targets) -> Tensor:
