@@ -118,8 +118,10 @@ def gan_table(document: dict[str, Any]) -> str:
     figures = list(_figures([row for row in GAN if row.place != "column"], document))
     if document["judge"] is not None:
         judge = document["judge"]
-        majority = f"; the most frequent class: {decimal(judge['majority_class_rate'])}"
-        figures.append(("the judge itself", f"{decimal(judge['accuracy'])}  of the real images{majority}"))
+        words = f"{decimal(judge['accuracy'])}  of the real images"
+        if (rate := judge.get("majority_class_rate")) is not None:  # not in documents of before
+            words += f"; the most frequent class: {decimal(rate)}"
+        figures.append(("the judge itself", words))
     if (copies := document.get("memorisation")) is not None:
         verdict = "COPIES TRAINING IMAGES" if copies["copies"] else "no sign of copies"
         words = (

@@ -190,7 +190,7 @@ def test_an_exporter_that_breaks_or_a_network_without_finite_outputs_leaves_noth
     monkeypatch.setitem(FORMATS, "safetensors", Format(write=write, open=FORMATS["onnx"].open, limit=0.0))
     with pytest.raises(UserError, match=r"cannot write .*No space left on device; choose another place"):
         script.main(command(run, tmp_path / "x"))
-    monkeypatch.setattr(check, "outputs", lambda run, batches: torch.full((2, len(CLASSES)), math.nan))
+    monkeypatch.setattr(check, "outputs", lambda *_: torch.full((2, len(CLASSES)), math.nan))
     with pytest.raises(UserError, match="the checkpoint's own outputs are not finite"):
         script.main(command(run, tmp_path / "x", form="torch-export"))
     assert list(tmp_path.iterdir()) == []
