@@ -125,6 +125,12 @@ def write_images(folder: Path) -> None:
         Image.fromarray(pixels).save(folder / "images" / name / f"{row}.png")
         table.append(f"images/{name}/{row}.png,{name},{row % 2}")
     (folder / "table.csv").write_text("\n".join(table))
+    columns = ["first,second,bare,label,both,part"]
+    for row in range(4):
+        dark, light = (len(CLASSES) * row + CLASSES.index(name) for name in ("dark", "light"))
+        names = f"images/dark/{dark}.png,images/light/{light}.png,{dark}"
+        columns.append(f"{names},{'xy'[row % 2]},{('x', 'x|y')[row % 2]},{'ab'[row == 3]}")
+    (folder / "columns.csv").write_text("\n".join(columns))
     shutil.copytree(folder / "images", folder / "damaged")
     (folder / "damaged" / "dark" / "broken.png").write_bytes(b"no image")
     for name in ("stack", "deep"):
