@@ -36,6 +36,12 @@ print(code, *heavy, file=sys.stderr)
 """
 
 
+@pytest.fixture(autouse=True)
+def default_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a run without --run-dir a folder of the test's own."""
+    monkeypatch.setenv("DUET_RUNS", str(tmp_path / "runs"))
+
+
 def started(script: str, *options: str, code: str = WATCHED) -> tuple[str, str]:
     """What it says on stderr, and the exit code with the heavy packages that were imported."""
     command = [sys.executable, "-c", code, script, *options]

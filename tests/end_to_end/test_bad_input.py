@@ -11,6 +11,12 @@ from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import contents, write_config
 
 
+@pytest.fixture(autouse=True)
+def default_runs(tmp_path, monkeypatch):
+    """Give a run without --run-dir a folder of the test's own."""
+    monkeypatch.setenv("DUET_RUNS", str(tmp_path / "runs"))
+
+
 @pytest.fixture
 def command(tmp_path, packed):
     """Options of a classifier's training, whose folder is `run`."""

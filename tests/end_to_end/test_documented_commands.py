@@ -52,6 +52,12 @@ ELSEWHERE_PAGES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def runs_here(monkeypatch):
+    """Put runs/ where commands are typed."""
+    monkeypatch.delenv("DUET_RUNS", raising=False)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with what the pages say is there: recipes, class folders of photos, images to predict."""

@@ -235,7 +235,7 @@ def options(model: Any, prefix: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_choice_has_a_kind(task: str, folder: Path) -> None:
     choices = set(options(TASKS[task].config()))
-    registries = {"architecture": ARCHITECTURES, "loss.objective": OBJECTIVES} if task == "gan" else {}
+    registries: dict[str, Any] = {"architecture": ARCHITECTURES, "loss.objective": OBJECTIVES} if task == "gan" else {}
     schedule = "generator_optimizer.schedule" if task == "gan" else "optimizer.schedule"
     registries[schedule] = {} if task == "gan" else dict.fromkeys(["constant", *DECAYS, "step", "one-cycle"])
     choices |= {f"{key}={value}" for key, registry in registries.items() for value in registry}

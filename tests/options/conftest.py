@@ -129,7 +129,7 @@ def write_images(folder: Path) -> None:
     (folder / "damaged" / "dark" / "broken.png").write_bytes(b"no image")
     for name in ("stack", "deep"):
         (folder / name).mkdir()
-    smooth = cv2.resize(draws.integers(0, 256, (6, 2, 2), np.uint8).transpose(1, 2, 0), (8, 8)).transpose(
+    smooth: Any = cv2.resize(draws.integers(0, 256, (6, 2, 2), np.uint8).transpose(1, 2, 0), (8, 8)).transpose(
         2, 0, 1
     )
     several = np.concatenate([smooth, smooth[:3], smooth[3:] ^ 1])[:, None]

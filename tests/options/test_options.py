@@ -24,6 +24,7 @@ from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed import collectives
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
+from tests.mutation.recording import product_files
 from tests.slim import make
 from tests.test_quickstart import Commands
 
@@ -86,7 +87,8 @@ def file_parts(folder: Path) -> Outcome:
             parts |= {name: path.read_text()} if path.is_file() else {}
         elif path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:  # the order of metadata is not fixed
-                content = {key: file.get_tensor(key).tolist() for key in file}, file.metadata()
+                names = file.keys()
+                content = {name: file.get_tensor(name).tolist() for name in names}, file.metadata()
             parts[name] = content
         else:
             parts[name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -274,11 +276,8 @@ def parsers() -> Iterator[Parser]:
     def stop(self: Parser, *_: Any) -> None:
         raise Built(self)
 
-    for file in sorted(REPOSITORY.rglob("*.py")):
-        package = file.relative_to(REPOSITORY).parts[0]
-        if package in ("tests", "benchmarks", "examples", "build", "duetgan", "configs"):
-            continue
-        for prog in re.findall(r"Parser\(\s*prog=\"([^\"]+)\"", file.read_text()):
+    for file in product_files(REPOSITORY):
+        for prog in re.findall(r"Parser\(\s*prog=\"([^\"]+)\"", (REPOSITORY / file).read_text()):
             name = prog.removeprefix("python -m ")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Parser, "parse_args", stop)

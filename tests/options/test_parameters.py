@@ -32,6 +32,8 @@ from duetgan.training.optim.ema import EMA, half_life_beta
 from duetgan.utils.image_spec import PixelFormat
 from tests.metrics.conftest import TINY
 
+HUB: Any = hubconf  # its entry points are made at import
+
 ELSEWHERE = {  # public names without parameters of their own, and where they are tested
     "Augment": "config keys: tests/oracle/test_keys.py",
     "AdaConfig": "config keys: tests/oracle/test_keys.py",
@@ -149,11 +151,11 @@ def loaders(world: dict[str, Path]) -> list[Case]:
              {"checkpoint": judge, "sizes": new, **both}, call=hub(hubconf.resnet_classifier)),
         Case(hubconf.resnet_classifier, {"sizes": new}, {"seed": 1, "device": CUDA} | {"sizes": new | {"classes": 3}},
              call=hub(hubconf.resnet_classifier)),
-        Case(hubconf.stylegan2, {"checkpoint": gan, "sizes": {}}, {"checkpoint": judge, **sizes, **both},
-             call=hub(hubconf.stylegan2)),
-        Case(hubconf.stylegan2, {"sizes": TINY | new},
+        Case(HUB.stylegan2, {"checkpoint": gan, "sizes": {}}, {"checkpoint": judge, **sizes, **both},
+             call=hub(HUB.stylegan2)),
+        Case(HUB.stylegan2, {"sizes": TINY | new},
              {"seed": 1, "device": CUDA, "sizes": TINY | new | {"classes": 2}},
-             call=hub(hubconf.stylegan2)),
+             call=hub(HUB.stylegan2)),
     ]  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def networks(world: dict[str, Path]) -> list[Case]:
     drawn = {"classes": ["light", "dark"], "seed": 1}
     torch.manual_seed(0)
     shape: dict[str, Any] = {"classes": 2, "channels": 4, "resolution": 8}
-    weights = {"weights": str(world["weights"]), "name": "resnet50", "stem": "imagenet"}
+    weights: dict[str, Any] = {"weights": str(world["weights"]), "name": "resnet50", "stem": "imagenet"}
     rgb, rgba = (
         Classifier(ModelConfig(**weights), **shape, pixel_format=kind)
         for kind in (None, PixelFormat(depth="uint8", alpha=True))
@@ -246,7 +248,7 @@ def parts(world: dict[str, Path]) -> list[Case]:
         return [made.state_dict() for made in both]
 
     updated = {"images_seen": 16, "step": 1, "real_sign": torch.tensor(1.0), "batch_size": 8}
-    scalar = {"lengths": torch.tensor([1.0, 2.0], requires_grad=True), "mean": torch.tensor(1.0)}
+    scalar: dict[str, Any] = {"lengths": torch.tensor([1.0, 2.0], requires_grad=True), "mean": torch.tensor(1.0)}
     scalar |= {"batch_mean": torch.tensor(1.5), "decay": 0.1, "batch": 2}
 
     def penalty(**arguments: Any) -> Any:

@@ -161,7 +161,7 @@ class GanReference:
             return self.g(drawn.z, asked, noise=noise, **grown), labels, drawn.z, drawn.z
         w = self.g.mapping(drawn.z, asked)
         ws = [w] * layers
-        if drawn.z_mixed is not None:  # from its crossover layer on a sample has the second style
+        if drawn.z_mixed is not None and drawn.crossover is not None:  # the second style from that layer on
             other = self.g.mapping(drawn.z_mixed, asked)
             ws = [torch.where((layer < drawn.crossover)[:, None], w, other) for layer in range(layers)]
         stacked = torch.stack(ws, 1)

@@ -92,7 +92,7 @@ GAN |= {
         "discriminator.minibatch_std_order": ("strided", "shared"),
         "discriminator.mapping_layers": (1, "shared"),
     },
-    **{"conditional": (False, "r3gan"), "schedule_kimg": (0.02, "hinge"), "batch_size": (4, "shared")},
+    **{"schedule_kimg": (0.02, "hinge"), "batch_size": (4, "shared")},
     **{"seed": (6, "shared"), "steps": (5, "r3gan"), "augment.flip": (True, "shared")},
     **{"augment.shift": (2, "shared"), "augment.shift_edge": ("reflect", "shared", {"shift": 2})},
     **{"augment.trivial_augment": (True, "shared"), "augment.erase": (0.9, "shared")},
@@ -135,6 +135,7 @@ BOTH_ELSEWHERE = {  # keys that no step of a tree reads, and the tests that know
 GAN_ELSEWHERE = {  # keys that no step of a GAN reads, and why
     "loss.gradients_every": "looks at gradients and changes no update",
     "architecture": "other sections: tests/oracle/test_gan.py",
+    "conditional": "another tree: tests/oracle/test_gan.py",
     **{f"{part}.{key}": f"tests/models/test_{file}.py" for part in ("generator", "discriminator")
        for key, file in (("activation_checkpointing", "activation_checkpointing"), ("fp16_resolutions", "fp16"))},
     **dict.fromkeys((f"data.{key}" for key in
@@ -186,10 +187,10 @@ CLASSIFIER |= {
     "data.crop_area": ([0.2, 0.3], "plain", RANDOM),
     **{"data.crop_aspect": ([1.0, 3.0], "plain", RANDOM), "data.sampling": ("balanced", "plain")},
     **{"data.class_rates": ({"b": 9.0}, "plain"), "data.synthetic.share": (0.8, "weighed")},
-    **{"data.synthetic.weight": (0.9, "weighed"), "data.synthetic.until": (1, "weighed")},
+    **{"data.synthetic.weight": (0.9, "weighed")},
     **{"data.synthetic.balance": ("fill", "weighed"), "seed": (6, "plain"), "batch_size": (4, "plain")},
     **{"steps": (5, "plain"), "model.name": ("convnext_tiny", "plain"), "model.stem": ("small", "plain")},
-    **{"model.classes": (5, "plain"), "model.head": ("hidden", "plain"), "model.normalise": ("imagenet", "plain")},
+    **{"model.head": ("hidden", "plain"), "model.normalise": ("imagenet", "plain")},
     **{"model.head_width": (7, "plain", {"head": "hidden"}), "model.input_size": (32, "plain")},
     "model.readout_stages": (1, "plain", {"head": "readout"}),
     "model.readout_parts": (2, "plain", {"head": "readout"}),
@@ -209,6 +210,8 @@ CLASSIFIER_ELSEWHERE = {
     "model.discriminator": "tests/models/test_discriminator_backbone.py",
     "model.split": "tests/training/classifier/test_model_parallel.py",
     "model.weights": "tests/models/test_weights.py",
+    "model.classes": "another number is refused: tests/faults/test_data_faults.py",
+    "data.synthetic.until": "tests/training/base/test_synthetic.py",
     "unlabelled.path": "which images: tests/training/classifier/test_readout.py",
     "finetune.cache": "whether what is frozen is computed again: tests/training/classifier/test_frozen.py",
     "finetune.probe": "where the head begins: tests/training/classifier/test_probe.py",

@@ -70,7 +70,7 @@ BROKEN, MASKED, DAMAGED, SPIKE = 2, 6, 10, 13  # numbers of updates, see `Record
 BACK = 10  # the checkpoint before the spike
 # the first step and the total of each progress bar
 BARS = {"gan": [(0, 5), (5, 10)], "classifier": [(0, 8), (8, 20), (BACK, 20)]}
-IMAGES = {"gan": [16] + [8] * 9, "classifier": [8] * 8 + [12] * 12}  # of each step
+IMAGES = {"gan": [16] + [12] * 9, "classifier": [8] * 8 + [12] * 12}  # of each step
 BEST = {"gan": ("frechet/pixels", 8), "classifier": ("accuracy", 14)}  # and where it was reached
 QUALITY = [0.25, 0.75, 0.625, 0.5]  # of the evaluations; the classifier rolls the second back
 DISTANCES = ("frechet", "floor", "kernel", "kernel_floor", "recognised", "diversity_ratio")
@@ -354,8 +354,8 @@ def test_every_reported_value(record: Record, folder: Path, tmp_path: Path, caps
     assert set(events.Tags()["scalars"]) == {key for row in rows for key in row} - {"step"}
     output = capsys.readouterr().err.splitlines()
     for row in [row for row in rows if "images" not in row]:
-        values = ", ".join(f"{key[4:]} {value:.4g}" for key, value in row.items() if key != "step")
-        assert f"step {row['step']}: {values}" in output
+        words = ", ".join(f"{key[4:]} {value:.4g}" for key, value in row.items() if key != "step")
+        assert f"step {row['step']}: {words}" in output
     facts = json.loads((run / "data.json").read_text())
     for role, name in (("training", "data"), ("held-out", "held-out")):
         meta = Dataset(folder / f"{name}.lmdb").meta

@@ -20,8 +20,9 @@ def test_help_and_training_import_only_what_they_use():
     assert not heavy & imported("import duetgan.training.engine.run")
 
 
-def test_gpus_are_chosen_before_torch_is_imported():
+def test_gpus_are_chosen_before_torch_is_imported(tmp_path, monkeypatch):
     """Once CUDA is initialised CUDA_VISIBLE_DEVICES has no effect."""
+    monkeypatch.setenv("DUET_RUNS", str(tmp_path))
     code = (
         "import os, sys, train\n"
         "train.train_here = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'])\n"
