@@ -299,8 +299,8 @@ def test_every_metric_and_its_interval_are_written_in_its_unit(tmp_path):
     rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
     columns = ("frechet", "floor", "kernel", "kernel_floor")
     assert ["pixels", *(written(key, values[key]) for key in columns), "123"] in rows
-    of_class = ("recognised", "diversity_ratio", "intra_class_frechet")
-    cells = [written(key, values[key] + 0.5) for key in of_class]
+    class_columns = ("recognised", "diversity_ratio", "intra_class_frechet")
+    cells = [written(key, values[key] + 0.5) for key in class_columns]
     assert ["Bag", "81.5 %", "82.5 %", "83.5 %", "845", *cells] in rows
 
 
