@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from duetgan.metrics.tables import credible
 from duetgan.utils import bounded
 from duetgan.utils.config import yaml_files
 
@@ -28,6 +27,8 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         """Never raises for missing or damaged files."""
+        from duetgan.metrics.tables import credible  # brings torch along
+
         self.folder, self.notes = Path(folder), list[str]()
         self.config = self._text("config.yaml")
         self.records = self._records()  # of metrics.jsonl, one a step, in order of steps

@@ -238,7 +238,8 @@ def test_commands_can_be_typed(current):
             assert overrides == [], command
         elif module == "train" and options.config and "FILE" not in command and not hasattr(options, "imports"):
             tree = read_yaml(ROOT / recipe_file(options.config))
-            build_run_config(tree, overrides, command)
+            lengths = [re.sub(r"^(\d+)ep$", r"\1", word) for word in overrides]  # in epochs: needs the images
+            build_run_config(tree, lengths, command)
 
 
 def test_options_in_text_exist(current):

@@ -29,8 +29,8 @@ EXPORTED = {  # changed on purpose, with a line in CHANGELOG.md
     "duetgan.data": "Augment Batch Dataset GlobalSampler InfiniteLoader to_float",
     "duetgan.metrics": "Figure Measured frechet_distance kernel_distance",
     "duetgan.models": "ARCHITECTURES Architecture BACKBONES Backbone ImageDiscriminator ImageGenerator",
-    "duetgan.training": "Ada AdaConfig EMA OBJECTIVES Objective gradient_penalty half_life_beta path_length_penalty"
-    " path_lengths squared_gradient_norm",
+    "duetgan.training": "Ada AdaConfig CLASSIFIER_LOSSES ClassifierLoss EMA OBJECTIVES Objective gradient_penalty"
+    " half_life_beta path_length_penalty path_lengths squared_gradient_norm",
 }
 
 

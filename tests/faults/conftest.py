@@ -68,11 +68,14 @@ def start(*argv: str | Path) -> Fork:
 
 
 def start_python(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "subprocess.Popen[str]":
-    """The same in a process of its own, after `prefix`, such as a shell that changes what it may do."""
+    """The same in a process of its own, after `prefix`, such as a shell that changes what it may do.
+
+    -B: on a full disk, Python itself leaves torn bytecode files.
+    """
     script = ["-m", str(argv[0])] if str(argv[0]).startswith("data.") else [str(argv[0])]
     asked = {name: os.environ[name] for name in (inject.VARIABLE,) if name in os.environ}  # by this very test
     return subprocess.Popen(
-        [*prefix, sys.executable, *script, *map(str, argv[1:])],
+        [*prefix, sys.executable, "-B", *script, *map(str, argv[1:])],
         cwd=REPOSITORY,
         env=ENVIRONMENT | asked,
         stdout=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import urllib.request
 import re
 import shutil
 from pathlib import Path
@@ -43,7 +44,8 @@ def cache(tmp_path, monkeypatch) -> Path:
     def refused(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", refused)
+    monkeypatch.delenv("DUET_OFFLINE", raising=False)
+    monkeypatch.setattr(urllib.request, "urlopen", refused)
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
     return folder

@@ -38,6 +38,7 @@ ELSEWHERE = {  # public names without parameters of their own, and where they ar
     "Augment": "config keys: tests/oracle/test_keys.py",
     "AdaConfig": "config keys: tests/oracle/test_keys.py",
     "Objective": "a row of losses: tests/training/gan/test_losses.py",
+    "ClassifierLoss": "a row of losses: tests/training/classifier/test_loss.py",
     "Architecture": "a row of the registry: tests/models/test_ready_made.py",
     "Backbone": "a row of the registry: tests/models/test_backbones.py",
     "Figure": "a row of metrics: tests/metrics/test_figures.py",
@@ -118,8 +119,8 @@ def moved(model: Any, **arguments: Any) -> Any:
     return average.model
 
 
-def pretrained(model: Any) -> Any:
-    return load_pretrained(model), model
+def pretrained(model: Any, **options: Any) -> Any:
+    return load_pretrained(model, **options), model
 
 
 def logits_of(images: Tensor) -> Tensor:
@@ -173,6 +174,8 @@ def networks(world: dict[str, Path]) -> list[Case]:
     torch.manual_seed(0)
     shape: dict[str, Any] = {"classes": 2, "channels": 4, "resolution": 8}
     weights: dict[str, Any] = {"weights": str(world["weights"]), "name": "resnet50", "stem": "imagenet"}
+    run: dict[str, Any] = {"weights": str(world["classifier"]), "stem": "small-stride2", "normalise": "symmetric"}
+    ours = Classifier(ModelConfig(**run), classes=3, channels=1, resolution=8)
     rgb, rgba = (
         Classifier(ModelConfig(**weights), **shape, pixel_format=kind)
         for kind in (None, PixelFormat(depth="uint8", alpha=True))
@@ -185,12 +188,14 @@ def networks(world: dict[str, Path]) -> list[Case]:
              call=lambda options=None, **given: generator.forward(**given, **(options or {}))),
         Case(duetgan.Generator.sample, {"n": 3},
              {"n": 4, **drawn, "psi": 0.5, "noise": "const"}, call=generator.sample),
+        Case(duetgan.Generator.sample, {"n": 3, "psi": 0.5}, {"truncation_mean": "global"}, call=generator.sample),
         Case(duetgan.Generator.grid, {"n": 4}, {"n": 5, "columns": 2, "options": {"psi": 0.5}},
              call=lambda options=None, **given: generator.grid(**given, **(options or {}))),
         Case(duetgan.Generator.project, {"image": photo, "steps": 2, "features": "pixels"},
              {"image": wide, "space": "w", "classes": "grey", "seed": 1, "steps": 3, "features": "resnet50"},
              call=generator.project),
         Case(load_pretrained, {"model": rgb}, {"model": rgba}, call=pretrained),
+        Case(load_pretrained, {"model": ours}, {"classes": classifier.class_names[::-1]}, call=pretrained),
     ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def test_command_writes_the_plan(tmp_path, capsys):
 
 @pytest.mark.parametrize(("others", "told"), [(0.2, False), (1.0, True)])
 def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, others, told):
-    monkeypatch.setattr(measure, "survey", lambda _: SAMPLE.model_copy(update={"source": "sample"}))
+    monkeypatch.setattr(measure, "survey", lambda *_: SAMPLE.model_copy(update={"source": "sample"}))
     monkeypatch.setattr(threads, "seen", lambda: others)
     monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
     monkeypatch.setattr(measure, "cores", lambda: 2)

@@ -127,7 +127,7 @@ def test_the_recipe_is_measured_with_the_discriminator_that_the_gan_will_have(tm
     config, overrides, side, images = next(call for call in asked if call[0] == FEW_LABELS)
     gan: Any = build_run_config(read_yaml(made.gan.config), made.gan.overrides, "gan")
     form = ThisMachine.__new__(ThisMachine)
-    form.folder, form._known = tmp_path, {}
+    form.folder, form._known, form._labels = tmp_path, {}, []
     assert form.speed(config, overrides, side, images).images_per_second > 0
     few: Any = build_run_config(read_yaml(config), [*overrides, "--data.path", "x"], "few")
     own, told = gan.discriminator.model_dump(), few.model.discriminator

@@ -51,7 +51,7 @@ def plan_of(task: ClassifierTask) -> dict[str, str]:
 @pytest.mark.parametrize(("batch_size", "warned"), [(200, False), (201, True)])
 def test_a_batch_larger_than_the_data_set_is_mentioned(packed, batch_size, warned):
     rows = plan_of(task_of(packed, batch_size=batch_size, steps=3))
-    warning = "batch larger than the data set: each batch holds repeats; make batch_size at most 200"
+    warning = "batch larger than the data set: each batch holds repeats; make batch_size 200"
     assert rows.get("warning") == (warning if warned else None)
     assert rows["length"] == f"3 steps = {3 * batch_size} images = {3 * batch_size / 200:.1f} epochs"
 
