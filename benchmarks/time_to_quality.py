@@ -118,7 +118,7 @@ def course_of(run: Path, options: Namespace, real: RealFeatures) -> Course:
             raise UserError(f"{run}: the floor cannot be measured: {why}")
         stack.enter_context(train)
         (extractor,) = build_extractors(asked, reader.spec, device, None)
-        for note in flattered([extractor], recorded(last)).values():
+        for note in flattered([extractor], recorded(last), None).values():
             print(f"{run}: {extractor.name}: {note}", file=sys.stderr)
         n = min(options.n, len(reader), len(train))
         distances = known_distances(last, records, n, options)

@@ -259,9 +259,8 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             observe=board.observe,
         )
         samples = gathered.samples[0]
-        networks = [judge, *(extractor.classifier for extractor in extractors)]
-        seen, *skills = judge_skills(networks, reader, samples.n, options)
-        weak = [each.name for each, skill in zip(extractors, skills, strict=True) if skill and skill["is_weak"]]
+        seen, *skills = judge_skills([judge, *(each.classifier for each in extractors)], reader, samples.n, options)
+        skill_of = {each.name: skill for each, skill in zip(extractors, skills, strict=True) if skill}
 
         def finish() -> dict[str, Any]:
             document = gathered.document(details=True)
@@ -273,22 +272,16 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
                 images.append("neighbours.png")
             notes = document["notes"] | leaks(reader, train, why)
             notes |= {"floor": why, "memorisation": why} if why else {}
-            sure = {"interval": document["recognised_interval"], "what": "recognised share"}
-            notes |= few_images(samples.n, **sure, distances=True)
-            notes |= flattered(extractors, learnt_from)
-            notes |= {"recognised": weak_judge(seen)} if seen and seen["is_weak"] else {}
-            for extractor, skill in zip(extractors, skills, strict=True):
-                if skill and skill["is_weak"] and skill != seen:
-                    notes["weak_extractors"] = f"{extractor.name}: {weak_judge(skill)}"
-            if judge is not None and judge.lineage.related(learnt_from):
-                notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
+            interval = document["recognised_interval"]
+            notes |= few_images(samples.n, interval=interval, what="recognised share", distances=True)
+            notes |= flattered(extractors, learnt_from, judge) | weak_judges(seen, skill_of)
             columns = {"label": samples.labels[: samples.n].numpy() if sets is None else np.zeros(samples.n, np.int64)}
             if sets is None and samples.probabilities is not None:
                 confidence, predicted = samples.probabilities.max(1)
                 columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
             source = None if judge is None else fingerprint(judge)
             kept = keep_predictions(out, columns, checkpoint, reader, seed=options.seed, judge=source)
-            kept |= {"judge": seen, "weak_extractors": weak}
+            kept |= {"judge": seen, "weak_extractors": [name for name, each in skill_of.items() if each["is_weak"]]}
             if sets is None and names:
                 counts = np.bincount(columns["label"], minlength=len(names)).tolist()
                 kept["samples_by_class"] = dict(zip(names, counts, strict=True))
@@ -297,8 +290,8 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
         return collectives.from_main_process(finish)
 
 
-def flattered(extractors: Sequence[Extractor], generator: Lineage) -> dict[str, str]:
-    """A note for each extractor in whose features samples look better than they are."""
+def flattered(extractors: Sequence[Extractor], generator: Lineage, judge: Classifier | None) -> dict[str, str]:
+    """Return a note for each extractor in whose features samples look better than they are, and on such a judge."""
     notes = {}
     for extractor in extractors:
         if not {extractor.source, *extractor.lineage.teachers}.isdisjoint(generator.teachers):
@@ -310,6 +303,8 @@ def flattered(extractors: Sequence[Extractor], generator: Lineage) -> dict[str, 
         else:
             continue
         notes[extractor.name] = why
+    if judge is not None and judge.lineage.related(generator):
+        notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
     return notes
 
 
@@ -320,8 +315,16 @@ def has_skill(fraction: Measured, chance: float) -> bool:
     return low > chance and fraction.value is not None and fraction.value >= skilled
 
 
-def weak_judge(skill: Mapping[str, Any]) -> str:
-    """Return the note on a classifier that `judge_skills` found to be weak."""
+def weak_judges(judge: dict[str, Any] | None, extractors: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Return notes on the judge and on extractors by name, from `judge_skills`, that are too weak to judge the GAN."""
+    notes = {"recognised": _weakness(judge)} if judge and judge["is_weak"] else {}
+    for name, skill in extractors.items():
+        if skill["is_weak"] and skill != judge:
+            notes["weak_extractors"] = f"{name}: {_weakness(skill)}"
+    return notes
+
+
+def _weakness(skill: dict[str, Any]) -> str:
     return (
         f"the classifier is too weak to judge the GAN: it is right on {skill['accuracy']:.0%} of the real images at "
         f"the samples' size; always predicting the most frequent class is right on {skill['majority_class_rate']:.0%}"

@@ -6,6 +6,7 @@ real, what needs a network, Docker or GPUs by its parser. Slow: the pages' other
 
 import functools
 import importlib
+import itertools
 import re
 import shlex
 import shutil
@@ -100,6 +101,21 @@ def pack_sample() -> None:
         pack("sample", f"runs/quickstart/data/{part}.lmdb", options=["--size", "32", "--split", part])
 
 
+def write_tables() -> None:
+    """Write tables of the photos, and a folder of them without classes, as a user of a CSV file has them."""
+    photos = sorted(Path("photos").glob("*/*.png"))
+    Path("train").mkdir()
+    texts = {"labels.csv": "path,label\n", "tags.csv": "path,tags\n", "train.csv": "id,label\n"}
+    for number, photo in enumerate(photos):
+        kind = photo.parent.name
+        shutil.copy(photo, f"train/{number}.jpg")
+        texts["labels.csv"] += f"{photo},{kind}\n"
+        texts["tags.csv"] += f"{photo},{kind} {'outside' if number % 3 else 'inside'}\n"
+        texts["train.csv"] += f"{number},{kind}\n"
+    for name, text in texts.items():
+        Path(name).write_text(text)
+
+
 def before_classifier() -> None:
     shutil.rmtree("photos")
     shutil.move("parts", "photos")
@@ -128,7 +144,7 @@ def before_gan() -> None:
 BEFORE = {  # page -> what it takes for granted
     "README": pack_sample,
     "first-run": None,
-    "your-data": None,
+    "your-data": write_tables,
     "recipes": lambda: pack("photos", "train.lmdb"),
     "lmdb": None,
     "classifier": before_classifier,
@@ -141,6 +157,14 @@ PYTHON: dict[str, dict[str, Any]] = {  # page -> names that its Python code take
     "lmdb": {"images": np.zeros((4, 1, 8, 8), np.uint8), "labels": [0, 1, 0, 1]},
 }
 RUN_FOR_REAL = [page for page in BEFORE if page != "recipes"]
+
+
+def make_room(arguments: Sequence[str]) -> None:
+    """Remove the files that a command of data.pack will write."""
+    file = Path(arguments[1])
+    file.unlink(missing_ok=True)
+    if "--val-share" in arguments:
+        file.with_stem(f"{file.stem}-val").unlink(missing_ok=True)
 
 
 def made_small(module: str, arguments: Sequence[str]) -> list[str]:
@@ -174,8 +198,7 @@ def test_a_pages_commands_run_in_its_order(page, folder, monkeypatch):
     for module, arguments in shown:
         assert not SHORTENED.search(" ".join(arguments)), arguments
         if module == "data.pack":  # another way to the same files: a reader takes one of them
-            for file in Path.cwd().glob(f"{Path(arguments[1]).stem}*.lmdb"):
-                file.unlink()
+            make_room(arguments)
         # on noise the loss may fall at no rate, which --lr-find says: test_lr_find.py has images to learn from
         codes = (0, 2) if "--lr-find" in arguments else (0,)
         assert run(module, made_small(module, arguments)) in codes, (module, arguments)
@@ -266,6 +289,8 @@ def checkout(photos, tmp_path, monkeypatch):
             if block.type == "fence" and (title := re.match(r"# (\w+\.py)\n", block.content)):
                 (tmp_path / title[1]).write_text(block.content)
         monkeypatch.chdir(tmp_path)
+        if page == "your-data":
+            write_tables()
 
     return make
 
@@ -282,7 +307,7 @@ def test_every_command_of_a_page_is_right(page, checkout, slim, monkeypatch):
 def check(command: str) -> None:
     """Run a command as typed, as far as one CPU without a network can."""
     assert "..." not in command, command
-    words = [word for word in shlex.split(command) if not re.match(r"^[A-Z_]+=", word)]
+    words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command)))
     if words[0] == "make":
         subprocess.run(["make", "-n", *words[1:]], check=True, capture_output=True)
     elif words[0] == "docker":
@@ -302,8 +327,7 @@ def check_module(module: str, arguments: list[str], *, network: bool = False) ->
         return
     if module in ("data.pack", "data.inspect", "data.duplicates") and not network:
         if module == "data.pack":
-            for file in Path(arguments[1]).parent.glob(f"{Path(arguments[1]).stem}*.lmdb"):
-                file.unlink()
+            make_room(arguments)
         assert run(module, arguments) == 0, arguments
         return
     _, unknown = parser_of(module).parse_known_args(normalise(arguments))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.evaluate_gan import _skill, evaluate_generator, has_skill, judge_skills, weak_judge
+from duetgan.metrics.evaluate_gan import _skill, evaluate_generator, has_skill, judge_skills, weak_judges
 from duetgan.metrics.features.extractors import Extractor, RealFeatures, classifier_features, pixel_features
 from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, history
@@ -239,7 +239,8 @@ def test_a_judge_of_rare_classes_is_measured_by_the_mean_of_the_classes_too(test
     constant = torch.tensor([1.0, 0.0, 0.0]).double().expand(100, 3)
     found = _skill(constant, test_reader, labels, None)
     assert (found["accuracy"], found["majority_class_rate"], found["is_weak"]) == (0.8, 0.8, True)
-    assert "right on 80% of the real images" in weak_judge(found)
+    assert "right on 80% of the real images" in weak_judges(found, {"x": found, "y": found | {"n": 5}})["recognised"]
+    assert weak_judges(None, {"y": found}).keys() == {"weak_extractors"}
     other = judge_skills([None, judge], train_reader, 30, Namespace(seed=0, batch_size=8))
     assert other == [None, other[1]]
     assert other[1]["majority_class_rate"] == pytest.approx(1 / 3, abs=0.1)

@@ -2,9 +2,9 @@
 
 import importlib.util
 import json
-import urllib.request
 import re
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 

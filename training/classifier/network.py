@@ -13,14 +13,32 @@ from duetgan.metrics.lineage import provenance_of
 from duetgan.models.backbones.discriminator import Trunk, form_of
 from duetgan.models.classifier import Classifier
 from duetgan.models.restore import discriminator_from, generator_from
+from duetgan.models.weights import load_pretrained
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.provenance import Lineage, join, recorded
+from duetgan.utils.runlog.run_log import say_main
 
 IMAGES = 5000  # that are looked at, at most
 PART, PIXELS = 256, 1 << 22  # images that are in memory at a time, and their pixels, at most
 _last: dict[tuple[object, ...], list[float]] = {}  # the last ones: one start of a training builds several tasks
+
+
+def initialise(model: Classifier, reader: Dataset) -> None:
+    """Give a new network the weights that `model.weights` names, else first filters that fit the images. Collective.
+
+    Raises UserError as `load_pretrained` and `load_discriminator`.
+    """
+    if model.config.weights is None:
+        fit_first_filters(model, reader)
+        return
+    with collectives.raising_together():  # each node may have files of its own
+        if model.config.discriminator is None:
+            taken = load_pretrained(model, reader.meta.classes)
+        else:
+            taken = load_discriminator(model)
+    say_main(taken)
 
 
 def load_discriminator(model: Classifier) -> str:

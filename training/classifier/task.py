@@ -22,7 +22,6 @@ from duetgan.metrics.samples.spreading import spread_to
 from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier
 from duetgan.models.model_parallel import Share, place
-from duetgan.models.weights import load_pretrained
 from duetgan.training.base.compiled import Compiled
 from duetgan.training.base.data import label_shares
 from duetgan.training.base.phases import phase
@@ -34,7 +33,7 @@ from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.frozen import Frozen, image_features
 from duetgan.training.classifier.loss import Targets, by_class, classifier_loss, distilled, sample_weights
 from duetgan.training.classifier.micro_batch import MicroBatch
-from duetgan.training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
+from duetgan.training.classifier.network import initialise, widen_narrow_maps
 from duetgan.training.classifier.probe import Probe, Probed, alike, fit, looked_at
 from duetgan.training.classifier.resizing import Resizing
 from duetgan.training.optim.ema import EMA
@@ -74,16 +73,7 @@ class ClassifierTask(Task):
         self.shape = config.shape(reader)
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
-        if config.model.weights is not None:
-            with collectives.raising_together():  # each node may have files of its own
-                taken = (
-                    load_pretrained(model, reader.meta.classes)
-                    if config.model.discriminator is None
-                    else load_discriminator(model)
-                )
-            say_main(taken)
-        else:
-            fit_first_filters(model, reader)
+        initialise(model, reader)
         self.rows, self.shown = CLASSIFIER, torch.empty(0)
         if config.loss.several:
             model.add_thresholds()

@@ -86,7 +86,7 @@ class CheckpointManager:
             if best:
                 checkpoints.point(folder, "best", path, **figure)
                 self._best_step = step
-            also = {self._best_step, *([] if healthy is None else self._steps_up_to(healthy)[:2])}
+            also = {self._best_step, *([] if healthy is None else self.steps_up_to(healthy)[:2])}
             checkpoints.rotate(folder, wanted.keep, every=wanted.keep_every, also=also, until=step)
         except OSError as error:
             what, then = "was not written", "; the previous one is kept, training continues"
@@ -114,29 +114,14 @@ class CheckpointManager:
         why = "it is the run's last" if warns else "checkpoint.on_disk_full is stop"
         return reason and f"{reason} and {why}; make room, then the same command resumes"
 
-    def go_back(self, healthy: int, step: int) -> int | None:
-        """Point `last.json` at the newest checkpoint up to step `healthy`: a resume begins there, and everything else
-        takes it. Returns its step, the same on all ranks; None where there is none. `step`: where training stopped.
-        """
-        self.wait()
-
-        def find() -> int | None:
-            folder, steps = self.folder.checkpoints, self._steps_up_to(healthy)
-            if not steps:
-                return None
-            checkpoints.point(folder, "last", folder / checkpoints.file_name(steps[0]), broken_until=step)
-            return steps[0]
-
-        return collectives.from_main_process(find)
-
-    def _steps_up_to(self, step: int) -> list[int]:
+    def steps_up_to(self, step: int) -> list[int]:
         """The steps of the run's checkpoints, newest first, none beyond `step`."""
         every = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
         return [each for each in every if each <= step]
 
     def restore(self, registry: Registry, *, up_to: int | None = None) -> checkpoints.Checkpoint | None:
         """Load the newest checkpoint of the run folder that can be read into the registry; returns the checkpoint, or
-        None when there is none. `up_to`: of at most this step; younger ones are deleted then, as after `go_back`.
+        None when there is none. `up_to`: of at most this step; younger ones are deleted then.
 
         Raises UserError when it does not fit the data or the task.
         """

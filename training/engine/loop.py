@@ -14,7 +14,7 @@ from duetgan.training.base.config import RunConfig
 from duetgan.training.base.monitors import EarlyStopping, Failing, Fields, MetricWindow, Pace, SpikeDetector
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Task
-from duetgan.training.engine import health
+from duetgan.training.engine import health, recovery
 from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.health import LayerLog
@@ -69,12 +69,6 @@ class Loop(Fields):
         self.window.fold()
         self.failing.see(self.step, self.window.failed)
 
-    def _halt_broken(self, reason: str) -> NoReturn:
-        """Stop because the weights are of no use any more; a resume begins at the last checkpoint before that."""
-        healthy = self.failing.healthy(self.step)
-        step = self.manager.go_back(self.step - 1 if healthy is None else healthy, self.step)
-        self._halt(f"{reason}; {health.remedy_for_broken(self.config, step)}")
-
     def state_dict(self) -> dict[str, Any]:
         parts = {"stopping": self.stopping.state_dict(), "spikes": self.spikes.state_dict()}
         more = {"damaged": sorted(self.damaged), "threads": dict(self.pace.by_step), "failing": list(self.failing.span)}
@@ -107,7 +101,7 @@ class Loop(Fields):
         """Stop where a checkpoint could not be written and the config says so, or it is the last; on all ranks."""
         reason = self.manager.failure(last=self.step if at_the_end else None)
         if reason:
-            self._halt(reason)
+            self.halt(reason)
 
     def resume(self) -> bool:
         """Take the newest checkpoint that can be read; False without one. Raises UserError when it does not fit."""
@@ -143,10 +137,10 @@ class Loop(Fields):
                 if profile is not None:
                     target = self.step + profiling.WARM_UP + profile
                     self._run_until(target - profile)
-                    self._pause(lambda: profiling.profile_steps(self, profile), "profiling")
+                    self.pause(lambda: profiling.profile_steps(self, profile), "profiling")
                 self._run_until(target)
-                self._pause(self.save)
-                self._pause(self.manager.wait)
+                self.pause(self.save)
+                self.pause(self.manager.wait)
                 if self._tick_step < self.step:  # `max_steps` lies between two log ticks
                     self.log.metrics(self.step, self._row(time.perf_counter()), partial=True)
                 self._check_saving(at_the_end=True)
@@ -178,11 +172,11 @@ class Loop(Fields):
                 if self.step < here:  # rolled back
                     continue
             if config.log.samples_every and (self.step % config.log.samples_every == 0 or self.step == config.steps):
-                self._pause(self._samples, "drawing samples")
+                self.pause(self._samples, "drawing samples")
             if (config.evaluation.every and self.step % config.evaluation.every == 0) or self.step == config.steps:
-                self._pause(self._evaluate, "evaluating")
+                self.pause(self._evaluate, "evaluating")
             elif self.step % config.checkpoint.every == 0:
-                self._pause(self.save)
+                self.pause(self.save)
             self._obey_signal()
 
     def _take_step(self, batches: Iterator[Batch]) -> None:
@@ -208,14 +202,14 @@ class Loop(Fields):
             if every and self.step % every == 0 and collectives.world_size() > 1:
                 health.check_equal(self.task.registry(), self.step, self.loader.device)
         except TrainingHalted as error:
-            self._halt(str(error))
+            self.halt(str(error))
         except (RuntimeError, MemoryError, ValueError) as error:
             reason = health.explain(error, self.config, self.step, self.task.shape["resolution"])
             if reason is None:
                 raise
-            self._halt(reason, rank_specific=True)
+            self.halt(reason, rank_specific=True)
 
-    def _pause(self, action: Any, what: str = "saving a checkpoint") -> None:
+    def pause(self, action: Any, what: str = "saving a checkpoint") -> None:
         """Do what is not training, not counted in images per second. The ranks wait for one another, however long."""
         started = time.perf_counter()
         with self.log.pausing(what):
@@ -260,55 +254,25 @@ class Loop(Fields):
         self._tick_step = self.step
         self._check_saving()
         if self.updates["nonfinite_updates"] > self.config.nonfinite_cap:
-            self._halt_broken(
+            recovery.halt_broken(
+                self,
                 f"{round(self.updates['nonfinite_updates'])} updates had non-finite gradients, more than nonfinite_cap "
-                f"{self.config.nonfinite_cap}"
+                f"{self.config.nonfinite_cap}",
             )
-        self._look_for_spikes(values)
+        recovery.check_spikes(self, values)
 
     def _write_row(self, row: Metrics) -> None:
         self.log.metrics(self.step, row)
         for line in self.task.warnings(self.step, row):
             say_main(f"warning: step {self.step}: {line}")
 
-    def _look_for_spikes(self, values: list[float]) -> None:
-        seen = self.spikes.see(self.step - len(values), values)  # of the watched metric, in the steps up to here
-        if seen is None:
-            return
-        spike, value, usual = seen
-        problem = f"{self.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
-        if self.config.spikes.action != "roll-back":
-            say_main(f"warning: {problem}")
-        elif self.roll_backs >= self.config.spikes.limit:
-            self._halt(
-                f"{problem}, after {self.roll_backs} roll-backs (spikes.limit); lower the learning rate, clip "
-                "gradients, or check the data"
-            )
-        else:
-            self._pause(lambda: self._roll_back(spike, problem), "rolling back")
-
-    def _roll_back(self, spike: int, problem: str) -> None:
-        """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""
-        here, position, count = self.step, self.loader.state_dict(), self.roll_backs + 1
-        content = self.manager.restore(self.registry(), up_to=spike)
-        if content is None:
-            say_main(
-                f"warning: {problem}; there is no checkpoint from before it to go back to: lower log.every, at which "
-                "spikes are checked, or raise checkpoint.keep"
-            )
-            return
-        then = content["state"]["loader"]  # its step counts where stages of growth have loaders of their own
-        self.loader.load_state_dict(position | {key: then[key] for key in ("step", "batch") if key in then})
+    def rolled_back(self, count: int) -> None:
+        """Log from the present step on, after the roll-back number `count`."""
         self.roll_backs, self._tick_step = count, self.step
         self.log.close()
         self.log.open(self.step)
-        say_main(
-            f"warning: {problem}; went back to the checkpoint of step {self.step} and on from there with other "
-            f"images: those of the {here - self.step} steps since are left out (roll-back {count} of "
-            f"{self.config.spikes.limit})"
-        )
 
-    def _halt(self, reason: str, *, rank_specific: bool = False) -> NoReturn:
+    def halt(self, reason: str, *, rank_specific: bool = False) -> NoReturn:
         """Stop by itself: exit code 4, the reason in status.json too. `rank_specific`: the others do not know it."""
         self.folder_status("failed", reason, TrainingHalted.exit_code)
         raise TrainingHalted(reason, rank_specific=rank_specific)
@@ -332,7 +296,7 @@ class Loop(Fields):
             self.save()  # the training is sound, only its held-out images are not
             raise
         except UserError as error:  # the data was checked before the first step: what is left are broken networks
-            self._halt_broken(f"the evaluation at step {self.step} failed: {error}")
+            recovery.halt_broken(self, f"the evaluation at step {self.step} failed: {error}")
         if figures:
             self._write_row({f"val/{name}": value for name, value in figures.items()})
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
@@ -374,7 +338,7 @@ class Loop(Fields):
         if not signum:
             return
         self.save()
-        self._pause(self.manager.wait)  # the others wait at the barrier, however long it takes
+        self.pause(self.manager.wait)  # the others wait at the barrier, however long it takes
         name = signal.Signals(signum).name
         saved = collectives.broadcast_object(self.manager.saved_step)
         self.folder_status("stopped", name, StoppedBySignal.exit_code)

@@ -114,7 +114,7 @@ def fakes() -> Iterator[None]:
     with (
         mock.patch.object(nn.Module, "to", lambda network, *_args, **_options: network),
         mock.patch.object(FakeTensor, "__deepcopy__", _copy),
-        mock.patch("duetgan.training.classifier.task.fit_first_filters"),  # there are no images
+        mock.patch("duetgan.training.classifier.network.fit_first_filters"),  # there are no images
         mock.patch.object(Ada, "apply", lambda _ada, images, _draws, _rows: images),  # it looks at numbers
         FakeTensorMode(allow_non_fake_inputs=True),  # constants that are kept between calls
     ):

@@ -274,8 +274,9 @@ def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
         "data.pack": [str(photos), str(tmp_path / "y.lmdb"), "--size", "8", "--workers", "0"],
         "data.inspect": [str(tmp_path / "x.lmdb"), "--out", str(tmp_path / "grid.png")],
     }[module]
-    command, limits = [sys.executable, "-B", "-m", module, *arguments], partial(resource.setrlimit, resource.RLIMIT_FSIZE)
-    done = subprocess.run(command, cwd=ROOT, stderr=-1, text=True, preexec_fn=partial(limits, (1024, 1024)))
+    command = [sys.executable, "-B", "-m", module, *arguments]  # -B: Python would leave torn bytecode files
+    limits = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024, 1024))
+    done = subprocess.run(command, cwd=ROOT, stderr=-1, text=True, preexec_fn=limits)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) == 1

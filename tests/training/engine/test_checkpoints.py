@@ -11,6 +11,7 @@ import torch
 from duetgan.training.base.config import CheckpointConfig, RunConfig
 from duetgan.training.base.monitors import Failing, MetricWindow
 from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.training.engine.recovery import select_healthy
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils import versions
 from duetgan.utils.checkpoint import load, newest_first
@@ -321,8 +322,8 @@ def test_what_is_sound_stays_while_updates_are_skipped(tmp_path, capsys):
     for step in (18, 21, 24):
         save(manager, step, healthy=16)
     assert steps(manager) == [24, 21, 15, 12]
-    assert manager.go_back(2, 25) is None
-    assert manager.go_back(16, 25) == 15
+    assert select_healthy(manager, 2, 25) is None
+    assert select_healthy(manager, 16, 25) == 15
     again = keeper_of(tmp_path)
     assert again.restore({"loop": Counter()})["step"] == 15
     told = "going back to the checkpoint of step 15: training broke after it and stopped at step 25"

@@ -119,7 +119,7 @@ def allocated(config: Any, samples: int, images: Images) -> int:
     ("name", "samples"), [("cifar10_gan", 32), ("fashion_mnist_classifier_gpu", 32), ("r3gan_small", 16)]
 )
 def test_the_peak_is_that_of_a_real_step(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duetgan.training.classifier.task.fit_first_filters", lambda *_: None)  # there are no images
+    monkeypatch.setattr("duetgan.training.classifier.network.fit_first_filters", lambda *_: None)  # there are no images
     config, images = small(name, augment=type(vars(recipe(name))["augment"])()), Images(16, 10, 3, 200)
     counted = count(config, reader(images), samples)
     assert counted.peak == pytest.approx(allocated(config, samples, images), rel=0.1)

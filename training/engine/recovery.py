@@ -1,0 +1,76 @@
+"""Recovery of a training that breaks: going back after a loss spike, and stopping where updates are not finite."""
+
+from typing import TYPE_CHECKING, NoReturn
+
+from duetgan.training.engine import health
+from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils.distributed import collectives
+from duetgan.utils.runlog.run_log import say_main
+
+if TYPE_CHECKING:
+    from duetgan.training.engine.loop import Loop
+
+
+def halt_broken(loop: "Loop", reason: str) -> NoReturn:
+    """Stop because the weights are broken; a resume goes on from the last checkpoint before that."""
+    healthy = loop.failing.healthy(loop.step)
+    step = select_healthy(loop.manager, loop.step - 1 if healthy is None else healthy, loop.step)
+    loop.halt(f"{reason}; {health.remedy_for_broken(loop.config, step)}")
+
+
+def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int | None:
+    """Point `last.json` at the newest checkpoint up to step `healthy`, from which a resume goes on.
+
+    Args:
+        step: Where training stopped.
+
+    Returns: The checkpoint's step, the same on all ranks; None if there is none.
+    """
+    manager.wait()
+
+    def find() -> int | None:
+        folder, steps = manager.folder.checkpoints, manager.steps_up_to(healthy)
+        if not steps:
+            return None
+        checkpoints.point(folder, "last", folder / checkpoints.file_name(steps[0]), broken_until=step)
+        return steps[0]
+
+    return collectives.from_main_process(find)
+
+
+def check_spikes(loop: "Loop", values: list[float]) -> None:
+    """Warn of a spike in the last values of the watched metric, or go back. Raises TrainingHalted beyond the limit."""
+    seen = loop.spikes.see(loop.step - len(values), values)
+    if seen is None:
+        return
+    spike, value, usual = seen
+    problem = f"{loop.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
+    if loop.config.spikes.action != "roll-back":
+        say_main(f"warning: {problem}")
+    elif loop.roll_backs >= loop.config.spikes.limit:
+        loop.halt(
+            f"{problem}, after {loop.roll_backs} roll-backs (spikes.limit); lower the learning rate, clip gradients, "
+            "or check the data"
+        )
+    else:
+        loop.pause(lambda: roll_back(loop, spike, problem), "rolling back")
+
+
+def roll_back(loop: "Loop", spike: int, problem: str) -> None:
+    """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""
+    here, position, count = loop.step, loop.loader.state_dict(), loop.roll_backs + 1
+    content = loop.manager.restore(loop.registry(), up_to=spike)
+    if content is None:
+        say_main(
+            f"warning: {problem}; there is no checkpoint from before it to go back to: lower log.every, at which "
+            "spikes are checked, or raise checkpoint.keep"
+        )
+        return
+    then = content["state"]["loader"]  # its step counts where stages of growth have loaders of their own
+    loop.loader.load_state_dict(position | {key: then[key] for key in ("step", "batch") if key in then})
+    loop.rolled_back(count)
+    say_main(
+        f"warning: {problem}; went back to the checkpoint of step {loop.step} and on from there with other images: "
+        f"those of the {here - loop.step} steps since are left out (roll-back {count} of {loop.config.spikes.limit})"
+    )
