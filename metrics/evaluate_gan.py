@@ -263,8 +263,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
         skill_of = {each.name: skill for each, skill in zip(extractors, skills, strict=True) if skill}
 
         def finish() -> dict[str, Any]:
-            document = gathered.document(details=True)
-            images = board.save(out, reader)
+            document, images = gathered.document(details=True), board.save(out, reader)
             if train is not None and document["memorisation"] is not None:
                 how: Any = {"seed": options.seed, "asked": reader.meta.conditions}
                 pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
