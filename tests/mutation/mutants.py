@@ -27,7 +27,7 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
     ast.NotIn: ast.In, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt,
 }  # fmt: skip
-COPIES = {"detach", "clone", "copy"}
+COPIES = {"detach", "clone"}
 # Nodes whose contents are types, messages to people, or checks of our own invariants.
 SKIPPED_STATEMENTS = (ast.Assert, ast.Import, ast.ImportFrom, ast.Raise)
 
@@ -144,6 +144,10 @@ class _Finder:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute):
                 self.accessed[ast.unparse(node.value)].add(node.attr)
+        self.reals: set[str] = set()  # constants of the module that are floats
+        for node in self.tree.body:
+            if isinstance(node, ast.Assign) and self._is_real(node.value):
+                self.reals |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         self.lines = (0, 0)
         self.mutants: list[Mutant] = []
 
@@ -216,7 +220,7 @@ class _Finder:
             yield ast.BinOp(node.left, ARITHMETIC[type(node.op)](), node.right), "arithmetic"
         elif isinstance(node, ast.Compare) and len(node.ops) == 1:
             operator = type(node.ops[0])
-            if operator in BOUNDARY:
+            if operator in BOUNDARY and not self._is_real(node.left) and not self._is_real(node.comparators[0]):
                 yield ast.Compare(node.left, [BOUNDARY[operator]()], node.comparators), "boundary"
             yield ast.Compare(node.left, [OPPOSITE[operator]()], node.comparators), "comparison"
         elif isinstance(node, ast.BoolOp):
@@ -236,6 +240,15 @@ class _Finder:
                 yield ast.Attribute(node.value, name, ast.Load()), "other attribute"
         elif isinstance(node, ast.Call) and _name(node.func) not in NEUTRAL_CALLS:
             yield from self._calls(node)
+
+    def _is_real(self, node: ast.expr) -> bool:
+        """Return whether the value is a float by its form; a float rarely lies on a boundary exactly."""
+        if isinstance(node, ast.Name):
+            return node.id in self.reals
+        if isinstance(node, ast.BinOp):
+            is_quotient = isinstance(node.op, ast.Div)
+            return is_quotient or self._is_real(node.left) or self._is_real(node.right)
+        return isinstance(node, ast.Constant) and isinstance(node.value, float)
 
     def _calls(self, node: ast.Call) -> Iterator[tuple[ast.expr, str]]:
         function = _name(node.func)
@@ -379,8 +392,8 @@ def sample(
 ) -> list[Mutant]:
     """Draw n valid mutants without replacement, half of them hand-over faults.
 
-    Folders take turns in proportion to the square root of their number of mutants; within a folder the kinds of a half
-    take turns, so that frequent kinds do not crowd out rare ones.
+    Folders, and within a folder the kinds of a half, are drawn in proportion to the square root of their number of
+    mutants, so that frequent ones do not crowd out rare ones.
     """
     draw = random.Random(seed)
     halves: tuple[dict[str, dict[str, list[Mutant]]], ...] = ({}, {})
@@ -394,14 +407,14 @@ def sample(
             by_kind = half[folder]
             for kind in sorted(by_kind):
                 draw.shuffle(by_kind[kind])
-            order = sorted(by_kind)
-            draw.shuffle(order)
+            kinds = sorted(by_kind)
+            weights = [len(by_kind[kind]) ** 0.5 for kind in kinds]
             drawn: list[Mutant] = []
             while len(drawn) < count and any(by_kind.values()):
-                for kind in order:
-                    candidate = by_kind[kind].pop() if by_kind[kind] and len(drawn) < count else None
-                    if candidate is not None and is_valid(candidate):
-                        drawn.append(candidate)
+                (kind,) = draw.choices(kinds, weights)
+                if by_kind[kind] and is_valid(by_kind[kind][-1]):
+                    drawn.append(by_kind[kind][-1])
+                del by_kind[kind][-1:]
             chosen += drawn
     return chosen
 

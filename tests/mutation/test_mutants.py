@@ -35,6 +35,7 @@ def changes(tmp_path, source):
         ("x = 'a' + b", set()),
         ("x -= a", {("removed statement", "pass"), ("arithmetic", "x += a")}),
         ("x = a < b", {("boundary", "x = (a <= b)"), ("comparison", "x = (a >= b)")}),
+        ("x = a < 0.5", {("comparison", "x = (a >= 0.5)"), ("constant", "x = a < 1.0")}),
         ("x = a is None", {("comparison", "x = (a is not None)")}),
         ("x = 3", {("constant", "x = 4")}),
         ("x = True", {("constant", "x = False")}),
