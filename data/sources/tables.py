@@ -230,12 +230,10 @@ class TableSource(base.Source):
                 raise UserError(f"{path} and {paths[0].name} name their classes differently: get both from one place")
         if not names:
             return
-        numbers = list(map(int, self.classes))
-        if numbers[-1] >= len(names):
-            raise UserError(
-                f"{where}: labels go up to {numbers[-1]}, but there are only {len(names)} classes; get it again"
-            )
-        self.classes = [names[number] for number in numbers]
+        odd = [label for label in self.classes if not label.isdecimal() or int(label) >= len(names)]
+        if odd:
+            raise UserError(f"{where}: the label {odd[-1]} is none of its {len(names)} classes; get it again")
+        self.classes = [names[int(label)] for label in self.classes]
         if unused := [name for name in names if name not in self.classes]:
             self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
 

@@ -87,7 +87,9 @@ def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None
     path = parquet(tmp_path / "y.parquet", {"image": cells(1)})
     refused(path, "has no splits: leave --split out", split="test")
     table = {"image": cells(1, 2), "label": [0, 2]}
-    refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "labels go up to 2, but there are only 2 classes")
+    refused(parquet(tmp_path / "x.parquet", table, names=["a", "b"]), "the label 2 is none of its 2 classes")
+    bools = table | {"label": [False, True]}
+    refused(parquet(tmp_path / "x.parquet", bools, names=["a", "b"]), "the label True is none of its 2 classes")
     parquet(tmp_path / "y" / "a.parquet", table, names=["a", "b", "c"])
     parquet(tmp_path / "y" / "b.parquet", table, names=["a", "c", "b"])
     refused(tmp_path / "y", "name their classes differently")
