@@ -90,7 +90,7 @@ def refuse_other_programs(path: Path, content: dict[str, Any]) -> None:
     parts = g.state.get("_modules", {}) if isinstance(g, Inert) else {}
     synthesis = parts.get("synthesis") if isinstance(parts, dict) else None
     layers = synthesis.state.get("_modules", {}) if isinstance(synthesis, Inert) else {}
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+    with bounded.open_file(path, bounded.WEIGHTS) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         projected, alias_free = (text.find(word) >= 0 for word in (b"pg_modules", b"networks_stylegan3"))
     programs = {
         "Projected GAN or StyleGAN-XL": projected or (isinstance(d, Inert) and d.name == "ProjectedDiscriminator"),

@@ -60,8 +60,8 @@ def test_a_bad_option_is_one_line(argv, told):
 @pytest.mark.parametrize(
     ("kind", "good", "bad", "words"),
     [
-        (positive, ["1", "64"], ["0", "-1", "1.5", "x", "", "1" * 5000], "a whole number of at least 1"),
-        (number(int), ["-3", "0"], ["1e3", "nan", str(2**64)], "a whole number"),
+        (positive, ["1", "64"], ["0", "-1", "1.5", "x", ""], "a whole number of at least 1"),
+        (number(int), ["-3", "0"], ["1e3", "nan"], "a whole number"),
         (number(int, 0, 65535), ["0", "65535"], ["-1", "65536"], "a whole number from 0 to 65,535"),
         (number(float, 0), ["0", "1e5"], ["-0.1", "nan", "inf", "1e300"], "a finite number of at least 0"),
         (number(float, 0, inner=True), ["1e-9"], ["0", "-inf", "nan"], "a finite number above 0"),
@@ -191,3 +191,5 @@ def test_numbers_that_are_too_large_are_told_the_range(text):
     """G6: a seed of twenty digits was "not a whole number"."""
     with pytest.raises(argparse.ArgumentTypeError, match="is too large; give a whole number from -9,223,"):
         number(int)(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is (too large; give a whole number from 1 to|not a whole)"):
+        positive(text)
