@@ -87,7 +87,7 @@ def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: 
         few = f"; the smallest class has only {counted(smallest, 'image')}"
     if len(bad) == len(fractions) > 1:
         return [f"{words}.", f"None of its {len(fractions)} classes is learnt{few}."]
-    return [f"{words}.", f"Not learnt: {listed(bad, 5)} ({len(bad)} of {counted(len(fractions), 'class')}){few}."]
+    return [f"{words}.", f"Clearly not learnt: {listed(bad, 5)} ({len(bad)} of {counted(len(fractions), 'class')}){few}."]
 
 
 def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bool:

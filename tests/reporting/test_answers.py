@@ -42,7 +42,7 @@ NOISE = {"recognised": None, "judge": {"accuracy": 0.35, "majority_class_rate": 
             {},
             GAN | {"memorisation": {"copies": False}},
             100,
-            [f"{SAMPLES}.", "Not learnt: cat (1 of 3 classes).", "There is no sign of copied images."],
+            [f"{SAMPLES}.", "Clearly not learnt: cat (1 of 3 classes).", "There is no sign of copied images."],
         ),
         (  # a class that the judge does not know of real images either
             {"accuracy": 0.9, "per_class": {"cat": {"recall": 0.5}, "dog": {"recall": None}}},
@@ -56,7 +56,7 @@ NOISE = {"recognised": None, "judge": {"accuracy": 0.35, "majority_class_rate": 
             1,
             [
                 f"{SAMPLES} (always predicting the most frequent class: 50 %).",
-                "Not learnt: dog (1 of 2 classes); the smallest class has only 1 image.",
+                "Clearly not learnt: dog (1 of 2 classes); the smallest class has only 1 image.",
             ],
         ),
         (  # U10: all classes are not listed as if others were learnt
