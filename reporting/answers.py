@@ -87,7 +87,8 @@ def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: 
         few = f"; the smallest class has only {counted(smallest, 'image')}"
     if len(bad) == len(fractions) > 1:
         return [f"{words}.", f"None of its {len(fractions)} classes is learnt{few}."]
-    return [f"{words}.", f"Clearly not learnt: {listed(bad, 5)} ({len(bad)} of {counted(len(fractions), 'class')}){few}."]
+    classes = counted(len(fractions), "class")
+    return [f"{words}.", f"Clearly not learnt: {listed(bad, 5)} ({len(bad)} of {classes}){few}."]
 
 
 def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bool:
