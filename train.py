@@ -11,7 +11,7 @@ from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, did_
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import launch
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.script import exit_cli
 
@@ -74,16 +74,20 @@ def main(argv: list[str]) -> int:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
     options.config = recipe_file(options.config)
     read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
-    if options.profile is not None and (options.dry_run or options.max_steps is not None):
-        raise UserError("--profile N trains its own few steps and stops; leave --dry-run and --max-steps out")
     given = {"steps": options.lr_find_steps, "first": options.lr_find_from, "last": options.lr_find_to}
     sweep = {name: value for name, value in given.items() if value is not None}
-    if sweep and not options.lr_find:
-        raise UserError("--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it")
-    if options.layers and not options.dry_run:
-        raise UserError("--layers belongs to --dry-run; add it")
-    if options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None):
-        raise UserError("--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out")
+    refuse(
+        (
+            options.profile is not None and (options.dry_run or options.max_steps is not None),
+            "--profile N trains its own few steps and stops; leave --dry-run and --max-steps out",
+        ),
+        (sweep and not options.lr_find, "--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it"),
+        (options.layers and not options.dry_run, "--layers belongs to --dry-run; add it"),
+        (
+            options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None),
+            "--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out",
+        ),
+    )
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
     overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run

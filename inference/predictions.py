@@ -27,7 +27,7 @@ from duetgan.inference.strips import Counterfactuals
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.classifier import Classifier
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.files import building, check_writable, write_atomic, writing
 from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, visible
 from duetgan.utils.memory import cores
@@ -289,12 +289,20 @@ def counterfactuals(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Counterfactuals | None:
     """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does not fit."""
-    if options.counterfactual and options.generator is None:
-        raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
-    if options.counterfactual and classifier.thresholds is not None:
-        raise UserError("--counterfactual is for one label an image; leave it out")
-    if options.counterfactual and not inputs.are_files:
-        raise UserError("--counterfactual is for image files and folders; unpack the images first")
+    refuse(
+        (
+            options.counterfactual and options.generator is None,
+            "--counterfactual draws with a generator of the same classes; add --generator RUN",
+        ),
+        (
+            options.counterfactual and classifier.thresholds is not None,
+            "--counterfactual is for one label an image; leave it out",
+        ),
+        (
+            options.counterfactual and not inputs.are_files,
+            "--counterfactual is for image files and folders; unpack the images first",
+        ),
+    )
     if not (found := asked(options, "counterfactual", "generator", inputs, classes)):
         return None
     files = dict(zip(inputs.names(), found[0], strict=True))

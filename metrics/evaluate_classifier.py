@@ -41,7 +41,7 @@ from duetgan.models.fast import faster
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -94,12 +94,14 @@ def drawn(reader: Dataset, n: int | None, seed: int) -> np.ndarray:
 def check_classes(classifier: Classifier, reader: Dataset) -> None:
     """Raise UserError for images without labels, of another number of classes or another kind than the classifier's."""
     own, given = classifier.classes, len(reader.classes)
-    if not given:
-        raise UserError("the images to evaluate on have no labels; give a labelled file with --data")
-    if given != own:
-        raise UserError(f"the images have {given} classes, the classifier {own}; give its own data")
-    if (reader.meta.sets is None) != (classifier.thresholds is None):
-        raise UserError(f"{reader.path}: images and classifier differ in whether an image may have several labels")
+    refuse(
+        (not given, "the images to evaluate on have no labels; give a labelled file with --data"),
+        (given != own, f"the images have {given} classes, the classifier {own}; give its own data"),
+        (
+            (reader.meta.sets is None) != (classifier.thresholds is None),
+            f"{reader.path}: images and classifier differ in whether an image may have several labels",
+        ),
+    )
 
 
 def evaluate_classifier(

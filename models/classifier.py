@@ -19,7 +19,7 @@ from duetgan.models.batchnorm import statistics_kept
 from duetgan.models.gan import ImageNetwork
 from duetgan.models.registry import backbone_of
 from duetgan.utils.config.model import Config, PositiveInt
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
 
@@ -55,13 +55,17 @@ class ModelConfig(Config):
             if self.name != gans.NAME or self.weights is None:
                 raise UserError(f"name {gans.NAME} and weights with a GAN's run belong together: give both")
             self.discriminator = gans.read_form(self.weights)
-        if not self.backbone.in_turn and (self.activation_checkpointing or self.split != "off"):
-            raise UserError(
+        refuse(
+            (
+                not self.backbone.in_turn and (self.activation_checkpointing or self.split != "off"),
                 f"activation_checkpointing and split are not for {self.name}: leave them out; "
-                "micro_batch saves memory too"
-            )
-        if self.head == "readout" and not (self.backbone.in_turn and self.split == "off"):
-            raise UserError(f"head readout takes the maps of stages: not of {self.name}, or with model.split")
+                "micro_batch saves memory too",
+            ),
+            (
+                self.head == "readout" and not (self.backbone.in_turn and self.split == "off"),
+                f"head readout takes the maps of stages: not of {self.name}, or with model.split",
+            ),
+        )
 
     @property
     def imagenet_normalised(self) -> bool:

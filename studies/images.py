@@ -22,7 +22,7 @@ from duetgan.utils.config.build import with_value
 from duetgan.utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import listed
 
@@ -87,10 +87,16 @@ class StudyConfig(Config):
 
     def check(self) -> None:
         data = self.data
-        if (data.source is None) == (data.path is None):
-            raise UserError("data: give either source (a named set) or path and test_path (packed files)")
-        if (data.path is None) != (data.test_path is None):
-            raise UserError("data.path and data.test_path: give both, the packed training and test images")
+        refuse(
+            (
+                (data.source is None) == (data.path is None),
+                "data: give either source (a named set) or path and test_path (packed files)",
+            ),
+            (
+                (data.path is None) != (data.test_path is None),
+                "data.path and data.test_path: give both, the packed training and test images",
+            ),
+        )
         for name, recipe in vars(self).items():
             if isinstance(recipe, Recipe) and recipe.run is not None and name != "gan":
                 raise UserError(f"{name}.run: only gan.run may name a trained run; leave it out")

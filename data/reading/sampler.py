@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from duetgan.data.reading.weighted_sampling import occurrences, weighted_epochs
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -62,10 +62,10 @@ class GlobalSampler:
         groups: np.ndarray | None = None,  # int [count]
         stream: str | None = None,
     ) -> None:
-        if count < 1:
-            raise UserError("the data set is empty: pack some images")
-        if batch_size < 1:
-            raise UserError(f"batch_size {batch_size}: must be at least 1")
+        refuse(
+            (count < 1, "the data set is empty: pack some images"),
+            (batch_size < 1, f"batch_size {batch_size}: must be at least 1"),
+        )
         if batch_size % world_size:
             nearest = max(world_size, batch_size // world_size * world_size)
             raise UserError(f"batch_size {batch_size} is not divisible by {world_size} processes: try {nearest}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from duetgan.models.gan import one_hot
 from duetgan.utils.config.cli import did_you_mean, entry
 from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, PositiveFloat, Probability
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 
 FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's own
 LEAST_SHARE = 1e-9  # of the largest class
@@ -70,10 +70,16 @@ class ClassifierLossConfig(Config):
     temperature: PositiveFloat = 2.0  # of its and the network's answers
 
     def check(self) -> None:
-        if self.several and self.teacher:
-            raise UserError("loss.teacher is for one class an image; set loss.kind cross-entropy or squared-error")
-        if self.logit_adjustment and (self.several or not self.function.softmax):
-            raise UserError("loss.logit_adjustment is for one class an image by a softmax; set loss.kind cross-entropy")
+        refuse(
+            (
+                self.several and self.teacher,
+                "loss.teacher is for one class an image; set loss.kind cross-entropy or squared-error",
+            ),
+            (
+                self.logit_adjustment and (self.several or not self.function.softmax),
+                "loss.logit_adjustment is for one class an image by a softmax; set loss.kind cross-entropy",
+            ),
+        )
 
     @property
     def function(self) -> ClassifierLoss:
