@@ -77,8 +77,7 @@ def parser() -> Parser:
 
 def add_film_options(add: Callable[..., Any]) -> None:
     add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
-    through = "samples to go through (default: 8, or one a class up to 16)"
-    add("--n", type=number(int, 2), metavar="N", help=through)
+    add("--n", type=number(int, 2), metavar="N", help="samples to go through (default: 8, or one a class up to 16)")
     add("--frames", type=positive, default=settings.FRAMES, help="from one to the next")
     add("--fps", type=positive, default=settings.FPS, help="frames a second")
     add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")

@@ -28,10 +28,8 @@ def parser() -> Parser:
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     steps = "stop after saving at step N; schedules keep the config's length"
     add("--max-steps", type=positive, metavar="N", help=steps)
-    weights = "start from another run's weights, as far as they fit; not a resume"
-    add("--init-from", metavar="FILE|RUN", help=weights)
-    profile = "measure N steps: a table, and RUN/profile/; stops after them"
-    add("--profile", type=positive, metavar="N", help=profile)
+    add("--init-from", metavar="FILE|RUN", help="start from another run's weights, as far as they fit; not a resume")
+    add("--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them")
     add("--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type")
     add("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
     rate = number(float, 0, inner=True)
@@ -49,8 +47,7 @@ def parser() -> Parser:
 
 def check_names(overrides: Sequence[str], *, config: str | None) -> None:
     """Raise UserError for options that do not exist and cannot wait for the config, which knows the others."""
-    names = [token.partition("=")[0] for token in overrides if token.startswith("--")]
-    for name in names:
+    for name in [token.partition("=")[0] for token in overrides if token.startswith("--")]:
         if name in RESUME:
             raise UserError(
                 f"there is no {name.replace('_', '-')}: the same command resumes from the run folder's last checkpoint"

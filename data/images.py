@@ -183,8 +183,7 @@ def _scale(
     pixels: np.ndarray, height: int, width: int, filtering: Any = Image.Resampling.LANCZOS, alpha: bool = False
 ) -> np.ndarray:
     if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
-        scaled = np.asarray(_pillow(pixels).resize((width, height), filtering))
-        return scaled.reshape(height, width, pixels.shape[2])
+        return np.asarray(_pillow(pixels).resize((width, height), filtering)).reshape(height, width, pixels.shape[2])
 
     def planes(floats: np.ndarray) -> np.ndarray:
         parts = [Image.fromarray(floats[:, :, place]) for place in range(floats.shape[2])]

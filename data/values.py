@@ -231,8 +231,7 @@ def page_values(page: Any, size: int) -> Values:
         described = page.axes in ("YX", "YXS", "SYX") and dtype is not None
         if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
             raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
-        samples = math.prod(shape) // max(1, page.imagelength * page.imagewidth)
-        check_shape(page.imagelength, page.imagewidth, samples)
+        check_shape(page.imagelength, page.imagewidth, math.prod(shape) // max(1, page.imagelength * page.imagewidth))
         if page.tags.get(274) is not None and page.tags[274].value != 1:
             raise ImageError("is stored turned (orientation); save it upright")
         _check_segments(page, size)

@@ -62,8 +62,7 @@ def predict(
     With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
     classes: list[str] = checkpoint["classes"]
-    transform = Transform.of(checkpoint, resize)
-    with contextlib.closing(read_batches(inputs, transform, batch_size=batch_size)) as batches:
+    with contextlib.closing(read_batches(inputs, Transform.of(checkpoint, resize), batch_size=batch_size)) as batches:
         for batch in batches:
             files = [next(maps.files) if maps else Path() for _ in batch]
             read = [(*row[1:], file) for row, file in zip(batch, files, strict=True) if row[2] is not None]

@@ -80,8 +80,7 @@ def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor, records:
     if classifier.thresholds is not None:
         hot = torch.from_numpy(reader.meta.multi_hot[reader.label_numbers()[records]])
         return LabelAnswers(logits, hot, reader.classes, classifier.thresholds.cpu(), records=records)
-    labels = torch.from_numpy(reader.labels()[records].astype(np.int64))
-    return Answers(logits, labels, reader.classes, records=records)
+    return Answers(logits, torch.from_numpy(reader.labels()[records].astype(np.int64)), reader.classes, records=records)
 
 
 def drawn(reader: Dataset, n: int | None, seed: int) -> np.ndarray:
@@ -135,8 +134,7 @@ def corrupted_hits(
             for column in range(STRENGTHS):
                 each = zip(batch.images.numpy(), these.tolist(), strict=True)
                 spoiled = np.stack([corruption(image, column + 1, seed=seed, index=index) for image, index in each])
-                predicted = logits_of(classifier, torch.from_numpy(spoiled)).argmax(1)
-                hits[row, column] = (predicted == batch.labels).sum()
+                hits[row, column] = (logits_of(classifier, torch.from_numpy(spoiled)).argmax(1) == batch.labels).sum()
         return hits
 
     parts = shared_pass(len(records), work, side=reader.spec.side, batch_size=batch_size, what="corrupted images")
@@ -172,8 +170,7 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         answers = answers_of(classifier, reader, logits, records)
         document = speed | _written(checkpoint, reader, out, answers, seed)
         if not isinstance(answers, LabelAnswers):
-            found = save_evidence(restored, reader, answers, out / "evidence.png")
-            document["images"] += ["evidence.png"] * found
+            document["images"] += ["evidence.png"] * save_evidence(restored, reader, answers, out / "evidence.png")
         if probe := checkpoint["state"].get("probe"):
             document["probe"] = probe
             sure = "{:.3f} ({:.3f} to {:.3f}) by cross-validation".format(probe["accuracy"], *probe["interval"])

@@ -54,8 +54,7 @@ class SampleBoard:
             for label, other, share in each
         ]
         for (name, kept), scores in zip(self.kept.items(), (asked, 1 - asked), strict=True):
-            offered = [*kept, *zip(scores.tolist(), images, texts, strict=True)]
-            best = sorted(offered, key=lambda each: -each[0])[:SHOWN]
+            best = sorted([*kept, *zip(scores.tolist(), images, texts, strict=True)], key=lambda each: -each[0])[:SHOWN]
             self.kept[name] = [(score, image.clone(), text) for score, image, text in best]  # no view of the batch
 
     def save(self, folder: Path, real: Dataset | None = None) -> list[str]:
@@ -83,8 +82,7 @@ def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 
         true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, answers.places(wrong), true, predicted, strict=True)
         captions = [f"{record}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, record, a, b in rows]
-        images = torch.from_numpy(reader.read(answers.places(wrong))[0])
-        save_captioned(list(images), captions, path, spec=reader.spec)
+        save_captioned(list(torch.from_numpy(reader.read(answers.places(wrong))[0])), captions, path, spec=reader.spec)
     return bool(wrong)
 
 

@@ -221,8 +221,7 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
     if (height, width) == size:
         return images
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
-    found = F.interpolate(wide, size=size, mode="bilinear", align_corners=False, antialias=True)
-    return found.to(images.dtype)
+    return F.interpolate(wide, size=size, mode="bilinear", align_corners=False, antialias=True).to(images.dtype)
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:

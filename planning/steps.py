@@ -354,5 +354,4 @@ def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
 def default_folder(source: str, quick: bool) -> Path:
     """Return quickstart in the folder of runs for the sample, quickstart_NAME for one's own images."""
     name = "" if source == SAMPLE else "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
-    runs = runs_folder(ROOT if CHECKOUT else Path.cwd()).absolute()
-    return runs / f"quickstart{name}{'_quick' * quick}"
+    return runs_folder(ROOT if CHECKOUT else Path.cwd()).absolute() / f"quickstart{name}{'_quick' * quick}"

@@ -55,8 +55,7 @@ class Drawing(Config):
 
     def alone(self) -> dict[str, "Drawing"]:
         """Each of the ingredients that are set, alone."""
-        given = self.model_dump(exclude_defaults=True)
-        return {name: Drawing(**{name: value}) for name, value in given.items()}
+        return {name: Drawing(**{name: value}) for name, value in self.model_dump(exclude_defaults=True).items()}
 
     def keeps(self, classifier: Classifier, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
         """The rule of a classifier's answers."""

@@ -157,8 +157,7 @@ def draw_and_apply(
         rows = slice(start, start + len(images))
         images = trivial.trivial_augment(images, trivial.draw((*key, "trivial"), global_batch, rows))
     if config.erase:
-        boxes = erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3])
-        images = random_erase(images, boxes)
+        images = random_erase(images, erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3]))
     for name in config.own:
         numbers = generator(*key, "own", name, device=images.device)
         draws = torch.rand(global_batch, 8, generator=numbers, device=images.device)

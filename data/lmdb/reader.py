@@ -246,8 +246,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         handle = self.handle()  # kept until the copy is made: the file is unmapped with it
         raw = handle.raw.get(self.resolution)
         if raw is None:
-            item = np.dtype((np.void, self.spec.nbytes))
-            raw = handle.raw.setdefault(self.resolution, RawBlocks(item, self.blocks))
+            raw = handle.raw.setdefault(self.resolution, RawBlocks(np.dtype((np.void, self.spec.nbytes)), self.blocks))
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():
                 self._verify(handle, raw, block, rows[blocks == block])

@@ -220,8 +220,7 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
     while True:
         below = [name[len(prefix) :].split("/") for name in source.names if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
-        nested = all(len(path) > 1 for path in below)
-        if nested and not splits and _are_splits(where, below, tops, options):
+        if all(len(path) > 1 for path in below) and not splits and _are_splits(where, below, tops, options):
             splits = tuple(sorted(filter(split_name, tops)))
             chosen = choose_split(where, options.split, splits)
             others = sorted({path[0] for path in below} - set(splits))
@@ -331,8 +330,7 @@ def walk(folder: Path) -> tuple[list[str], list[str]]:
             with os.scandir(folder / above) as entries:
                 for entry in entries:
                     name = f"{above}/{entry.name}" if above else entry.name
-                    inside = entry.is_dir(follow_symlinks=False)
-                    (folders if inside or _leads_on(folder / name) else files).append(name)
+                    (folders if entry.is_dir(follow_symlinks=False) or _leads_on(folder / name) else files).append(name)
     return files, folders[1:]
 
 

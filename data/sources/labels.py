@@ -265,8 +265,7 @@ def _separator(where: str, labels: set[str]) -> str:
         parts = {label: {part.strip() for part in label.split(sign)} for label in labels if sign in label.strip(sign)}
         if not parts:
             continue
-        plain = labels - parts.keys()
-        if sign in SEPARATORS or set.union(*parts.values()) <= plain:
+        if sign in SEPARATORS or set.union(*parts.values()) <= labels - parts.keys():
             return sign
         times = Counter(part for label in labels for part in parts.get(label, {label}))
         doubtful = sum(all(times[part] > 1 for part in several) for several in parts.values())

@@ -148,8 +148,7 @@ def main(descriptor: int, memory: int) -> None:
             try:
                 answer = reader.answer(*request)
             except Exception as error:  # whatever pyarrow raises
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                answer = "error", lines[0].rstrip(".")
+                answer = "error", (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             asking.send(answer)
 
 

@@ -316,8 +316,7 @@ def confused_pairs(answers: Answers) -> list[dict[str, Any]]:
     """The pairs of a true and a predicted class with the most images, at most PAIRS: `true`, `predicted`, `n`."""
     counts, names = answers.confusion.numpy().copy(), answers.names
     np.fill_diagonal(counts, 0)
-    order = np.argsort(-counts, axis=None, kind="stable")[:PAIRS]
-    places = [divmod(int(place), len(names)) for place in order]
+    places = [divmod(int(place), len(names)) for place in np.argsort(-counts, axis=None, kind="stable")[:PAIRS]]
     return [{"true": names[i], "predicted": names[j], "n": int(counts[i, j])} for i, j in places if counts[i, j]]
 
 

@@ -67,7 +67,6 @@ def open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
     """What the run's report says of its images, by their role."""
-    readers = {"training": training, "held-out": held_out, "synthetic": training.synthetic}
     return {
         role: {
             "path": str(reader.path),
@@ -78,7 +77,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, An
             "encoding": reader.meta.encoding,
             "content_hash": reader.meta.content_hash,
         }
-        for role, reader in readers.items()
+        for role, reader in {"training": training, "held-out": held_out, "synthetic": training.synthetic}.items()
         if reader is not None
     }
 

@@ -66,8 +66,7 @@ class MetricWindow(Fields):
         pending = [torch.stack(self._pending[name]) for name in names]
         every = torch.cat([values.to(collectives.widest(values.device)) for values in pending])
         totals = iter(collectives.all_reduce_sum_(every).tolist())
-        steps = max(map(len, self._pending.values()))
-        failed = [False] * steps
+        failed = [False] * max(map(len, self._pending.values()))
         for name in names:
             values = [next(totals) for _ in self._pending[name]]
             if name.startswith("nonfinite_updates/"):

@@ -99,8 +99,7 @@ class ClassifierConfig(RunConfig):
         return self.changed(model=self.model.changed(weights=None), finetune=FineTuneConfig())
 
     def for_trial(self, samples: int) -> Self:
-        model = self.model.changed(weights=None, split="off")
-        return super().for_trial(samples).changed(model=model)
+        return super().for_trial(samples).changed(model=self.model.changed(weights=None, split="off"))
 
     def batch_unit(self, world_size: int) -> int:
         return world_size * (2 if self.augment.mixes else 1)

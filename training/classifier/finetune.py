@@ -215,8 +215,7 @@ def layer_table(network: nn.Module, inputs: tuple[Any, ...], finetuning: FineTun
     ever = sum(p.numel() for name, p in finetuning.parameters.items() if finetuning.begins[name] is not None)
     total = sum(p.numel() for p in finetuning.parameters.values())
     totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))
-    layers = columns([HEADINGS, *rows], "<")
-    return "\n".join([layers, *(f"{label} params: {count:,}" for label, count in totals)])
+    return "\n".join([columns([HEADINGS, *rows], "<"), *(f"{label} params: {count:,}" for label, count in totals)])
 
 
 def _layer_row(

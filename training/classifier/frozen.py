@@ -64,8 +64,7 @@ def image_features(
         for rows in every:
             parts.append(outputs(model, dataset, records[rows], mirror).float())
             bar.update(len(rows))
-    features = torch.cat(parts)
-    return features.mT.contiguous(), torch.tensor(dataset.labels()[records])
+    return torch.cat(parts).mT.contiguous(), torch.tensor(dataset.labels()[records])
 
 
 # --- training behind what is frozen

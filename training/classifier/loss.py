@@ -135,8 +135,7 @@ def class_weight_list(
     else:
         for name in config.class_weights:
             if name not in classes:
-                hint = did_you_mean(name, list(classes))
-                raise UserError(f"loss.class_weights: no class {name!r} in the data{hint}")
+                raise UserError(f"loss.class_weights: no class {name!r} in the data{did_you_mean(name, list(classes))}")
         weights = [float(config.class_weights.get(name, 1.0)) for name in classes]
     if config.several:
         return weights

@@ -218,8 +218,7 @@ class Watch(Fields):
             figures["saw"] = margin
         died, large = f"it did before, so it has died. Try: {REVIVE}", f"gamma is too large. Try: {SHARPEN}"
         why = died if "saw" in figures else large
-        words = f"the discriminator tells nothing apart: {seen}; {why}"
-        yield "blind", shows, words
+        yield "blind", shows, f"the discriminator tells nothing apart: {seen}; {why}"
         ratio, best = figures.get("diversity", math.nan), figures.get("best diversity", 0.0)
         low = ratio < config.diversity[0] and not figures.get("fell", 0.0)
         falls = ratio < config.diversity_fall * best and self.streaks.get("worse", 0) > 0

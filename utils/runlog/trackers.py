@@ -132,8 +132,7 @@ class Tracker:
         rows = self._rows(known.step, last)
         if rows:
             if self._session is None:
-                config = read_yaml(self._run / "config.yaml")
-                self._session = TRACKERS[self.name](self._run, config, known.id or None)
+                self._session = TRACKERS[self.name](self._run, read_yaml(self._run / "config.yaml"), known.id or None)
             for row in rows:
                 values = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
                 if values:
