@@ -72,8 +72,7 @@ def main(argv: list[str]) -> int:
     if options.checkpoint is None:
         parser().error("the following arguments are required: --checkpoint")
     resolve(options.checkpoint, options.which)  # a name that is wrong is told before processes are started
-    code = start_processes(__file__, argv, options.gpus, options.procs, resumes=False)
-    if code is not None:
+    if (code := start_processes(__file__, argv, options.gpus, options.procs, resumes=False)) is not None:
         return code
     from duetgan.utils.distributed import collectives  # and torch with it, now that the options are known to be right
 
@@ -163,8 +162,7 @@ def compare_runs(options: Namespace) -> int:
     from duetgan.metrics.comparison.compare import compare, comparison_table
 
     default = parser().get_default
-    other = [name for name, value in vars(options).items() if value != default(name) and name not in COMPARE]
-    if other:
+    if other := [name for name, value in vars(options).items() if value != default(name) and name not in COMPARE]:
         raise UserError(f"--compare takes runs that were evaluated before; leave --{other[0].replace('_', '-')} out")
     if options.out:
         check_writable(Path(options.out))

@@ -88,8 +88,7 @@ def main(argv: list[str]) -> int:
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
     overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run
-    code = launch.start_processes(__file__, argv, options.gpus, options.procs)
-    if code is not None:
+    if (code := launch.start_processes(__file__, argv, options.gpus, options.procs)) is not None:
         return code
     # a process of a launcher ends as it is told to, and the launcher says so
     with nullcontext() if launch.under_launcher() else launch.leaving_on_signals():

@@ -93,8 +93,7 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
             return of_pillow(image)
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             raise ImageError("has 16 bits and is stored turned; save it upright")
-        pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
-        if pixels is None:
+        if (pixels := cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)) is None:
             raise ImageError("cannot be decoded")
         order = [0, 3] if content[25] == 4 else [2, 1, 0, 3][: pixels.shape[2]]  # of its header: grey and alpha
         return Values(known(pixels[:, :, order]), pixels.shape[2] == 4)

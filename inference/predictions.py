@@ -65,8 +65,7 @@ def predict(
     with contextlib.closing(read_batches(inputs, Transform.of(checkpoint, resize), batch_size=batch_size)) as batches:
         for batch in batches:
             files = [next(maps.files) if maps else Path() for _ in batch]
-            read = [(*row[1:], file) for row, file in zip(batch, files, strict=True) if row[2] is not None]
-            if read:
+            if read := [(*row[1:], file) for row, file in zip(batch, files, strict=True) if row[2] is not None]:
                 answers, pixels, files = zip(*read, strict=True)
                 images = torch.stack(pixels)
                 probabilities = judge_images(fast or classifier, images)

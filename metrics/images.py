@@ -77,8 +77,7 @@ class SampleBoard:
 
 def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = SHOWN) -> bool:
     """Draw the most confident mistakes with their record numbers; of equal ones the earlier. False if there is none."""
-    wrong = surest(~answers.hits, answers)[:size].tolist()
-    if wrong:
+    if wrong := surest(~answers.hits, answers)[:size].tolist():
         true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, answers.places(wrong), true, predicted, strict=True)
         captions = [f"{record}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, record, a, b in rows]

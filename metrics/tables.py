@@ -131,8 +131,7 @@ def gan_table(document: dict[str, Any]) -> str:
         )
         figures.append(("memorisation", words))
     parts = [columns([head, *distances]), "", columns(figures, "<")]
-    by_class = {row.title: document[row.by_class] for row in GAN if row.by_class and document.get(row.by_class)}
-    if by_class:
+    if by_class := {row.title: document[row.by_class] for row in GAN if row.by_class and document.get(row.by_class)}:
         names = next(iter(by_class.values()))
         rows = [[name, *(decimal(each.get(name)) for each in by_class.values())] for name in names]
         parts += ["", columns([["class", *by_class], *rows])]

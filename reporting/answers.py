@@ -60,8 +60,7 @@ def _of_classifier(classifier: Document) -> list[str]:
     balanced = classifier.get("balanced_accuracy")
     if balanced is not None and accuracy - balanced > UNEVEN:
         sentences.append(f"With equally many images of each class it would be {100 * balanced:.0f} %.")
-    pairs = [row for row in classifier.get("confused", ()) if row["n"] >= MIN_CONFUSED][:2]
-    if pairs:
+    if pairs := [row for row in classifier.get("confused", ()) if row["n"] >= MIN_CONFUSED][:2]:
         words = [f"{row['true']} as {row['predicted']} ({row['n']:,} images)" for row in pairs]
         sentences.append(f"Its most frequent mistakes: {', '.join(words)}.")
     return sentences

@@ -149,8 +149,7 @@ def make_parts(data: StudyData, place: Path) -> dict[str, Any]:
             each.spec.need_plain("a study")
             if not each.resolution:
                 raise UserError(f"{each.path}: its images have sizes of their own; pack with --size N")
-        untested = [name for name, count in zip(tested.classes, tested.meta.histogram, strict=True) if not count]
-        if untested:
+        if untested := [name for name, count in zip(tested.classes, tested.meta.histogram, strict=True) if not count]:
             raise UserError(
                 f"{test}: has no image of {listed(untested)}; add some, or leave the class out of both files"
             )

@@ -244,8 +244,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """
         blocks, rows = np.divmod(records, self.block)
         handle = self.handle()  # kept until the copy is made: the file is unmapped with it
-        raw = handle.raw.get(self.resolution)
-        if raw is None:
+        if (raw := handle.raw.get(self.resolution)) is None:
             raw = handle.raw.setdefault(self.resolution, RawBlocks(np.dtype((np.void, self.spec.nbytes)), self.blocks))
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():

@@ -298,8 +298,7 @@ def first_of(split: str, names: Iterable[str]) -> str | None:
 def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
     """The name that stands for the split; None: for train. Raises UserError if there is none."""
     names = sorted(names)
-    name = first_of(split or "train", names)
-    if name is None:
+    if (name := first_of(split or "train", names)) is None:
         raise UserError(f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another --split")
     return name
 

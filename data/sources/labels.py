@@ -97,8 +97,7 @@ def choose_columns(
         assumed = options.label_column is None and labels[0].lower() != LABEL
         return Columns(labels, one_hot, assumed, split, sides)
     left.pop(split or "", None)
-    labels = _one_hot_columns(where, left)
-    if labels:
+    if labels := _one_hot_columns(where, left):
         return Columns(labels, True, True, split, sides)
     warnings = base.looks_like_labels(where, left)
     if len(left) == 1 and paths is not None and warnings:
@@ -194,8 +193,7 @@ def _split_by_name(where: str, counts: Counts, name: str, held_out: str) -> tupl
         option = f"--split-column {name}="
         chosen = {find_name(where, option, value.strip(), values) for value in held_out.split(",")}
         return name, {value: "val" if value in chosen else "train" for value in values}
-    sides = _sides(name, values)
-    if sides is None:
+    if (sides := _sides(name, values)) is None:
         raise _unclear(where, name, values)
     return name, sides
 

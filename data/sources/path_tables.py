@@ -106,8 +106,7 @@ class JsonTable:
             else:
                 rows = [(line, json.loads(row)) for line, row in enumerate(text.split("\n"), start=1) if row.strip()]
                 self._unit = "line"
-        odd = next((number for number, row in rows if not isinstance(row, dict)), None)
-        if odd is not None:
+        if (odd := next((number for number, row in rows if not isinstance(row, dict)), None)) is not None:
             raise UserError(f"{path} {self._unit} {odd} is no JSON object: give one per image, with its path and label")
         self._rows = [(number, {name: labels.as_text(value) for name, value in row.items()}) for number, row in rows]
         self.names: list[str] = list(dict.fromkeys(name for _, row in self._rows for name in row))

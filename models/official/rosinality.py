@@ -53,8 +53,7 @@ def convert(content: Mapping[str, Any]) -> Converted:
     g = base | {"z_dim": dims, "w_dim": dims, "mapping_layers": layers}
     d = base | {"architecture": "residual", "minibatch_std_group": 4, "minibatch_std_order": "strided"}
     gan = Converted("stylegan2", {"resolution": side, "channels": 3, "classes": 0}, g, d, {})
-    mean = content.get("latent_avg")
-    if mean is None:
+    if (mean := content.get("latent_avg")) is None:
         gan.notes.append(f"the file has no mean w; it was taken over {DRAWS:,} draws")
     for ours, theirs in NETWORKS.items():
         if theirs in content:

@@ -172,8 +172,7 @@ def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset |
     third = None if second is None else second.path
     for path, dataset in ((config.path, training), (config.val_path, held_out), (third, second)):
         first, *hashes = collectives.gather_objects(None if dataset is None else dataset.meta.content_hash)
-        other = next((rank for rank, content in enumerate(hashes, 1) if content != first), None)
-        if other is not None:
+        if (other := next((rank for rank, content in enumerate(hashes, 1) if content != first), None)) is not None:
             raise UserError(f"{path}: rank {other} has other images than rank 0; copy one file to all nodes")
 
 
@@ -216,8 +215,7 @@ def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 def real_label_shares(config: DataConfig, dataset: Dataset) -> np.ndarray:
     """How often each label of the real images is seen, relative to the others, float64 [labels]."""
-    weights = sampling_weights(config, dataset)
-    if weights is None:
+    if (weights := sampling_weights(config, dataset)) is None:
         return np.array(dataset.meta.histogram, np.float64)
     return np.bincount(dataset.label_numbers(), weights, minlength=dataset.meta.labels)
 

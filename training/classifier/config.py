@@ -137,8 +137,7 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
             f"{config.model.classes}; make it {len(classes)} or leave it out",
         ),
     )
-    empty = [name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0]
-    if empty:
+    if empty := [name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0]:
         raise UserError(f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again")
     if val_reader is not None:
         check_same_classes(config.data, reader, val_reader)

@@ -99,14 +99,12 @@ class Loop(Fields):
 
     def _check_saving(self, *, at_the_end: bool = False) -> None:
         """Stop where a checkpoint could not be written and the config says so, or it is the last; on all ranks."""
-        reason = self.manager.failure(last=self.step if at_the_end else None)
-        if reason:
+        if reason := self.manager.failure(last=self.step if at_the_end else None):
             self.halt(reason)
 
     def resume(self) -> bool:
         """Take the newest checkpoint that can be read; False without one. Raises UserError when it does not fit."""
-        content = self.manager.restore(self.registry())
-        if content is not None:
+        if (content := self.manager.restore(self.registry())) is not None:
             self.origin = content.get("origin")
         return content is not None
 
@@ -204,8 +202,7 @@ class Loop(Fields):
         except TrainingHalted as error:
             self.halt(str(error))
         except (RuntimeError, MemoryError, ValueError) as error:
-            reason = health.explain(error, self.config, self.step, self.task.shape["resolution"])
-            if reason is None:
+            if (reason := health.explain(error, self.config, self.step, self.task.shape["resolution"])) is None:
                 raise
             self.halt(reason, rank_specific=True)
 
@@ -280,8 +277,7 @@ class Loop(Fields):
     def _samples(self) -> None:
         if not collectives.is_main() or not self.config.log.samples_every:
             return
-        image = self.task.sample_grid(self.step)
-        if image is not None:
+        if (image := self.task.sample_grid(self.step)) is not None:
             path = self.folder.samples / f"step-{self.step:08d}.png"
             try:
                 save_png(image, path)

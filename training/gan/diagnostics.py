@@ -179,8 +179,7 @@ class Watch(Fields):
 
     def _overfits(self) -> Finding:
         """The discriminator knows its training images by heart."""
-        ratio = self.figures.get("overfit")
-        if ratio is not None:
+        if (ratio := self.figures.get("overfit")) is not None:
             shows = _shows(self._lasts("overfit"), gone=ratio < self.config.overfit[1])
             seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
         else:

@@ -65,8 +65,7 @@ class Masked(torch.optim.Optimizer):
         """Update the parameters by their gradients; `closure` is not supported."""
         assert closure is None
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
+            if parameters := [p for p in group["params"] if p.grad is not None]:
                 self.update(group, parameters)
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:

@@ -109,8 +109,7 @@ def find_step(name: str) -> int | None:
 
 
 def step_of(path: Path) -> int:
-    step = find_step(path.name)
-    if step is None:
+    if (step := find_step(path.name)) is None:
         raise ValueError(f"{path.name} is not a checkpoint's name")
     return step
 
