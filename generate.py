@@ -201,8 +201,15 @@ def write_dataset(options: Namespace) -> str:
     from duetgan.inference import dataset
 
     source = dataset.provenance(path, checkpoint, sampler)
-    how = {"source": source, "count": options.n, "encoding": options.encoding, "overwrite": options.overwrite}
-    meta = dataset.write_dataset(sampler, checkpoint, options.out, **how)
+    meta = dataset.write_dataset(
+        sampler,
+        checkpoint,
+        options.out,
+        source=source,
+        count=options.n,
+        encoding=options.encoding,
+        overwrite=options.overwrite,
+    )
     return f"wrote {meta.count} images to {options.out}: {source}"
 
 

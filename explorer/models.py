@@ -151,8 +151,14 @@ class Source:
     def sampler(self, shown: Shown) -> Sampler:
         """Its number 0 is this sample."""
         chosen = () if self.label is None else (self.label,)
-        how: dict[str, Any] = {"truncation_psi": self.psi, "truncation_mean": self.mean, "batch_size": AT_ONCE}
-        return Sampler(generator=shown.model, chosen=chosen, seed=self.seed, **how)
+        return Sampler(
+            generator=shown.model,
+            chosen=chosen,
+            seed=self.seed,
+            truncation_psi=self.psi,
+            truncation_mean=self.mean,
+            batch_size=AT_ONCE,
+        )
 
 
 def address(image: Tensor, spec: ImageSpec | None = None) -> str:

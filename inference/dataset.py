@@ -50,10 +50,17 @@ def write_dataset(
     layout = Layout.of(generator.spec, encoding)
     classes = checkpoint["classes"] if kinds else ()
     resize_filter = (checkpoint.get("data") or {}).get("resize_filter", "none")  # as the images it learnt from
-    about: dict[str, Any] = {"source": source, "passport": passport, "resize_filter": resize_filter}
-    about["sets"] = generator.sets
     with (
-        LMDBWriter(out, layout, classes=classes, overwrite=overwrite, **about) as writer,
+        LMDBWriter(
+            out,
+            layout,
+            classes=classes,
+            sets=generator.sets,
+            source=source,
+            passport=passport,
+            resize_filter=resize_filter,
+            overwrite=overwrite,
+        ) as writer,
         Bar(total=count, desc="samples", unit="image") as bar,
     ):
         for numbers in sampler.batches(count):

@@ -304,5 +304,12 @@ def counterfactuals(
     if not (found := asked(options, "counterfactual", "generator", inputs, classes)):
         return None
     files = dict(zip(inputs.names(), found[0], strict=True))
-    how = {"target": found[1], "steps": options.steps, "batch_size": options.batch_size}
-    return Counterfactuals(options.generator, classifier, classes, files, **how)
+    return Counterfactuals(
+        options.generator,
+        classifier,
+        classes,
+        files,
+        target=found[1],
+        steps=options.steps,
+        batch_size=options.batch_size,
+    )

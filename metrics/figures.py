@@ -95,8 +95,10 @@ class Samples:
     @cached_property
     def diversity(self) -> Measured:
         """The diversity ratio by class; an unconditional generator is one class."""
-        how: dict[str, int] = {"classes": max(1, len(self.names)), "images": self.per_class}
-        return diversity_by_class(self.fake, self.labels, self.real, self.labels, **how)
+        classes = max(1, len(self.names))
+        return diversity_by_class(
+            self.fake, self.labels, self.real, self.labels, classes=classes, images=self.per_class
+        )
 
 
 # --- the rows

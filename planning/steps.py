@@ -303,8 +303,7 @@ def call(command: list[str]) -> int:
     if not CHECKOUT and command[1] == "-m":  # modules lie below the installed name
         command = [*command[:2], f"duetgan.{command[2]}", *command[3:]]
     dies = functools.partial(die_with_parent, os.getpid())
-    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": dies}
-    process = subprocess.Popen(command, cwd=ROOT, **how)
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies)
     with handling(lambda number, _: process.send_signal(number), obeyed_signals()):
         code = process.wait()
     return 128 - code if code < 0 else code

@@ -102,8 +102,8 @@ class GeneratedSamples:
         indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
         labels = torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
         with full_float32(next(self.generator.parameters()).device):
-            how: Any = {"labels": labels, "indices": indices, "seed": seed, "stream": ("synthetic", epoch)}
-            return generate(self.generator, **how).numpy()
+            stream = ("synthetic", epoch)
+            return generate(self.generator, labels=labels, indices=indices, seed=seed, stream=stream).numpy()
 
     def close(self) -> None:
         """Nothing is open."""

@@ -199,9 +199,13 @@ def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor
 
 def _total(own: Tensor, others: Tensor | None, targets: Targets) -> Tensor:
     """Return the sum over the samples, by their weights, of values [n] for their labels and for their partners'."""
-    if others is not None and targets.own is not None:
-        own = torch.lerp(others, own, targets.own.to(own.dtype))
+    own = _mixed(own, others, targets.own)
     return (own if targets.weights is None else own * targets.weights).sum()
+
+
+def _mixed(own: Tensor, others: Tensor | None, fraction: Tensor | None) -> Tensor:
+    """Return the mean of values for the labels and for the partners' by the labels' fraction; without partners `own`."""
+    return own if others is None or fraction is None else torch.lerp(others, own, fraction.to(own.dtype))
 
 
 def distilled(
@@ -231,15 +235,12 @@ def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own:
     """What each sample's loss counts, float [n]: `weight` for synthetic images (bool [n]), 1 for real ones; for a mixed
     sample the mean of both by their shares of the label, `own` and its partner's (`others`, bool [n]).
     """
-    first = torch.where(synthetic, weight, 1.0)
-    if others is None or own is None:
-        return first
-    return torch.lerp(torch.where(others, weight, 1.0), first, own.to(first.dtype))
+    partners = None if others is None else torch.where(others, weight, 1.0)
+    return _mixed(torch.where(synthetic, weight, 1.0), partners, own)
 
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
     """The targets' distributions [n, classes]; of several labels each one's share, in [0, 1]."""
-    soft = one_hot(targets.labels, classes, dtype)
-    if targets.others is None or targets.own is None:
-        return soft
-    return torch.lerp(one_hot(targets.others, classes, dtype), soft, targets.own.to(dtype)[:, None])
+    partners = None if targets.others is None else one_hot(targets.others, classes, dtype)
+    fraction = None if targets.own is None else targets.own[:, None]
+    return _mixed(one_hot(targets.labels, classes, dtype), partners, fraction)

@@ -234,17 +234,22 @@ def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True)
 def add_import_option(parser: argparse.ArgumentParser) -> None:
     """`--import`, whose files and modules `parse_args` imports."""
     text = "import code of your own, a .py file or an installed module, which adds to the registries; repeat it"
-    how: dict[str, Any] = {"dest": "imports", "default": argparse.SUPPRESS, "metavar": "FILE"}
-    parser.add_argument("--import", action="append", help=text, **how)
+    parser.add_argument(
+        "--import", action="append", help=text, dest="imports", default=argparse.SUPPRESS, metavar="FILE"
+    )
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`--checkpoint` (`required` or not), `--which`, `--device`, `--batch-size` and `--import`."""
     add_import_option(parser)
     add = parser.add_argument
-    text = "run folder, checkpoint file; for a classifier also torchvision:NAME or timm:NAME, either with =FILE,"
-    text += " torchvision's weights, or a folder of timm's"
-    add("--checkpoint", required=required, metavar="RUN_OR_FILE", help=text)
+    add(
+        "--checkpoint",
+        required=required,
+        metavar="RUN_OR_FILE",
+        help="run folder, checkpoint file; for a classifier also torchvision:NAME or timm:NAME, either with =FILE,"
+        " torchvision's weights, or a folder of timm's",
+    )
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")
