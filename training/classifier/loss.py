@@ -204,7 +204,7 @@ def _total(own: Tensor, others: Tensor | None, targets: Targets) -> Tensor:
 
 
 def _mixed(own: Tensor, others: Tensor | None, fraction: Tensor | None) -> Tensor:
-    """Return the mean of values for the labels and for the partners' by the labels' fraction; without partners `own`."""
+    """Return the mean of values for labels and for partners' labels by the labels' fraction; without partners `own`."""
     return own if others is None or fraction is None else torch.lerp(others, own, fraction.to(own.dtype))
 
 
