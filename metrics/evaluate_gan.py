@@ -135,16 +135,8 @@ def gather(
     judges = [] if classifier is None else [judging(classifier)]
     shown, asked = (torch.from_numpy(each) for each in (side.labels, reader.meta.conditions(side.labels)))
     watch = observe and (lambda rows, *seen: observe(seen[0], shown[rows], seen[1][-1] if judges else None))
-    fakes = sample_features(
-        generator,
-        asked if generator.classes else None,
-        [*spaces, *judges],
-        seed=seed,
-        total=len(shown),
-        batch_size=batch_size,
-        what="samples" if show else "",
-        observe=watch,
-    )
+    how: Any = {"total": len(shown), "batch_size": batch_size, "what": "samples" if show else "", "observe": watch}
+    fakes = sample_features(generator, asked if generator.classes else None, [*spaces, *judges], seed=seed, **how)
     about: Any = {"n": n, "seed": seed, "per_class": per_class, "thresholds": getattr(classifier, "thresholds", None)}
     about |= {"names": reader.classes if generator.classes else [], "probabilities": fakes[-1][:n] if judges else None}
     about["labels"] = shown if hot is None else asked > 0
@@ -275,9 +267,8 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
         def finish() -> dict[str, Any]:
             document, images = gathered.document(details=True), board.save(out, reader)
             if train is not None and document["memorisation"] is not None:
-                pairs = memorisation.neighbour_images(
-                    generator, train, document["memorisation"], seed=options.seed, asked=reader.meta.conditions
-                )
+                how: Any = {"seed": options.seed, "asked": reader.meta.conditions}
+                pairs = memorisation.neighbour_images(generator, train, document["memorisation"], **how)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
             notes = document["notes"] | leaks(reader, train, why)
