@@ -192,8 +192,9 @@ def make_plan(
     if encoding == "source":
         for option, value in (("--size", size), ("--pyramid", smallest)):
             if value is not None:
-                remedy = f"drop {option} or choose raw, jpeg or png"
-                raise UserError(f"--encoding source keeps the files as they are: {remedy}")
+                raise UserError(
+                    f"--encoding source keeps the files as they are: drop {option} or choose raw, jpeg or png"
+                )
         if shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda why: f"{source.name}: {why}"):

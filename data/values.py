@@ -291,8 +291,10 @@ def bring(values: Values, spec: ImageSpec) -> np.ndarray:
     colours = pixels[:, :, : pixels.shape[2] - alpha]
     if colours.shape[2] != spec.colours:
         if {colours.shape[2], spec.colours} != {1, 3}:
-            given = f"{colours.shape[2]} channels{' and alpha' * alpha}"
-            raise ImageError(f"has {given} where {spec.words} was expected; pass --channels {pixels.shape[2]}")
+            raise ImageError(
+                f"has {colours.shape[2]} channels{' and alpha' * alpha} where {spec.words} was expected; pass "
+                f"--channels {pixels.shape[2]}"
+            )
         if spec.colours == 3:
             colours = np.repeat(colours, 3, axis=2)
         elif spec.depth == "uint8":

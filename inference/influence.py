@@ -64,8 +64,10 @@ def _table(document: dict[str, Any]) -> str:
     if "mislabelled" in document:
         lines = [f"confident learning would change {document['issues']} labels; the first by {document['measure']}:"]
         for item in document["mislabelled"]:
-            rather = f"rather {item['named']} {item['probability']:.3f}"
-            lines.append(f"record {item['record']}: {item['label']} {item['given']:.3f}, {rather}")
+            lines.append(
+                f"record {item['record']}: {item['label']} {item['given']:.3f}, rather {item['named']} "
+                f"{item['probability']:.3f}"
+            )
         return "\n".join(lines)
     lines = [f"{document['image']}: {document['named']} {document['probability']:.3f}; for {document['label']}"]
     for kind in ("helped", "hurt"):

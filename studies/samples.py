@@ -129,8 +129,10 @@ def _kept(
         yield from images[: wanted - taken]
         taken += len(images)
         if not pool and taken < min(wanted, LEAST_KEPT * drawn - BLOCK):
-            what = f"{taken} of {drawn:,} samples of class {name}"
-            raise UserError(f"the selection keeps {what}; ask for less, or train the generator longer")
+            raise UserError(
+                f"the selection keeps {taken} of {drawn:,} samples of class {name}; ask for less, or train the "
+                "generator longer"
+            )
     if wanted and not taken:
         yield best[1]
     shares.append(taken / drawn if drawn else None)

@@ -147,8 +147,10 @@ def draw_and_apply(
     if config.shift:
         if config.shift_edge == "reflect" and config.shift >= min(images.shape[2:]):
             side = min(images.shape[2:])
-            edges = f"augment.shift {config.shift} with reflected edges: images of {side} px have no such edge"
-            raise UserError(f"{edges}; take at most {side - 1}")
+            raise UserError(
+                f"augment.shift {config.shift} with reflected edges: images of {side} px have no such edge; take at "
+                f"most {side - 1}"
+            )
         offsets = _integers(draws[:, 1:3], 2 * config.shift + 1)
         images = random_shift(images, offsets, config.shift, reflect=config.shift_edge == "reflect")
     if config.trivial_augment:

@@ -135,9 +135,9 @@ class GlobalSampler:
             raise other_order("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):
             if state[name] != getattr(self, name):
-                why = f"{name} was {state[name]} and is {getattr(self, name)}"
-                raise other_order(f"{why}; use the same data and seed")
+                raise other_order(f"{name} was {state[name]} and is {getattr(self, name)}; use the same data and seed")
         if state.get("weights", "") != self._weights_hash:  # states from before there were weights lack the key
-            changed = "data.sampling changed (or data.class_rates, data.sample_weights, the labels)"
-            raise other_order(f"{changed}; use the same sampling")
+            raise other_order(
+                "data.sampling changed (or data.class_rates, data.sample_weights, the labels); use the same sampling"
+            )
         self.consumed = int(state["consumed"])

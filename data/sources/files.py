@@ -90,8 +90,10 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         source.unlabelled, images = len(images) - len(named), named
         folders = [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
         source.take_names(images)
-        told = "images without labels are left out: --classes-from none packs all without, top makes them a class"
-        source.remarks.append(f"{where}: {source.unlabelled:,} {told}")
+        source.remarks.append(
+            f"{where}: {source.unlabelled:,} images without labels are left out: --classes-from none packs all "
+            "without, top makes them a class"
+        )
     prefix = _enter(source, folders, options)
     images = [name for name in images if name.startswith(prefix)]
     source.take_names(images)

@@ -72,8 +72,10 @@ def find_name(where: str, option: str, name: str, columns: Iterable[str]) -> str
     columns = list(columns)
     fitting = [name] * (name in columns) or [column for column in columns if column.lower() == name.lower()]
     if len(fitting) != 1:
-        text = f"no such column{did_you_mean(name, columns)}; there are {', '.join(columns) or 'none'}"
-        raise UserError(f"{where}: {option} {name}: {text}")
+        raise UserError(
+            f"{where}: {option} {name}: no such column{did_you_mean(name, columns)}; there are "
+            f"{', '.join(columns) or 'none'}"
+        )
     return fitting[0]
 
 

@@ -183,8 +183,10 @@ class PathTable(LocalSource):
             earlier = first.setdefault(os.path.normpath(place.file(row[1])), row) if path else row
             for name, value, before in zip(columns.names, values, earlier[2], strict=True):
                 if sorted(LABELS.findall(value)) != sorted(LABELS.findall(before)):  # in whatever order
-                    text = f"{path} has {name} {value or 'none'}, in {earlier[0]} {before or 'none'}"
-                    raise UserError(f"{self.where} {where}: {text}; give several labels in one row: a;b")
+                    raise UserError(
+                        f"{self.where} {where}: {path} has {name} {value or 'none'}, in {earlier[0]} "
+                        f"{before or 'none'}; give several labels in one row: a;b"
+                    )
             if earlier is not row or not path:
                 reason = f"repeats {path} of {earlier[0]}" if path else f"has an empty {place.column}"
                 self.problems.append(base.Problem(f"{self.where} {where}", reason))

@@ -167,8 +167,10 @@ class Answers:
     def __post_init__(self) -> None:
         count, classes = len(self.labels), len(self.names)
         if self.logits.shape != (count, classes) or self.labels.shape[1:] not in ((), (classes,)):
-            found = f"{list(self.logits.shape)} and labels {list(self.labels.shape)}"
-            raise ValueError(f"expected logits [{count}, {classes}], got {found}")
+            raise ValueError(
+                f"expected logits [{count}, {classes}], got {list(self.logits.shape)} and labels "
+                f"{list(self.labels.shape)}"
+            )
         if not count:
             raise UserError("there is no image to evaluate the classifier on; give some with --data")
         if self.labels.ndim == 1 and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes:

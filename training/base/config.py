@@ -252,8 +252,10 @@ class RunConfig(Config):
     def share(self, world_size: int) -> int:
         """Samples of the global batch that each process holds. Raises UserError when that is no whole number."""
         if self.batch_size % world_size:
-            told = f"batch_size {self.batch_size} cannot be shared by {world_size} processes"
-            raise UserError(f"{told}; make it a multiple of {world_size}")
+            raise UserError(
+                f"batch_size {self.batch_size} cannot be shared by {world_size} processes; make it a multiple of "
+                f"{world_size}"
+            )
         return self.batch_size // world_size
 
     @property

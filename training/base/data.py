@@ -110,8 +110,10 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             "--size N"
         )
     if getattr(vars(config).get("augment"), "trivial_augment", False) and not training.spec.plain:
-        told = f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are"
-        raise UserError(f"{told} {training.spec.words}: set it false")
+        raise UserError(
+            f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are "
+            f"{training.spec.words}: set it false"
+        )
     training.label_numbers()  # a damaged index or a label without a class ends it here, also for a GAN
     second, scaled = training.synthetic, config.data.resolution is not None  # files' images, to the size asked for
     if second is not None:

@@ -257,8 +257,9 @@ class Pace:
             self._patience *= 1 if fitting < count else 2
             self._free_since = None
             self._change(step, fitting)
-            why = f"{threads.others_text(others)} (threads: adapt)"
-            say_main(f"step {step}: {count} -> {threads.counted(fitting)}: {why}")
+            say_main(
+                f"step {step}: {count} -> {threads.counted(fitting)}: {threads.others_text(others)} (threads: adapt)"
+            )
 
     # --- the watch
 

@@ -186,8 +186,9 @@ class Loop(Fields):
                 metrics = self.task.step(batches, self.step)
             if self.window.watched not in (None, *metrics):
                 names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
-                problem = f"spikes.metric {self.window.watched}: not a metric of every step"
-                raise UserError(f"{problem}; choose one of {names}")
+                raise UserError(
+                    f"spikes.metric {self.window.watched}: not a metric of every step; choose one of {names}"
+                )
             self.window.add(metrics)
             if self._fresh:  # looks back on how it started
                 self._fresh = False

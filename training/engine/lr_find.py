@@ -42,8 +42,10 @@ class Sweep:
         if self.steps < FEWEST:
             raise UserError(f"--lr-find-steps {self.steps}: a curve needs {FEWEST} steps or more")
         if not 0 < self.first < self.last < math.inf:
-            given = f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}"
-            raise UserError(f"{given}: the first rate must be positive and below the last")
+            raise UserError(
+                f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}: the first rate must be positive and below "
+                "the last"
+            )
 
     def rate(self, step: int) -> float:
         return self.first * (self.last / self.first) ** (step / (self.steps - 1))

@@ -219,13 +219,16 @@ class GanConfig(RunConfig):
             if stages.growing and side in self.progressive.batch_sizes:
                 name = f"progressive.batch_sizes {side}: {size}"
             if size % world_size:
-                shared = f"{name} cannot be shared by {world_size} processes"
-                raise UserError(f"{shared}; make it a multiple of {world_size}")
+                raise UserError(
+                    f"{name} cannot be shared by {world_size} processes; make it a multiple of {world_size}"
+                )
             share = size // world_size
             micro = min(self.micro_limit or share, share)
             if share % micro:
-                split = f"micro_batch {micro} does not divide the {share} samples a process holds ({name})"
-                raise UserError(f"{split}; make it a divisor of {share}")
+                raise UserError(
+                    f"micro_batch {micro} does not divide the {share} samples a process holds ({name}); make it a "
+                    f"divisor of {share}"
+                )
             if self.loss.path_length_weight and share % 2:
                 raise UserError(
                     f"loss.path_length_weight (half a batch): a process must hold a multiple of 2 samples, but holds "

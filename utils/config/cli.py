@@ -160,8 +160,10 @@ def number(kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = 
             value = math.nan
         digits = text.strip().lstrip("+-")
         if kind is int and digits.isdecimal() and (len(digits) > len(str(int(MOST))) or abs(int(digits)) >= MOST):
-            limits = f"from {max(int(low), -int(MOST)):,} to {min(int(high), int(MOST) - 1):,}"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large; give a whole number {limits}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is too large; give a whole number from {max(int(low), -int(MOST)):,} to "
+                f"{min(int(high), int(MOST) - 1):,}"
+            )
         if not (low < value < high if inner else low <= value <= high):
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
         return value

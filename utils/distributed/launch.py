@@ -92,8 +92,9 @@ def start_processes(
     devices = parse_gpus(gpus) if gpus else []
     processes = len(devices) or 1 if procs is None else procs
     if not 1 <= processes <= MOST_PROCESSES:
-        most = f"at least 1, at most {MOST_PROCESSES} on a machine"
-        raise UserError(f"--procs {processes}: {most}; give as many as it has cores")
+        raise UserError(
+            f"--procs {processes}: at least 1, at most {MOST_PROCESSES} on a machine; give as many as it has cores"
+        )
     if under_launcher() and LAUNCHED not in os.environ:  # torchrun; our launcher hands the options on
         world = os.environ["WORLD_SIZE"]
         refuse(

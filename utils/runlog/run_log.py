@@ -173,8 +173,10 @@ class RunLog:
             if close:
                 self._tracker.close()
         except Exception as error:
-            later = f"`python -m utils.runlog.trackers {self._folder} --to {self._tracker.name}` sends the rows later"
-            say(f"warning: {self._tracker.name}: {error}; training continues without it; {later}")
+            say(
+                f"warning: {self._tracker.name}: {error}; training continues without it; `python -m "
+                f"utils.runlog.trackers {self._folder} --to {self._tracker.name}` sends the rows later"
+            )
             self._tracker = None
 
     def _append(self, line: str) -> None:
