@@ -94,8 +94,12 @@ def add_projection_options(add: Callable[..., Any]) -> None:
     add("--pixel-weight", type=WEIGHT, default=SEARCH.pixel_weight)
     add("--steps", type=positive, default=SEARCH.steps, help="in each space")
     add("--lr", type=ABOVE_0, default=SEARCH.lr, help="highest learning rate")
-    noise = "the stored noise maps, none, or searched for as well"
-    add("--noise-mode", choices=("const", "none", "optimise"), default="const", help=noise)
+    add(
+        "--noise-mode",
+        choices=("const", "none", "optimise"),
+        default="const",
+        help="the stored noise maps, none, or searched for as well",
+    )
     add("--noise-weight", type=WEIGHT, default=SEARCH.noise_weight)
     add("--save", type=file(".safetensors"), metavar="FILE.safetensors", help="latents and noise that were found")
 

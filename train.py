@@ -19,15 +19,20 @@ RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
 
 def parser() -> Parser:
-    epilog = "Any key of the config is overridden by --section.key value."
-    parse = Parser(prog="train.py", description=__doc__, epilog=epilog)
+    parse = Parser(
+        prog="train.py", description=__doc__, epilog="Any key of the config is overridden by --section.key value."
+    )
     add = parse.add_argument
     add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
     add("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
     launch.add_options(add)
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
-    steps = "stop after saving at step N; schedules keep the config's length"
-    add("--max-steps", type=positive, metavar="N", help=steps)
+    add(
+        "--max-steps",
+        type=positive,
+        metavar="N",
+        help="stop after saving at step N; schedules keep the config's length",
+    )
     add("--init-from", metavar="FILE|RUN", help="start from another run's weights, as far as they fit; not a resume")
     add("--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them")
     add("--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type")
@@ -39,8 +44,14 @@ def parser() -> Parser:
     add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
     add("--list", action="store_true", help="print the recipes of configs/ with a line each")
     add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
-    plan = "do everything up to the first step and print the plan; gpu: with memory and speed on some GPUs, on paper"
-    add("--dry-run", nargs="?", const="here", default="", choices=("here", "gpu"), help=plan)
+    add(
+        "--dry-run",
+        nargs="?",
+        const="here",
+        default="",
+        choices=("here", "gpu"),
+        help="do everything up to the first step and print the plan; gpu: with memory and speed on some GPUs, on paper",
+    )
     add("--layers", action="store_true", help="with --dry-run: every layer too")
     return parse
 

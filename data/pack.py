@@ -297,8 +297,12 @@ def make_parser() -> Parser:
     add("--stack", metavar="PATTERN", help="files that hold a channel each, by name: {name}_{channel}.tif")
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
-    most = "what skip leaves out at most; default: 100 or 1 %%, if more"
-    add("--max-skipped", type=number(int, 0), metavar="N", help=most)
+    add(
+        "--max-skipped",
+        type=number(int, 0),
+        metavar="N",
+        help="what skip leaves out at most; default: 100 or 1 %%, if more",
+    )
     add("--against", type=Path, metavar="OTHER.lmdb", help="take its classes, refuse others; report images in both")
     add("--apart", type=Path, metavar="OTHER.lmdb", help="leave out images that it holds, or that look like one of its")
     add("--similar", action="store_true", help="also report images that look alike")

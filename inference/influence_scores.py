@@ -255,8 +255,9 @@ def snapshot(file: Path, device: torch.device) -> Snapshot:
 
 def check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
     """Raise UserError unless the images have the classifier's classes; tell where they are not its training's."""
-    remedy = "give the images that it was trained on"
-    require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
+    require_same_classes(
+        path, reader.classes, "the classifier", checkpoint["classes"], "give the images that it was trained on"
+    )
     if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
         print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
 

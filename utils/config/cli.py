@@ -190,11 +190,19 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
     """`--precision`, with this default, `--fold` and `--tta`."""
     add = parser.add_argument
     choices = ("auto", "fp32", "bf16", "fp16")
-    told = f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})"
-    add("--precision", choices=choices, default=precision, help=told)
+    add(
+        "--precision",
+        choices=choices,
+        default=precision,
+        help=f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})",
+    )
     add("--fold", action="store_true", help="a classifier's convolutions do their BatchNorm's work: faster")
-    views = "mean of a classifier's logits: flip: with the mirror image; shift: and moved by a pixel (default: off)"
-    add("--tta", choices=("off", "flip", "shift"), default="off", help=views)
+    add(
+        "--tta",
+        choices=("off", "flip", "shift"),
+        default="off",
+        help="mean of a classifier's logits: flip: with the mirror image; shift: and moved by a pixel (default: off)",
+    )
 
 
 TABLE_OPTIONS = {  # of data.pack and the quickstart: the columns of a label table
@@ -235,9 +243,13 @@ def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True)
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:
     """`--import`, whose files and modules `parse_args` imports."""
-    text = "import code of your own, a .py file or an installed module, which adds to the registries; repeat it"
     parser.add_argument(
-        "--import", action="append", help=text, dest="imports", default=argparse.SUPPRESS, metavar="FILE"
+        "--import",
+        action="append",
+        help="import code of your own, a .py file or an installed module, which adds to the registries; repeat it",
+        dest="imports",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
     )
 
 

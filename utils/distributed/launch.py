@@ -78,8 +78,12 @@ def obeyed_signals() -> list[signal.Signals]:
 def add_options(add: Callable[..., object]) -> None:
     """`--gpus` and `--procs`, for a parser's `add_argument`."""
     add("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
-    procs = "processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only"
-    add("--procs", type=int, metavar="N", help=procs)
+    add(
+        "--procs",
+        type=int,
+        metavar="N",
+        help="processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only",
+    )
 
 
 def start_processes(
