@@ -39,7 +39,7 @@ from duetgan.models.gan import ImageGenerator, generate
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, refuse, require_same_classes
+from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.images import save_captioned
 from duetgan.utils.provenance import Lineage, recorded
 
@@ -210,19 +210,17 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
     """
     reader.read(np.zeros(1, dtype=np.int64))
     given, drawn = reader.spec, generator.spec
-    refuse(
-        (
-            given != drawn,
+    if given != drawn:
+        raise UserError(
             f"the {role} images are {given.width}x{given.height}, {given.words}, the generator draws "
             f"{drawn.width}x{drawn.height}, {drawn.words}; pack them with --size {drawn.resolution} "
-            f"--channels {drawn.channels}",
-        ),
-        (
-            generator.classes and len(reader.classes) != generator.classes,
+            f"--channels {drawn.channels}"
+        )
+    if generator.classes and len(reader.classes) != generator.classes:
+        raise UserError(
             f"the {role} images have {len(reader.classes)} classes, the generator {generator.classes}; "
-            "give the data it was trained on with --data",
-        ),
-    )
+            "give the data it was trained on with --data"
+        )
     return reader.label_numbers() if generator.classes else np.zeros(len(reader), dtype=np.int64)
 
 

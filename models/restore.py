@@ -35,7 +35,7 @@ from duetgan.utils.checkpoint import (
 from duetgan.utils.checkpoint.state_schema import FAULTS, loaded
 from duetgan.utils.config import plugins
 from duetgan.utils.config.build import build
-from duetgan.utils.errors import UserError, explained, refuse
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.provenance import Lineage, join, recorded
 
 
@@ -44,13 +44,10 @@ def _restored(
 ) -> Any:
     """The network of a section of the config, with the state of `part`, frozen, in evaluation mode on `device`."""
     file, task = checkpoint.get("file", "the checkpoint"), "classifier" if section == "model" else "gan"
-    refuse(
-        (
-            checkpoint["task"] != task,
-            f"{file}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here",
-        ),
-        (section not in checkpoint["config"], f"{file}: config.{section} is missing; use another checkpoint"),
-    )
+    if checkpoint["task"] != task:
+        raise UserError(f"{file}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
+    if section not in checkpoint["config"]:
+        raise UserError(f"{file}: config.{section} is missing; use another checkpoint")
     given: Any = checkpoint["config"][section]
     shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields if key in checkpoint["shape"]}
 

@@ -30,7 +30,7 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.cli import did_you_mean
 from duetgan.utils.config.yaml_files import near_file
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, explained, refuse
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.files import downloading
 from duetgan.utils.provenance import Lineage
 
@@ -359,16 +359,12 @@ def fitted(
             raise UserError(
                 f"{path}: {key} is {there}, {name} has it {wanted}; {remedy} ({match} of {len(tensors)} tensors match)"
             )
-        refuse(
-            (
-                state[key].is_floating_point() != expected[key].is_floating_point(),
-                f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights",
-            ),
-            (
-                not torch.isfinite(state[key]).all(),
-                f"{path}: {key} holds numbers that are not finite; give another file",
-            ),
-        )
+        if state[key].is_floating_point() != expected[key].is_floating_point():
+            raise UserError(
+                f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights"
+            )
+        if not torch.isfinite(state[key]).all():
+            raise UserError(f"{path}: {key} holds numbers that are not finite; give another file")
     # on the CPU: `expected` may be on the meta device
     return {key: state[key].to(expected[key].dtype) for key in expected}
 

@@ -19,7 +19,7 @@ from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.sources.base import Source, SourceOptions, refuse_split
 from duetgan.data.values import Values
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError, explained, refuse
+from duetgan.utils.errors import UserError, explained
 
 LENGTH_KEY = b"length"
 KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
@@ -107,13 +107,10 @@ class RosinalitySource(Source):
             text = bytes(length[:20])
             raise UserError(f"{path}: its record `length` is {text!r}, not a number of images; make it again")
         # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
-        refuse(
-            (
-                int(length) > 2 * entries,
-                f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again",
-            ),
-            (not sides, f"{path} holds no records like 256-00000, only `length`: make it again"),
-        )
+        if int(length) > 2 * entries:
+            raise UserError(f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again")
+        if not sides:
+            raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
         self._labels = np.zeros(int(length), np.int64)
         self.resolution = size if isinstance(size, int) and size in sides else sides[-1]
 

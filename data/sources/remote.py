@@ -14,7 +14,7 @@ from duetgan.data.errors import ImageError
 from duetgan.data.sources.base import SourceOptions
 from duetgan.data.sources.files import ListedSource, arrange, kind_of
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError, refuse
+from duetgan.utils.errors import UserError
 
 T = TypeVar("T")
 
@@ -49,13 +49,10 @@ class RemoteSource(ListedSource):
             raise UserError(f"{self.url}: the driver of {scheme} is missing: {error}") from None
         except Exception as error:  # whatever the driver raises, see FINAL
             raise UserError(f"{self.url} cannot be listed ({_reason(error)}); check it and its credentials") from None
-        refuse(
-            (not entries, f"{self.url}: nothing is there; check the URL"),
-            (
-                list(entries) == [root] and entries[root].get("type") != "directory",
-                f"{self.url} is a single file: give the URL of a folder of images, or copy it here",
-            ),
-        )
+        if not entries:
+            raise UserError(f"{self.url}: nothing is there; check the URL")
+        if list(entries) == [root] and entries[root].get("type") != "directory":
+            raise UserError(f"{self.url} is a single file: give the URL of a folder of images, or copy it here")
         self._prefix = root.rstrip("/") + "/" if root else ""
         self._sizes: dict[str, Any] = {}  # of the files
         folders: list[str] = []

@@ -29,7 +29,7 @@ from duetgan.data.errors import ImageError, unread
 from duetgan.data.sources import base, labels
 from duetgan.data.sources.path_tables import PathTable
 from duetgan.utils import bounded
-from duetgan.utils.errors import UserError, explained, refuse
+from duetgan.utils.errors import UserError, explained
 from duetgan.utils.memory import available_bytes
 from duetgan.utils.text import listed, printable
 
@@ -338,13 +338,10 @@ def _shards(folder: Path) -> list[Path]:
     names: list[Any] = []
     with suppress(KeyError, TypeError):
         names = [item["filename"] for item in state["_data_files"]]
-    refuse(
-        (not names or not all(map(_is_name, names)), f"{folder / STATE} names no files in _data_files; save it again"),
-        (
-            state.get("_indices_data_files"),
-            f"{folder} is a selection of another data set: save it after flatten_indices()",
-        ),
-    )
+    if not names or not all(map(_is_name, names)):
+        raise UserError(f"{folder / STATE} names no files in _data_files; save it again")
+    if state.get("_indices_data_files"):
+        raise UserError(f"{folder} is a selection of another data set: save it after flatten_indices()")
     if (missing := next((name for name in names if not (folder / name).is_file()), None)) is not None:
         raise UserError(f"{folder}: {missing} is missing, which {STATE} names: copy or save it again")
     return [folder / name for name in names]

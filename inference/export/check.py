@@ -29,7 +29,7 @@ from duetgan.inference.export.subject import (
 )
 from duetgan.metrics.lineage import data_of
 from duetgan.models.restore import NETWORKS
-from duetgan.utils.errors import TrainingHalted, UserError, refuse
+from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.files import check_writable, replace_file, writing
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.runlog.progress import Bar
@@ -190,16 +190,10 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
     if several and (form.folder or job.format == "int8"):
         raise UserError(f"--format {job.format} is for one label an image; choose safetensors, torch-export or onnx")
     spec = ImageSpec.read(checkpoint["shape"])
-    refuse(
-        (
-            form.folder and (spec.alpha or spec.deep),
-            f"--format {job.format} is for 8-bit images without alpha, the model's are {spec.words}",
-        ),
-        (
-            job.truncation_psi != 1 and (checkpoint["task"] != "gan" or job.format not in PROGRAMS),
-            f"--truncation-psi is for a GAN's {', '.join(PROGRAMS)}; leave it out",
-        ),
-    )
+    if form.folder and (spec.alpha or spec.deep):
+        raise UserError(f"--format {job.format} is for 8-bit images without alpha, the model's are {spec.words}")
+    if job.truncation_psi != 1 and (checkpoint["task"] != "gan" or job.format not in PROGRAMS):
+        raise UserError(f"--truncation-psi is for a GAN's {', '.join(PROGRAMS)}; leave it out")
     for package in form.needs:
         import_extra(package)
     check_writable(job.out.parent)

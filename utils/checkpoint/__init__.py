@@ -20,7 +20,7 @@ from pydantic import Field
 from duetgan.utils import bounded
 from duetgan.utils.config.model import Count, Stored
 from duetgan.utils.config.yaml_files import near_file
-from duetgan.utils.errors import StoppedBySignal, UserError, explained, refuse
+from duetgan.utils.errors import StoppedBySignal, UserError, explained
 from duetgan.utils.files import replace_file, replacing, sync_folder
 from duetgan.utils.image_spec import MOST_CHANNELS, PixelFormat, Rectangle
 from duetgan.utils.provenance import Lineage
@@ -330,14 +330,13 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     file and a ready-made network's name as they are. Raises UserError for none.
     """
     path = Path(run_or_file)
-    refuse(
-        (which not in ("last", "best"), f"which: {which!r} is neither last nor best"),
-        (
-            path.suffix == ".pkl" and path.is_file(),
+    if which not in ("last", "best"):
+        raise UserError(f"which: {which!r} is neither last nor best")
+    if path.suffix == ".pkl" and path.is_file():
+        raise UserError(
             f"{path}: is no checkpoint of Duet; `python -m models.convert {path} RUN` makes a run of StyleGAN2's and "
-            "R3GAN's networks, then give RUN",
-        ),
-    )
+            "R3GAN's networks, then give RUN"
+        )
     if path.is_file() or str(path).startswith(READY_MADE):
         return path
     for name in HUB_WEIGHTS:

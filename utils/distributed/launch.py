@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from duetgan.utils.errors import StoppedBySignal, UserError, refuse
+from duetgan.utils.errors import StoppedBySignal, UserError
 from duetgan.utils.memory import cores
 from duetgan.utils.script import die_with_parent, leave_imports, process_state
 
@@ -101,18 +101,16 @@ def start_processes(
         )
     if under_launcher() and LAUNCHED not in os.environ:  # torchrun; our launcher hands the options on
         world = os.environ["WORLD_SIZE"]
-        refuse(
-            (
-                gpus is not None,
+        if gpus is not None:
+            raise UserError(
                 f"--gpus {gpus}: torchrun has started the processes; leave --gpus out and call it with "
-                f"--nproc-per-node N and CUDA_VISIBLE_DEVICES={gpus}",
-            ),
-            (
-                procs is not None and str(procs) != world,
+                f"--nproc-per-node N and CUDA_VISIBLE_DEVICES={gpus}"
+            )
+        if procs is not None and str(procs) != world:
+            raise UserError(
                 f"--procs {procs}: torchrun has started {world} process{'es' * (world != '1')}; leave --procs out, "
-                "its --nproc-per-node says how many",
-            ),
-        )
+                "its --nproc-per-node says how many"
+            )
     if devices and len(devices) % processes:
         raise UserError(f"--gpus {gpus}: {len(devices)} cannot be shared by --procs {processes}; give a multiple")
     if under_launcher():
@@ -139,10 +137,10 @@ def wanted_device(device: str | None, gpus: str | None, procs: int | None) -> st
     import torch
 
     count, usable = len(parse_gpus(gpus)), torch.accelerator.device_count()  # of those, as VISIBLE names them
-    refuse(
-        (not usable, f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N"),
-        (usable < count, f"--gpus {gpus}: only {usable} of these {count} can be used; nvidia-smi lists what is there"),
-    )
+    if not usable:
+        raise UserError(f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N")
+    if usable < count:
+        raise UserError(f"--gpus {gpus}: only {usable} of these {count} can be used; nvidia-smi lists what is there")
     return None  # the accelerator
 
 
