@@ -39,7 +39,6 @@ from duetgan.data.sources.base import (
     split_name,
     with_slashes,
 )
-from duetgan.data.sources.stylegan import MANIFEST
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
@@ -64,7 +63,7 @@ LISTED = 4  # folders in a message
 
 def kind_of(name: str) -> bounded.FileLimit:
     """What a file of a source is read as."""
-    return bounded.TABLE if PurePosixPath(name).name == MANIFEST else bounded.IMAGE
+    return bounded.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else bounded.IMAGE
 
 
 def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions) -> None:

@@ -17,7 +17,6 @@ from duetgan.training.base.task import Task
 from duetgan.training.engine import health, recovery
 from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.checkpoints import CheckpointManager
-from duetgan.training.engine.health import LayerLog
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat
@@ -55,7 +54,7 @@ class Loop(Fields):
             folder.path, active=main, tensorboard=log.tensorboard, total_steps=config.steps, tracker=log.tracker
         )
         self.manager = CheckpointManager(config, folder, loader)
-        self.layers = LayerLog(config.log, task.registry(), folder.path)
+        self.layers = health.LayerLog(config.log, task.registry(), folder.path)
         self._fresh = True  # no step has been done by this process
         self._signal = 0  # the first that this process has received
         self._tick_started, self._tick_step = 0.0, 0

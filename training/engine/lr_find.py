@@ -19,7 +19,6 @@ from duetgan.training.engine.profile import Rewind
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.runlog.run_folder import SEARCHED
@@ -106,7 +105,7 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
     for number in range(sweep.steps + 1):
         updater.rate = sweep.rate(min(number, sweep.steps - 1))
         value = loop.task.step(loop.loader, loop.step + number)[loop.task.loss_metric]
-        loss = collectives.all_reduce_sum_(value.to(widest(value.device))).item()  # the same on all ranks
+        loss = collectives.all_reduce_sum_(value.to(collectives.widest(value.device))).item()  # the same on all ranks
         if not math.isfinite(loss):
             curve.stopped = "the loss was not finite"
             break
