@@ -170,7 +170,8 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         answers = answers_of(classifier, reader, logits, records)
         document = speed | _written(checkpoint, reader, out, answers, seed)
         if not isinstance(answers, LabelAnswers):
-            document["images"] += ["evidence.png"] * save_evidence(restored, reader, answers, out / "evidence.png")
+            found = save_evidence(restored, reader, answers, out / "evidence.png")
+            document["images"] += ["evidence.png"] * found
         if probe := checkpoint["state"].get("probe"):
             document["probe"] = probe
             sure = "{:.3f} ({:.3f} to {:.3f}) by cross-validation".format(probe["accuracy"], *probe["interval"])

@@ -81,7 +81,8 @@ def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 
         true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, answers.places(wrong), true, predicted, strict=True)
         captions = [f"{record}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, record, a, b in rows]
-        save_captioned(list(torch.from_numpy(reader.read(answers.places(wrong))[0])), captions, path, spec=reader.spec)
+        images = torch.from_numpy(reader.read(answers.places(wrong))[0])
+        save_captioned(list(images), captions, path, spec=reader.spec)
     return bool(wrong)
 
 

@@ -221,7 +221,8 @@ def _classifier(
     backbone = backbone_of(name)
     if backbone.network is not None and backbone.images is None:
         raise UserError(f"{path}: {name} is neither torchvision's nor timm's; give its run folder or checkpoint")
-    classes = max(2, *state.get(f"{backbone.head}.weight", torch.empty(0)).shape[:1])
+    head = state.get(f"{backbone.head}.weight", torch.empty(0))
+    classes = max(2, *head.shape[:1])
     side, shorter, resample = backbone.images_of(name, path.name)
     strides = about.get("stride", "").startswith("conv1")  # He's own, as such a file says
     model = {"name": name, "he_strides": strides, "normalise": "imagenet", "input_size": side}

@@ -276,7 +276,8 @@ class Subject(ABC):
             return []
         device = choose_device(self.device)
         if selector is not None:
-            how["rule"] = partial(drawing.keeps, classifier_from(load(resolve(str(selector))), device))
+            classifier = classifier_from(load(resolve(str(selector))), device)
+            how["rule"] = partial(drawing.keeps, classifier)
         return draw_samples(files, generator, self.classes(), seed=seed, drawing=drawing, device=device, **how)
 
     def show(self, name: str, file: Path) -> None:

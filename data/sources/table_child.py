@@ -147,7 +147,8 @@ def main(descriptor: int, memory: int) -> None:
             try:
                 answer = reader.answer(*request)
             except Exception as error:  # whatever pyarrow raises
-                answer = "error", (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                answer = "error", lines[0].rstrip(".")
             asking.send(answer)
 
 

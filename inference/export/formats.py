@@ -114,7 +114,8 @@ def _tell_of_groups(gan: Converted, only: int | None = None) -> None:
 
 def open_official(subject: Subject, path: Path) -> Runner:
     """The generator that `models.convert` makes of the file, as a function of its inputs."""
-    return as_runner(Drawing(generator_from(checkpoint_of(read(path), list(subject.checkpoint["classes"])))))
+    content = checkpoint_of(read(path), list(subject.checkpoint["classes"]))
+    return as_runner(Drawing(generator_from(content)))
 
 
 @dataclass(frozen=True, kw_only=True)
