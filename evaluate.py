@@ -45,8 +45,11 @@ def parser() -> Parser:
     add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
     add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
     add("--seed", type=number(int), default=0, help="of samples and draws")
-    spoiled = "classifier: accuracy under blur, noise, JPEG, brightness and contrast at five strengths (25 passes)"
-    add("--robustness", action="store_true", help=spoiled)
+    add(
+        "--robustness",
+        action="store_true",
+        help="classifier: accuracy under blur, noise, JPEG, brightness and contrast at five strengths (25 passes)",
+    )
     add("--ood", metavar="X.lmdb", help="classifier: images of another kind, which its confidence should give away")
     add("--json", action="store_true", help="print metrics.json instead of a table; logs go to stderr")
     add("--classifier", metavar="RUN_OR_FILE", help="GAN: independent classifier that judges the samples")
@@ -57,8 +60,11 @@ def parser() -> Parser:
     add_speed_options(options, "fp32")
     add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {PER_CLASS})")
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
-    audit = "GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)"
-    add("--audit", action="store_true", help=audit)
+    add(
+        "--audit",
+        action="store_true",
+        help="GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)",
+    )
     add_truncation_options(options, psi=False)
     add("--searched", type=number(int, 0), metavar="N", help=searched)
     return options
@@ -72,8 +78,7 @@ def main(argv: list[str]) -> int:
     if options.checkpoint is None:
         parser().error("the following arguments are required: --checkpoint")
     resolve(options.checkpoint, options.which)  # a name that is wrong is told before processes are started
-    code = start_processes(__file__, argv, options.gpus, options.procs, resumes=False)
-    if code is not None:
+    if (code := start_processes(__file__, argv, options.gpus, options.procs, resumes=False)) is not None:
         return code
     from duetgan.utils.distributed import collectives  # and torch with it, now that the options are known to be right
 
@@ -163,8 +168,7 @@ def compare_runs(options: Namespace) -> int:
     from duetgan.metrics.comparison.compare import compare, comparison_table
 
     default = parser().get_default
-    other = [name for name, value in vars(options).items() if value != default(name) and name not in COMPARE]
-    if other:
+    if other := [name for name, value in vars(options).items() if value != default(name) and name not in COMPARE]:
         raise UserError(f"--compare takes runs that were evaluated before; leave --{other[0].replace('_', '-')} out")
     if options.out:
         check_writable(Path(options.out))

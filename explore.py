@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 from duetgan.utils import bounded
 from duetgan.utils.config.cli import Parser, add_import_option, number
@@ -52,8 +51,14 @@ def main(argv: list[str]) -> int:
         runs = open_runs(options.checkpoint, which=options.which, device=choose_device(options.device))
         worker = Worker()
         app = App(runs, worker, token=token, data=options.data)
-        how: dict[str, Any] = {"sockets": [listener], "threads": THREADS, "connection_limit": CONNECTIONS}
-        server = create_server(app, max_request_body_size=bounded.UPLOAD.limit + 1, ident=None, **how)
+        server = create_server(
+            app,
+            sockets=[listener],
+            threads=THREADS,
+            connection_limit=CONNECTIONS,
+            max_request_body_size=bounded.UPLOAD.limit + 1,
+            ident=None,
+        )
 
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of threads that are on their way
 

@@ -35,8 +35,11 @@ def parser() -> Parser:
     add_truncation_options(options)
     add("--calibrated", type=positive, default=256, metavar="N", help="images for int8's ranges, at most")
     add("--batch-size", type=positive, default=64, metavar="N", help="the larger batch that is timed")
-    skipped = "do not time it, nor compare with folded and bf16 networks; the file is checked all the same"
-    add("--no-benchmark", action="store_true", help=skipped)
+    add(
+        "--no-benchmark",
+        action="store_true",
+        help="do not time it, nor compare with folded and bf16 networks; the file is checked all the same",
+    )
     add("--repeats", type=positive, default=5, metavar="N", help="of the timing, medians")
     add("--json", action="store_true", help="print one JSON document instead of a table; logs go to stderr")
     return options

@@ -77,8 +77,7 @@ def parser() -> Parser:
 
 def add_film_options(add: Callable[..., Any]) -> None:
     add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
-    through = "samples to go through (default: 8, or one a class up to 16)"
-    add("--n", type=number(int, 2), metavar="N", help=through)
+    add("--n", type=number(int, 2), metavar="N", help="samples to go through (default: 8, or one a class up to 16)")
     add("--frames", type=positive, default=settings.FRAMES, help="from one to the next")
     add("--fps", type=positive, default=settings.FPS, help="frames a second")
     add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")
@@ -95,8 +94,12 @@ def add_projection_options(add: Callable[..., Any]) -> None:
     add("--pixel-weight", type=WEIGHT, default=SEARCH.pixel_weight)
     add("--steps", type=positive, default=SEARCH.steps, help="in each space")
     add("--lr", type=ABOVE_0, default=SEARCH.lr, help="highest learning rate")
-    noise = "the stored noise maps, none, or searched for as well"
-    add("--noise-mode", choices=("const", "none", "optimise"), default="const", help=noise)
+    add(
+        "--noise-mode",
+        choices=("const", "none", "optimise"),
+        default="const",
+        help="the stored noise maps, none, or searched for as well",
+    )
     add("--noise-weight", type=WEIGHT, default=SEARCH.noise_weight)
     add("--save", type=file(".safetensors"), metavar="FILE.safetensors", help="latents and noise that were found")
 
@@ -202,8 +205,15 @@ def write_dataset(options: Namespace) -> str:
     from duetgan.inference import dataset
 
     source = dataset.provenance(path, checkpoint, sampler)
-    how = {"source": source, "count": options.n, "encoding": options.encoding, "overwrite": options.overwrite}
-    meta = dataset.write_dataset(sampler, checkpoint, options.out, **how)
+    meta = dataset.write_dataset(
+        sampler,
+        checkpoint,
+        options.out,
+        source=source,
+        count=options.n,
+        encoding=options.encoding,
+        overwrite=options.overwrite,
+    )
     return f"wrote {meta.count} images to {options.out}: {source}"
 
 

@@ -84,8 +84,7 @@ def _generator(name: str) -> _Any:
 
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:
     """What the checkpoint holds; with one, sizes are its own: raise UserError for any that were given."""
-    given = [name for name, value in sizes.items() if value is not None]
-    if given:
+    if given := [name for name, value in sizes.items() if value is not None]:
         raise _UserError(f"{given[0]}: the checkpoint sets it; leave it out")
     return _open_checkpoint(checkpoint, which)[1]
 

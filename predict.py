@@ -19,8 +19,12 @@ SHOWN = 3  # classes of an image in the table
 def parser() -> Parser:
     options = Parser(prog="predict.py", description=__doc__)
     add = options.add_argument
-    kinds = "image files, folders, patterns ('a/**/*.jpg'), zip, tar, CSV, Parquet or LMDB files, .txt lists"
-    add("images", nargs="+", metavar="IMAGES", help=kinds)
+    add(
+        "images",
+        nargs="+",
+        metavar="IMAGES",
+        help="image files, folders, patterns ('a/**/*.jpg'), zip, tar, CSV, Parquet or LMDB files, .txt lists",
+    )
     add_model_options(options)
     add("--top", type=positive, metavar="K", help=f"the K most likely classes (default: all; in the table {SHOWN})")
     add("--resize", choices=("crop", "pad"), help="how images are resized (default: as in training)")
@@ -32,8 +36,12 @@ def parser() -> Parser:
     add("--gradcam", type=Path, metavar="DIR", help="write each image with the evidence for its class")
     add("--gradcam-class", metavar="NAME", help="the class to explain (default: the predicted one)")
     add("--gradcam-layer", metavar="NAME", help="whose maps are used (default: a ResNet's last stage of 4x4 or more)")
-    text = "write each image on its way to another class: what would have to change (needs --generator)"
-    add("--counterfactual", type=Path, metavar="DIR", help=text)
+    add(
+        "--counterfactual",
+        type=Path,
+        metavar="DIR",
+        help="write each image on its way to another class: what would have to change (needs --generator)",
+    )
     add("--counterfactual-class", metavar="NAME", help="the other class (default: the second most probable)")
     add("--generator", metavar="RUN_OR_FILE", help="a GAN with w of the same classes, which draws it")
     add("--steps", type=positive, default=STEPS, help=f"of each image's projection (default: {STEPS})")

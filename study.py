@@ -61,8 +61,7 @@ def main(argv: list[str]) -> int:
         config: Any = build(config_class, quickened(tree) if options.quick else tree, overrides, source=str(file))
     folder = Path(out).resolve()
     study = Study(options.subject, subject_class(config, folder, options.device))
-    command = shlex.join(["python", "study.py", *argv])
-    write = partial(write_study_page, folder, command=command, config=to_tree(config))
+    write = partial(write_study_page, folder, command=shlex.join(["python", "study.py", *argv]), config=to_tree(config))
     try:
         document = study.run(options.minutes)
     except StoppedBySignal:

@@ -11,7 +11,7 @@ from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, did_
 from duetgan.utils.config.recipes import listing, recipe_file, recipes
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import launch
-from duetgan.utils.errors import UserError, explained
+from duetgan.utils.errors import UserError, explained, refuse
 from duetgan.utils.runlog.run_folder import RunFolder, default_folder
 from duetgan.utils.script import exit_cli
 
@@ -19,19 +19,22 @@ RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
 
 def parser() -> Parser:
-    epilog = "Any key of the config is overridden by --section.key value."
-    parse = Parser(prog="train.py", description=__doc__, epilog=epilog)
+    parse = Parser(
+        prog="train.py", description=__doc__, epilog="Any key of the config is overridden by --section.key value."
+    )
     add = parse.add_argument
     add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
     add("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
     launch.add_options(add)
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
-    steps = "stop after saving at step N; schedules keep the config's length"
-    add("--max-steps", type=positive, metavar="N", help=steps)
-    weights = "start from another run's weights, as far as they fit; not a resume"
-    add("--init-from", metavar="FILE|RUN", help=weights)
-    profile = "measure N steps: a table, and RUN/profile/; stops after them"
-    add("--profile", type=positive, metavar="N", help=profile)
+    add(
+        "--max-steps",
+        type=positive,
+        metavar="N",
+        help="stop after saving at step N; schedules keep the config's length",
+    )
+    add("--init-from", metavar="FILE|RUN", help="start from another run's weights, as far as they fit; not a resume")
+    add("--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them")
     add("--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type")
     add("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
     rate = number(float, 0, inner=True)
@@ -41,16 +44,21 @@ def parser() -> Parser:
     add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
     add("--list", action="store_true", help="print the recipes of configs/ with a line each")
     add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
-    plan = "do everything up to the first step and print the plan; gpu: with memory and speed on some GPUs, on paper"
-    add("--dry-run", nargs="?", const="here", default="", choices=("here", "gpu"), help=plan)
+    add(
+        "--dry-run",
+        nargs="?",
+        const="here",
+        default="",
+        choices=("here", "gpu"),
+        help="do everything up to the first step and print the plan; gpu: with memory and speed on some GPUs, on paper",
+    )
     add("--layers", action="store_true", help="with --dry-run: every layer too")
     return parse
 
 
 def check_names(overrides: Sequence[str], *, config: str | None) -> None:
     """Raise UserError for options that do not exist and cannot wait for the config, which knows the others."""
-    names = [token.partition("=")[0] for token in overrides if token.startswith("--")]
-    for name in names:
+    for name in [token.partition("=")[0] for token in overrides if token.startswith("--")]:
         if name in RESUME:
             raise UserError(
                 f"there is no {name.replace('_', '-')}: the same command resumes from the run folder's last checkpoint"
@@ -74,21 +82,24 @@ def main(argv: list[str]) -> int:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
     options.config = recipe_file(options.config)
     read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
-    if options.profile is not None and (options.dry_run or options.max_steps is not None):
-        raise UserError("--profile N trains its own few steps and stops; leave --dry-run and --max-steps out")
     given = {"steps": options.lr_find_steps, "first": options.lr_find_from, "last": options.lr_find_to}
     sweep = {name: value for name, value in given.items() if value is not None}
-    if sweep and not options.lr_find:
-        raise UserError("--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it")
-    if options.layers and not options.dry_run:
-        raise UserError("--layers belongs to --dry-run; add it")
-    if options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None):
-        raise UserError("--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out")
+    refuse(
+        (
+            options.profile is not None and (options.dry_run or options.max_steps is not None),
+            "--profile N trains its own few steps and stops; leave --dry-run and --max-steps out",
+        ),
+        (sweep and not options.lr_find, "--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it"),
+        (options.layers and not options.dry_run, "--layers belongs to --dry-run; add it"),
+        (
+            options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None),
+            "--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out",
+        ),
+    )
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
     overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run
-    code = launch.start_processes(__file__, argv, options.gpus, options.procs)
-    if code is not None:
+    if (code := launch.start_processes(__file__, argv, options.gpus, options.procs)) is not None:
         return code
     # a process of a launcher ends as it is told to, and the launcher says so
     with nullcontext() if launch.under_launcher() else launch.leaving_on_signals():

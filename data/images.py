@@ -110,8 +110,7 @@ def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None
     if in_header[0] * in_header[1] > MOST_PIXELS:
         raise ImageError(TOO_LARGE)
     if size is not None and in_header != size:
-        by_header = f"is {in_header[1]}x{in_header[0]} px by its header"
-        raise ImageError(f"{by_header}, {size[1]}x{size[0]} px by its record")
+        raise ImageError(f"is {in_header[1]}x{in_header[0]} px by its header, {size[1]}x{size[0]} px by its record")
 
 
 def _check_depth(image: Image.Image, content: bytes) -> None:
@@ -183,8 +182,7 @@ def _scale(
     pixels: np.ndarray, height: int, width: int, filtering: Any = Image.Resampling.LANCZOS, alpha: bool = False
 ) -> np.ndarray:
     if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
-        scaled = np.asarray(_pillow(pixels).resize((width, height), filtering))
-        return scaled.reshape(height, width, pixels.shape[2])
+        return np.asarray(_pillow(pixels).resize((width, height), filtering)).reshape(height, width, pixels.shape[2])
 
     def planes(floats: np.ndarray) -> np.ndarray:
         parts = [Image.fromarray(floats[:, :, place]) for place in range(floats.shape[2])]

@@ -104,8 +104,7 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
     labels: dict[int, list[np.ndarray]] = {side: [] for side in sides}
     digests: dict[int, list[bytes]] = {side: [] for side in sides}
     with ThreadPoolExecutor(workers or cores()) as pool:
-        checked = pool.map(check_block, *zip(*jobs, strict=True))
-        progress = Bar(checked, "verifying", len(jobs), unit="block")
+        progress = Bar(pool.map(check_block, *zip(*jobs, strict=True)), "verifying", len(jobs), unit="block")
         for (level, _), (of_block, digest, damaged) in zip(jobs, progress, strict=True):
             damage.records |= damaged
             labels[level.resolution].append(of_block)
@@ -142,8 +141,7 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
             labels = entries["label"].astype(np.int64)
             if reader.meta.encoding == "raw":
                 pixels = reader.raw_block(transaction, block)
-                wrong = reader.damaged_in_raw_block(transaction, block)
-                damaged = dict.fromkeys(wrong, "its checksum does not match")
+                damaged = dict.fromkeys(reader.damaged_in_raw_block(transaction, block), "its checksum does not match")
                 if not damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
                     raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
                 digest.update(pixels.data)

@@ -203,8 +203,7 @@ def _scores(a: np.ndarray, b: np.ndarray, crowded: np.ndarray) -> np.ndarray:
     part = a.shape[1] // 8  # px
     parts = (b[rows] - a[rows]).reshape(-1, 8, part, 8, part).mean(axis=(2, 4))
     rows = rows[np.abs(parts).max(axis=(1, 2)) <= CROWD_CHANGE]
-    change = _colour_change(colours_b[rows] - colours_a[rows])
-    scores[rows] = np.where(change <= MOST_COLOUR, before[rows], 0)
+    scores[rows] = np.where(_colour_change(colours_b[rows] - colours_a[rows]) <= MOST_COLOUR, before[rows], 0)
     rows = np.flatnonzero(~crowded & (before >= LEAST_BEFORE))
     shifts = _shifts(a[rows], b[rows])
     after = _correlation(_without(shifts, a[rows], b[rows]))
@@ -254,5 +253,4 @@ def _shifts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _without(shifts: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The difference of images [n, S, S] without what the shifts explain."""
-    explained = _moves(a, b).transpose(0, 2, 1) @ shifts
-    return (b - a) - explained.reshape(a.shape)
+    return (b - a) - (_moves(a, b).transpose(0, 2, 1) @ shifts).reshape(a.shape)

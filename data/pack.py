@@ -58,8 +58,9 @@ class _Skipped:
             raise UserError(f"{problems[0]}{more}: fix it, or {self._remedy}")
         if len(self.problems) > self.cap:
             over = f"{len(self.problems):,} images or folders cannot be used, --max-skipped is {self.cap:,}"
-            remedy = "fix them or raise --max-skipped"
-            raise UserError(f"{self._source.name}: {over}; the first: {self.problems[0]}: {remedy}")
+            raise UserError(
+                f"{self._source.name}: {over}; the first: {self.problems[0]}: fix them or raise --max-skipped"
+            )
 
     def check(self, writer: LMDBWriter, dropped: int) -> None:
         """Raise UserError if so much was left out that a class or everything is missing."""
@@ -159,8 +160,9 @@ def _targets(source: Source, dest: Path, share: Fraction | None, val_dest: str |
         labels = packing.strata(source.labels(), source.sets, share)
         if len(labels) < 2 or np.bincount(labels).max() < 2:
             what = "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
-            remedy = f"--val-share {float(share)} needs two images of a class, there is {what}; add some"
-            raise UserError(f"{source.name}: {remedy}")
+            raise UserError(
+                f"{source.name}: --val-share {float(share)} needs two images of a class, there is {what}; add some"
+            )
         targets.append(packing.val_path(dest) if val_dest is None else Path(val_dest))
         if targets[0].absolute() == targets[1].absolute():
             raise UserError(f"--val-dest {val_dest} is the file of the training images: name another one")
@@ -295,8 +297,12 @@ def make_parser() -> Parser:
     add("--stack", metavar="PATTERN", help="files that hold a channel each, by name: {name}_{channel}.tif")
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
-    most = "what skip leaves out at most; default: 100 or 1 %%, if more"
-    add("--max-skipped", type=number(int, 0), metavar="N", help=most)
+    add(
+        "--max-skipped",
+        type=number(int, 0),
+        metavar="N",
+        help="what skip leaves out at most; default: 100 or 1 %%, if more",
+    )
     add("--against", type=Path, metavar="OTHER.lmdb", help="take its classes, refuse others; report images in both")
     add("--apart", type=Path, metavar="OTHER.lmdb", help="leave out images that it holds, or that look like one of its")
     add("--similar", action="store_true", help="also report images that look alike")

@@ -153,8 +153,7 @@ def pack_arrays(
     about: Any = {"classes": classes, "sets": sets, "source": source, "passport": passport}
     with LMDBWriter(path, layout, **about, overwrite=overwrite) as writer:
         for index, image in enumerate(images):
-            label = 0 if labels is None else int(labels[index])
-            add_image(writer, image.transpose(1, 2, 0), label)
+            add_image(writer, image.transpose(1, 2, 0), 0 if labels is None else int(labels[index]))
         return writer.finish()
 
 
@@ -193,8 +192,9 @@ def make_plan(
     if encoding == "source":
         for option, value in (("--size", size), ("--pyramid", smallest)):
             if value is not None:
-                remedy = f"drop {option} or choose raw, jpeg or png"
-                raise UserError(f"--encoding source keeps the files as they are: {remedy}")
+                raise UserError(
+                    f"--encoding source keeps the files as they are: drop {option} or choose raw, jpeg or png"
+                )
         if shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda why: f"{source.name}: {why}"):
@@ -304,8 +304,7 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     else:
         transparent = isinstance(content, Values) and content.alpha
     on_white = payload is None and not layout.spec.alpha and transparent
-    digest = hashlib.sha256(as_had).digest()
-    return replace(record, digest=digest, enlarged=enlarged, cut=cut, on_white=on_white)
+    return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut, on_white=on_white)
 
 
 def thread_count(source: Source, workers: int | None) -> int:

@@ -56,7 +56,7 @@ class TarFiles:
         """A member's bytes. Raises ImageError, and UserError for a tar that has changed."""
         with explained(OSError, unread):
             bounded.refuse_large(member.size, kind)
-            file = self._file(member.shard)
+            file = self._file(member.shard)  # kept until the read is done: it is closed with its last reference
             content = os.pread(file.descriptor, member.size, member.start)
         if len(content) != member.size:
             raise ImageError(f"is cut off: {len(content):,} of {member.size:,} bytes")

@@ -93,8 +93,7 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
             return of_pillow(image)
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             raise ImageError("has 16 bits and is stored turned; save it upright")
-        pixels = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
-        if pixels is None:
+        if (pixels := cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)) is None:
             raise ImageError("cannot be decoded")
         order = [0, 3] if content[25] == 4 else [2, 1, 0, 3][: pixels.shape[2]]  # of its header: grey and alpha
         return Values(known(pixels[:, :, order]), pixels.shape[2] == 4)
@@ -231,8 +230,7 @@ def page_values(page: Any, size: int) -> Values:
         described = page.axes in ("YX", "YXS", "SYX") and dtype is not None
         if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
             raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
-        samples = math.prod(shape) // max(1, page.imagelength * page.imagewidth)
-        check_shape(page.imagelength, page.imagewidth, samples)
+        check_shape(page.imagelength, page.imagewidth, math.prod(shape) // max(1, page.imagelength * page.imagewidth))
         if page.tags.get(274) is not None and page.tags[274].value != 1:
             raise ImageError("is stored turned (orientation); save it upright")
         _check_segments(page, size)
@@ -293,8 +291,10 @@ def bring(values: Values, spec: ImageSpec) -> np.ndarray:
     colours = pixels[:, :, : pixels.shape[2] - alpha]
     if colours.shape[2] != spec.colours:
         if {colours.shape[2], spec.colours} != {1, 3}:
-            given = f"{colours.shape[2]} channels{' and alpha' * alpha}"
-            raise ImageError(f"has {given} where {spec.words} was expected; pass --channels {pixels.shape[2]}")
+            raise ImageError(
+                f"has {colours.shape[2]} channels{' and alpha' * alpha} where {spec.words} was expected; pass "
+                f"--channels {pixels.shape[2]}"
+            )
         if spec.colours == 3:
             colours = np.repeat(colours, 3, axis=2)
         elif spec.depth == "uint8":

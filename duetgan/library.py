@@ -198,8 +198,7 @@ def load(checkpoint: str | Path, *, which: Which = "last", device: str | None = 
     Raises UserError (a ValueError; one line with the remedy) where it is missing, damaged, or the device is not there.
     """
     content = open_checkpoint(checkpoint, which)[1]
-    network = Classifier if content["task"] == "classifier" else Generator
-    return network(content, choose_device(device))
+    return (Classifier if content["task"] == "classifier" else Generator)(content, choose_device(device))
 
 
 def load_classifier(checkpoint: str | Path, *, which: Which = "last", device: str | None = None) -> Classifier:

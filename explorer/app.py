@@ -151,8 +151,7 @@ class Asked:
         """The number of a class of the run."""
         given = self._args.get(name, "")
         if given not in shown.classes:
-            near = did_you_mean(given[:80], shown.classes)
-            raise UserError(f"{name} {given[:80]!r}: no class of {shown.name}{near}")
+            raise UserError(f"{name} {given[:80]!r}: no class of {shown.name}{did_you_mean(given[:80], shown.classes)}")
         return shown.classes.index(given)
 
     def layers(self, shown: Shown) -> list[int]:

@@ -85,8 +85,7 @@ def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list
     paths = [*{run.resolve(): run for name in named or [str(quickstart)] for run in _runs_in(Path(name))}.values()]
     if not named and not quickstart.is_dir():
         raise UserError(f"there is no {quickstart}; name a run with --checkpoint RUN, or run quickstart.py first")
-    names = _told_apart(paths)
-    opened = [_open(path, name, which, device) for path, name in zip(paths, names, strict=True)]
+    opened = [_open(path, name, which, device) for path, name in zip(paths, _told_apart(paths), strict=True)]
     return sorted(opened, key=lambda shown: shown.task != "gan")
 
 
@@ -152,8 +151,14 @@ class Source:
     def sampler(self, shown: Shown) -> Sampler:
         """Its number 0 is this sample."""
         chosen = () if self.label is None else (self.label,)
-        how: dict[str, Any] = {"truncation_psi": self.psi, "truncation_mean": self.mean, "batch_size": AT_ONCE}
-        return Sampler(generator=shown.model, chosen=chosen, seed=self.seed, **how)
+        return Sampler(
+            generator=shown.model,
+            chosen=chosen,
+            seed=self.seed,
+            truncation_psi=self.psi,
+            truncation_mean=self.mean,
+            batch_size=AT_ONCE,
+        )
 
 
 def address(image: Tensor, spec: ImageSpec | None = None) -> str:
@@ -226,8 +231,7 @@ def edit(shown: Shown, source: Source, towards: tuple[Shown, str]) -> dict[str, 
     start = editor.start(source.sampler(shown), [0])
     named = int(editor.probabilities(editor.images(start))[0].argmax()) if source.label is None else source.label
     first, last = pair_of(editor.names, editor.names[named], target)
-    direction = editor.direction(first, last)
-    images = editor.images(start.take([0] * len(STEPS)), direction, STEPS)
+    images = editor.images(start.take([0] * len(STEPS)), editor.direction(first, last), STEPS)
     shares = editor.probabilities(images)[:, [first, last]].tolist()
     frames = [
         {"step": step, "address": address(image), "from": share[0], "to": share[1]}

@@ -50,10 +50,17 @@ def write_dataset(
     layout = Layout.of(generator.spec, encoding)
     classes = checkpoint["classes"] if kinds else ()
     resize_filter = (checkpoint.get("data") or {}).get("resize_filter", "none")  # as the images it learnt from
-    about: dict[str, Any] = {"source": source, "passport": passport, "resize_filter": resize_filter}
-    about["sets"] = generator.sets
     with (
-        LMDBWriter(out, layout, classes=classes, overwrite=overwrite, **about) as writer,
+        LMDBWriter(
+            out,
+            layout,
+            classes=classes,
+            sets=generator.sets,
+            source=source,
+            passport=passport,
+            resize_filter=resize_filter,
+            overwrite=overwrite,
+        ) as writer,
         Bar(total=count, desc="samples", unit="image") as bar,
     ):
         for numbers in sampler.batches(count):
@@ -79,8 +86,7 @@ def provenance(path: Path, checkpoint: dict[str, Any], sampler: Sampler) -> str:
 
 def guesses(classifier: Classifier, reader: Dataset, *, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The likeliest class of every image, int64 [n], and its probability, float64 [n]."""
-    logits = classify(classifier, reader, batch_size=batch_size, what="labelling")
-    sure, labels = logits.double().softmax(1).max(1)
+    sure, labels = classify(classifier, reader, batch_size=batch_size, what="labelling").double().softmax(1).max(1)
     return labels.numpy(), sure.numpy()
 
 
@@ -93,8 +99,7 @@ def spread_guesses(
     place, real = [classifier_features(classifier, name="classifier")], RealFeatures(batch_size=batch_size)
     every = [(each, Selection(np.arange(len(each)), each.label_numbers(), "all")) for each in (labelled, reader)]
     known, others = (real.get(*each, place)[0] for each in every)
-    found = spread_to(others, known, torch.tensor(labelled.labels()), len(labelled.classes))
-    sure, likeliest = found.max(1)
+    sure, likeliest = spread_to(others, known, torch.tensor(labelled.labels()), len(labelled.classes)).max(1)
     return likeliest.numpy(), sure.numpy()
 
 

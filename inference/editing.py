@@ -231,7 +231,6 @@ def first_reached(
         if not len(rows):
             break
         heights = height(rows, step).double()
-        higher = rows[heights > best[rows]]
-        result[higher] = step
+        result[rows[heights > best[rows]]] = step
         best[rows] = best[rows].maximum(heights)
     return result, best >= wanted

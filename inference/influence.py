@@ -11,7 +11,7 @@ from typing import Any
 
 from duetgan.utils.checkpoint import newest_first, resolve
 from duetgan.utils.config.cli import Parser, add_import_option, file, positive
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import refuse
 from duetgan.utils.files import check_writable
 from duetgan.utils.script import exit_cli
 
@@ -39,12 +39,11 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    if (options.image is None) == (not options.mislabelled):
-        raise UserError("give either --image FILE or --mislabelled")
-    if options.label is not None and options.image is None:
-        raise UserError("--label belongs to --image; leave it out")
-    if options.by is not None and not options.mislabelled:
-        raise UserError("--by belongs to --mislabelled; leave it out")
+    refuse(
+        ((options.image is None) == (not options.mislabelled), "give either --image FILE or --mislabelled"),
+        (options.label is not None and options.image is None, "--label belongs to --image; leave it out"),
+        (options.by is not None and not options.mislabelled, "--by belongs to --mislabelled; leave it out"),
+    )
     check_writable(options.out.parent)
     files = checkpoint_files(options.checkpoint)
     from duetgan.inference.influence_scores import answer  # with torch, now that the options are known to be right
@@ -65,8 +64,10 @@ def _table(document: dict[str, Any]) -> str:
     if "mislabelled" in document:
         lines = [f"confident learning would change {document['issues']} labels; the first by {document['measure']}:"]
         for item in document["mislabelled"]:
-            rather = f"rather {item['named']} {item['probability']:.3f}"
-            lines.append(f"record {item['record']}: {item['label']} {item['given']:.3f}, {rather}")
+            lines.append(
+                f"record {item['record']}: {item['label']} {item['given']:.3f}, rather {item['named']} "
+                f"{item['probability']:.3f}"
+            )
         return "\n".join(lines)
     lines = [f"{document['image']}: {document['named']} {document['probability']:.3f}; for {document['label']}"]
     for kind in ("helped", "hurt"):

@@ -76,8 +76,7 @@ def sample_gradients(
     asked = {name: tensors.pop(name) for name in names}
 
     def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(model, (parameters, tensors), (image[None],))
-        return F.cross_entropy(logits, label[None])
+        return F.cross_entropy(functional_call(model, (parameters, tensors), (image[None],)), label[None])
 
     if chunk is None:
         most = max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in asked.values()))
@@ -203,8 +202,7 @@ class Suspicion:
         sums = torch.zeros(classes, dtype=torch.float64).index_add_(0, self.labels, self.given)
         members = torch.bincount(self.labels, minlength=classes)
         thresholds = torch.where(members > 0, sums / members.clamp(min=1), torch.inf)
-        reached = torch.where(self.probabilities >= thresholds, self.probabilities, -1.0)
-        best, named = reached.max(1)
+        best, named = torch.where(self.probabilities >= thresholds, self.probabilities, -1.0).max(1)
         return torch.where((best >= 0) & (named != self.labels), named, -1)
 
     def order(self, by: str) -> Tensor:
@@ -228,8 +226,7 @@ def suspicion(parts: Iterable[Part], reader: Dataset) -> Suspicion:
 
 def most(scores: Tensor, count: int) -> list[int]:
     """The places of the largest scores, largest first; those above 0 only."""
-    order = scores.argsort(descending=True, stable=True)[:count]
-    return [place for place in order.tolist() if scores[place] > 0]
+    return [place for place in scores.argsort(descending=True, stable=True)[:count].tolist() if scores[place] > 0]
 
 
 # --- the command
@@ -258,8 +255,9 @@ def snapshot(file: Path, device: torch.device) -> Snapshot:
 
 def check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
     """Raise UserError unless the images have the classifier's classes; tell where they are not its training's."""
-    remedy = "give the images that it was trained on"
-    require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
+    require_same_classes(
+        path, reader.classes, "the classifier", checkpoint["classes"], "give the images that it was trained on"
+    )
     if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
         print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
 

@@ -99,8 +99,7 @@ def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
     """
     lengths = a.norm(dim=1, keepdim=True), b.norm(dim=1, keepdim=True)
     a_unit, b_unit = a / lengths[0], b / lengths[1]
-    cosine = (a_unit * b_unit).sum(dim=1, keepdim=True).clamp(-1, 1)
-    angle = torch.acos(cosine)
+    angle = torch.acos((a_unit * b_unit).sum(dim=1, keepdim=True).clamp(-1, 1))
     sine = torch.sin(angle)
     straight = sine < 1e-6
     safe = sine.masked_fill(straight, 1)

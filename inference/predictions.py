@@ -27,7 +27,7 @@ from duetgan.inference.strips import Counterfactuals
 from duetgan.metrics.evaluate_gan import judge_images
 from duetgan.metrics.grad_cam import default_layer, image_heat, overlay
 from duetgan.models.classifier import Classifier
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.files import building, check_writable, write_atomic, writing
 from duetgan.utils.images import IMAGE_SUFFIXES, save_captioned, save_image, visible
 from duetgan.utils.memory import cores
@@ -62,12 +62,10 @@ def predict(
     With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
     classes: list[str] = checkpoint["classes"]
-    transform = Transform.of(checkpoint, resize)
-    with contextlib.closing(read_batches(inputs, transform, batch_size=batch_size)) as batches:
+    with contextlib.closing(read_batches(inputs, Transform.of(checkpoint, resize), batch_size=batch_size)) as batches:
         for batch in batches:
             files = [next(maps.files) if maps else Path() for _ in batch]
-            read = [(*row[1:], file) for row, file in zip(batch, files, strict=True) if row[2] is not None]
-            if read:
+            if read := [(*row[1:], file) for row, file in zip(batch, files, strict=True) if row[2] is not None]:
                 answers, pixels, files = zip(*read, strict=True)
                 images = torch.stack(pixels)
                 probabilities = judge_images(fast or classifier, images)
@@ -289,14 +287,29 @@ def counterfactuals(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Counterfactuals | None:
     """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does not fit."""
-    if options.counterfactual and options.generator is None:
-        raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
-    if options.counterfactual and classifier.thresholds is not None:
-        raise UserError("--counterfactual is for one label an image; leave it out")
-    if options.counterfactual and not inputs.are_files:
-        raise UserError("--counterfactual is for image files and folders; unpack the images first")
+    refuse(
+        (
+            options.counterfactual and options.generator is None,
+            "--counterfactual draws with a generator of the same classes; add --generator RUN",
+        ),
+        (
+            options.counterfactual and classifier.thresholds is not None,
+            "--counterfactual is for one label an image; leave it out",
+        ),
+        (
+            options.counterfactual and not inputs.are_files,
+            "--counterfactual is for image files and folders; unpack the images first",
+        ),
+    )
     if not (found := asked(options, "counterfactual", "generator", inputs, classes)):
         return None
     files = dict(zip(inputs.names(), found[0], strict=True))
-    how = {"target": found[1], "steps": options.steps, "batch_size": options.batch_size}
-    return Counterfactuals(options.generator, classifier, classes, files, **how)
+    return Counterfactuals(
+        options.generator,
+        classifier,
+        classes,
+        files,
+        target=found[1],
+        steps=options.steps,
+        batch_size=options.batch_size,
+    )

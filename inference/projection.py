@@ -121,8 +121,7 @@ def build_features(name: str | None, weights: str | Path | None, device: torch.d
         if weights:
             raise UserError("--weights is for --features resnet50; leave it out")
         return None
-    why = "project compares features of an ImageNet ResNet-50"
-    path = needed_weights(weights, why, ", or use --features pixels")
+    path = needed_weights(weights, "project compares features of an ImageNet ResNet-50", ", or use --features pixels")
     return ResNetFeatures(load_resnet50(path).to(device, memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 

@@ -72,8 +72,13 @@ def main(argv: list[str]) -> int:
             parts.insert(0, (first, range(len(first)), first.labels()))
             summary["labelled"] = len(first)
         by = "/".join(path.parts[-3:]) + (f" sha256 {file_sha256(path)[:16]}" if path.is_file() else "")
-        source = f"{options.data} labelled by {by} from {options.threshold:g} on"
-        meta = write_labelled(options.out, parts, classes, source=source, overwrite=options.overwrite)
+        meta = write_labelled(
+            options.out,
+            parts,
+            classes,
+            source=f"{options.data} labelled by {by} from {options.threshold:g} on",
+            overwrite=options.overwrite,
+        )
     summary["count"] = meta.count
     print(json.dumps(summary, indent=1, allow_nan=False) if options.json else "\n".join(lines(summary, options.out)))
     return 0

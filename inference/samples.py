@@ -190,8 +190,7 @@ def draw_truncation(
     numbers = range(count or default_count(sampler))
     rows = [synthesize(sampler, truncated_styles(sampler, numbers, psi)) for psi in psis]
     heads = [f"psi {psi:g}" for psi in psis]
-    column_heads = captions(sampler, names, numbers)
-    save_table(rows, out, row_heads=heads, column_heads=column_heads, spec=sampler.generator.spec)
+    save_table(rows, out, row_heads=heads, column_heads=captions(sampler, names, numbers), spec=sampler.generator.spec)
     return len(numbers)
 
 
@@ -229,8 +228,7 @@ def draw_style_tables(
     names = generator.label_names(checkpoint["classes"])
     sampler = Sampler(generator=generator, chosen=range(generator.kinds), seed=seed, truncation_mean=mean)
     draw_truncation(sampler, names, out / "truncation.png", psis=(0, 0.3, 0.5, 0.7, 1), count=10)
-    coarse = range(cast(StyledGenerator, generator).num_ws // 2)
-    draw_mix(sampler, names, out / "mixing.png", layers=coarse, count=6)
+    draw_mix(sampler, names, out / "mixing.png", layers=range(cast(StyledGenerator, generator).num_ws // 2), count=6)
     return ["truncation.png", "mixing.png"]
 
 

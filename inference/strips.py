@@ -79,8 +79,7 @@ def _captions(editor: Editor, images: Tensor, direction: Direction, judge: Class
 def save_strips(strips: Sequence[Strip], path: Path) -> None:
     """Write strips below one another to a PNG file."""
     images = [image for strip in strips for image in strip.images]
-    captions = [text for strip in strips for text in strip.captions]
-    save_captioned(images, captions, path, columns=len(strips[0].images))
+    save_captioned(images, [text for strip in strips for text in strip.captions], path, columns=len(strips[0].images))
 
 
 def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction) -> str:
@@ -133,8 +132,7 @@ class Counterfactuals:
         model = with_styles(generator_from(self.checkpoint, device_of(classifier)), "--counterfactual")
         if model.classes:
             require_same_classes(f"the generator {generator}", self.checkpoint["classes"], "the classifier", names)
-        chosen = range(model.classes)
-        sampler = Sampler(generator=model, chosen=chosen, noise_mode="const", batch_size=batch_size)
+        sampler = Sampler(generator=model, chosen=range(model.classes), noise_mode="const", batch_size=batch_size)
         self.editor = Editor(sampler, classifier, names)
 
     def draw(self, file: str, label: str, *, resize: str | None) -> dict[str, Any]:

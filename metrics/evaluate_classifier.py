@@ -41,7 +41,7 @@ from duetgan.models.fast import faster
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -80,8 +80,7 @@ def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor, records:
     if classifier.thresholds is not None:
         hot = torch.from_numpy(reader.meta.multi_hot[reader.label_numbers()[records]])
         return LabelAnswers(logits, hot, reader.classes, classifier.thresholds.cpu(), records=records)
-    labels = torch.from_numpy(reader.labels()[records].astype(np.int64))
-    return Answers(logits, labels, reader.classes, records=records)
+    return Answers(logits, torch.from_numpy(reader.labels()[records].astype(np.int64)), reader.classes, records=records)
 
 
 def drawn(reader: Dataset, n: int | None, seed: int) -> np.ndarray:
@@ -94,12 +93,14 @@ def drawn(reader: Dataset, n: int | None, seed: int) -> np.ndarray:
 def check_classes(classifier: Classifier, reader: Dataset) -> None:
     """Raise UserError for images without labels, of another number of classes or another kind than the classifier's."""
     own, given = classifier.classes, len(reader.classes)
-    if not given:
-        raise UserError("the images to evaluate on have no labels; give a labelled file with --data")
-    if given != own:
-        raise UserError(f"the images have {given} classes, the classifier {own}; give its own data")
-    if (reader.meta.sets is None) != (classifier.thresholds is None):
-        raise UserError(f"{reader.path}: images and classifier differ in whether an image may have several labels")
+    refuse(
+        (not given, "the images to evaluate on have no labels; give a labelled file with --data"),
+        (given != own, f"the images have {given} classes, the classifier {own}; give its own data"),
+        (
+            (reader.meta.sets is None) != (classifier.thresholds is None),
+            f"{reader.path}: images and classifier differ in whether an image may have several labels",
+        ),
+    )
 
 
 def evaluate_classifier(
@@ -133,8 +134,7 @@ def corrupted_hits(
             for column in range(STRENGTHS):
                 each = zip(batch.images.numpy(), these.tolist(), strict=True)
                 spoiled = np.stack([corruption(image, column + 1, seed=seed, index=index) for image, index in each])
-                predicted = logits_of(classifier, torch.from_numpy(spoiled)).argmax(1)
-                hits[row, column] = (predicted == batch.labels).sum()
+                hits[row, column] = (logits_of(classifier, torch.from_numpy(spoiled)).argmax(1) == batch.labels).sum()
         return hits
 
     parts = shared_pass(len(records), work, side=reader.spec.side, batch_size=batch_size, what="corrupted images")

@@ -343,8 +343,7 @@ def judge_skills(
     for classifier in classifiers:
         if classifier is None or id(classifier) in known or list(classifier.class_names) != list(reader.classes):
             continue
-        real = RealFeatures(batch_size=options.batch_size)
-        (probabilities,) = real.get(reader, chosen, [judging(classifier)])
+        (probabilities,) = RealFeatures(batch_size=options.batch_size).get(reader, chosen, [judging(classifier)])
         known[id(classifier)] = collectives.from_main_process(
             partial(_skill, probabilities, reader, chosen.labels, classifier.thresholds)
         )

@@ -15,7 +15,6 @@ from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import PER_CLASS
 from duetgan.metrics.samples import judged, neighbours
 from duetgan.metrics.samples.frechet import frechet_distance, intra_class_frechet
-from duetgan.metrics.samples.judged import diversity_by_class
 from duetgan.metrics.samples.kernel import kernel_distance
 
 Place = Literal["headline", "tile", "column", ""]
@@ -95,8 +94,10 @@ class Samples:
     @cached_property
     def diversity(self) -> Measured:
         """The diversity ratio by class; an unconditional generator is one class."""
-        how: dict[str, int] = {"classes": max(1, len(self.names)), "images": self.per_class}
-        return diversity_by_class(self.fake, self.labels, self.real, self.labels, **how)
+        classes = max(1, len(self.names))
+        return judged.diversity_by_class(
+            self.fake, self.labels, self.real, self.labels, classes=classes, images=self.per_class
+        )
 
 
 # --- the rows

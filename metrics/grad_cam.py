@@ -48,8 +48,7 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
     channels_last = getattr(getattr(model, "network", model), "output_fmt", "") == "NHWC"  # timm's word: Swin's maps
     if channels_last and not isinstance(find_layer(model, layer), nn.Conv2d):
         maps, gradients = (x.permute(0, 3, 1, 2) for x in (maps, gradients))
-    alphas = gradients.mean((2, 3), keepdim=True)
-    return (alphas * maps).sum(1).relu()
+    return (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
 
 
 def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None) -> Tensor:

@@ -54,8 +54,7 @@ class SampleBoard:
             for label, other, share in each
         ]
         for (name, kept), scores in zip(self.kept.items(), (asked, 1 - asked), strict=True):
-            offered = [*kept, *zip(scores.tolist(), images, texts, strict=True)]
-            best = sorted(offered, key=lambda each: -each[0])[:SHOWN]
+            best = sorted([*kept, *zip(scores.tolist(), images, texts, strict=True)], key=lambda each: -each[0])[:SHOWN]
             self.kept[name] = [(score, image.clone(), text) for score, image, text in best]  # no view of the batch
 
     def save(self, folder: Path, real: Dataset | None = None) -> list[str]:
@@ -78,8 +77,7 @@ class SampleBoard:
 
 def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = SHOWN) -> bool:
     """Draw the most confident mistakes with their record numbers; of equal ones the earlier. False if there is none."""
-    wrong = surest(~answers.hits, answers)[:size].tolist()
-    if wrong:
+    if wrong := surest(~answers.hits, answers)[:size].tolist():
         true, predicted = ([answers.words(each[i]) for i in wrong] for each in (answers.shown, answers.named))
         rows = zip(wrong, answers.places(wrong), true, predicted, strict=True)
         captions = [f"{record}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, record, a, b in rows]

@@ -143,8 +143,10 @@ def load_judge(
     classifier = classifier_from(judge, device, several=several)
     own, many = classifier.spec, classifier.thresholds is not None
     if reader is not None and (own.pixel_format, many) != (reader.spec.pixel_format, several):
-        words = f"{own.words}, {'several labels' if many else 'one label'} each"
-        raise UserError(f"{option} {run} was trained on images of {words}; give one of such as the generator's")
+        raise UserError(
+            f"{option} {run} was trained on images of {own.words}, {'several labels' if many else 'one label'} each; "
+            "give one of such as the generator's"
+        )
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
     weights = fingerprint(classifier)

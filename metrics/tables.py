@@ -116,8 +116,7 @@ def gan_table(document: dict[str, Any]) -> str:
     ]
     head = ["extractor", *(figure.title for figure in of_space), "n"]
     figures = list(_figures([row for row in GAN if row.place != "column"], document))
-    if document["judge"] is not None:
-        judge = document["judge"]
+    if (judge := document["judge"]) is not None:
         words = f"{decimal(judge['accuracy'])}  of the real images"
         if (rate := judge.get("majority_class_rate")) is not None:  # not in documents of before
             words += f"; the most frequent class: {decimal(rate)}"
@@ -131,8 +130,7 @@ def gan_table(document: dict[str, Any]) -> str:
         )
         figures.append(("memorisation", words))
     parts = [columns([head, *distances]), "", columns(figures, "<")]
-    by_class = {row.title: document[row.by_class] for row in GAN if row.by_class and document.get(row.by_class)}
-    if by_class:
+    if by_class := {row.title: document[row.by_class] for row in GAN if row.by_class and document.get(row.by_class)}:
         names = next(iter(by_class.values()))
         rows = [[name, *(decimal(each.get(name)) for each in by_class.values())] for name in names]
         parts += ["", columns([["class", *by_class], *rows])]

@@ -68,8 +68,7 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
         weight = self.weight if self.weight is not None else torch.ones_like(mean)
         bias = self.bias if self.bias is not None else torch.zeros_like(mean)
         scale = weight * torch.rsqrt(variance + self.eps)
-        shift = bias - mean * scale
-        return (x * scale[:, None, None] + shift[:, None, None]).to(input.dtype)
+        return (x * scale[:, None, None] + (bias - mean * scale)[:, None, None]).to(input.dtype)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor, n: Tensor) -> None:

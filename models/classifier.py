@@ -19,7 +19,7 @@ from duetgan.models.batchnorm import statistics_kept
 from duetgan.models.gan import ImageNetwork
 from duetgan.models.registry import backbone_of
 from duetgan.utils.config.model import Config, PositiveInt
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Lineage
 
@@ -55,13 +55,17 @@ class ModelConfig(Config):
             if self.name != gans.NAME or self.weights is None:
                 raise UserError(f"name {gans.NAME} and weights with a GAN's run belong together: give both")
             self.discriminator = gans.read_form(self.weights)
-        if not self.backbone.in_turn and (self.activation_checkpointing or self.split != "off"):
-            raise UserError(
+        refuse(
+            (
+                not self.backbone.in_turn and (self.activation_checkpointing or self.split != "off"),
                 f"activation_checkpointing and split are not for {self.name}: leave them out; "
-                "micro_batch saves memory too"
-            )
-        if self.head == "readout" and not (self.backbone.in_turn and self.split == "off"):
-            raise UserError(f"head readout takes the maps of stages: not of {self.name}, or with model.split")
+                "micro_batch saves memory too",
+            ),
+            (
+                self.head == "readout" and not (self.backbone.in_turn and self.split == "off"),
+                f"head readout takes the maps of stages: not of {self.name}, or with model.split",
+            ),
+        )
 
     @property
     def imagenet_normalised(self) -> bool:
@@ -217,8 +221,7 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
     if (height, width) == size:
         return images
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
-    found = F.interpolate(wide, size=size, mode="bilinear", align_corners=False, antialias=True)
-    return found.to(images.dtype)
+    return F.interpolate(wide, size=size, mode="bilinear", align_corners=False, antialias=True).to(images.dtype)
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 def parser() -> Parser:
     options = Parser(prog="python -m models.convert", description=__doc__)
-    text = "NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or what export.py wrote"
-    options.add_argument("file", type=Path, metavar="FILE", help=text)
+    options.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or what export.py wrote",
+    )
     options.add_argument("out", type=Path, metavar="OUT", help="the run folder to make")
     options.add_argument("--classes", metavar="A,B", help="names of its classes, in order (default: 0, 1, ...)")
     return options

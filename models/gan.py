@@ -157,8 +157,7 @@ class StyledGenerator(ImageGenerator):
         if labels is not None:
             rows, places = labels.unique(dim=0, return_inverse=True)
         keys = [str(row) for row in rows.tolist()]
-        missing = [(key, row) for key, row in zip(keys, rows, strict=True) if key not in self._class_styles]
-        if missing:
+        if missing := [(key, row) for key, row in zip(keys, rows, strict=True) if key not in self._class_styles]:
             z = torch.randn(MEAN_LATENTS, self.z_dim, generator=keyed_generator(0, "class mean")).to(self.w_avg)
         for key, row in missing:
             w = self.mapping(z, None if labels is None else row.expand(MEAN_LATENTS, *row.shape))

@@ -237,8 +237,7 @@ class R3Discriminator(ImageDiscriminator):
 
     def embedded(self, labels: Tensor) -> Tensor:
         """[N, F]. For an image of no label a constant: a linear layer's zeros would give any image the logit 0."""
-        none = (labels == 0).all(1, keepdim=True)
-        return torch.where(none, 1 / math.sqrt(self.embed_dim), super().embedded(labels))
+        return torch.where((labels == 0).all(1, keepdim=True), 1 / math.sqrt(self.embed_dim), super().embedded(labels))
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden activations [N, width], in the parameters' precision."""

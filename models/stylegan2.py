@@ -179,8 +179,7 @@ class Generator(StyledGenerator):
         resolution: int | None = None,
         alpha: Alpha = 1.0,
     ) -> Tensor:
-        w = self.mapping(z, labels if self.classes else None)
-        ws = w[:, None].expand(-1, self.num_ws_at(resolution), -1)
+        ws = self.mapping(z, labels if self.classes else None)[:, None].expand(-1, self.num_ws_at(resolution), -1)
         ws = self.truncate(ws, truncation_psi, truncation_cutoff, labels=labels, mean=truncation_mean)
         return self.synthesis(ws, noise, resolution=resolution, alpha=alpha)
 
@@ -254,8 +253,7 @@ class Discriminator(ImageDiscriminator):
             arguments = (full >> index, self._segment, x, index, index == start, clamp)
             x = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
             if index == start < len(self.blocks) and not is_one(alpha):
-                smaller = F.avg_pool2d(images, 2)
-                before = self.fp16.call(side // 2, self._entry, smaller, clamp)
+                before = self.fp16.call(side // 2, self._entry, F.avg_pool2d(images, 2), clamp)
                 weight = alpha.to(before.dtype) if isinstance(alpha, Tensor) else alpha
                 x = torch.lerp(before, x.to(before.dtype), weight)
         with torch.autocast(x.device.type, enabled=False):

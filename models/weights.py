@@ -356,8 +356,9 @@ def fitted(
                 remedy = f"give a {name}'s weights file, by its own names"
             elif other != name:
                 remedy = f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
-            share = f"{match} of {len(tensors)} tensors match"
-            raise UserError(f"{path}: {key} is {there}, {name} has it {wanted}; {remedy} ({share})")
+            raise UserError(
+                f"{path}: {key} is {there}, {name} has it {wanted}; {remedy} ({match} of {len(tensors)} tensors match)"
+            )
         if state[key].is_floating_point() != expected[key].is_floating_point():
             raise UserError(
                 f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights"

@@ -62,8 +62,7 @@ def replanned(plan: Plan, spent: Mapping[str, float], pace: float = 1.0, measuri
 
     def fitting(seconds: float) -> int:
         """The steps that end so many seconds after the quickstart's start."""
-        steps = int((seconds - others) * rate / GRIDS / gan.batch_size)
-        return max(STEPS["gan"], min(steps, gan.most or gan.steps))
+        return max(STEPS["gan"], min(int((seconds - others) * rate / GRIDS / gan.batch_size), gan.most or gan.steps))
 
     longer, steps = fitting(FILLED * 60 * plan.minutes), min(gan.steps, fitting(60 * plan.minutes))
     steps = longer if longer > LONGER * gan.steps else steps

@@ -303,8 +303,7 @@ def call(command: list[str]) -> int:
     if not CHECKOUT and command[1] == "-m":  # modules lie below the installed name
         command = [*command[:2], f"duetgan.{command[2]}", *command[3:]]
     dies = functools.partial(die_with_parent, os.getpid())
-    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": dies}
-    process = subprocess.Popen(command, cwd=ROOT, **how)
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies)
     with handling(lambda number, _: process.send_signal(number), obeyed_signals()):
         code = process.wait()
     return 128 - code if code < 0 else code
@@ -354,5 +353,4 @@ def kept_plan(file: Path, source: str, options: Namespace) -> Plan:
 def default_folder(source: str, quick: bool) -> Path:
     """Return quickstart in the folder of runs for the sample, quickstart_NAME for one's own images."""
     name = "" if source == SAMPLE else "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
-    runs = runs_folder(ROOT if CHECKOUT else Path.cwd()).absolute()
-    return runs / f"quickstart{name}{'_quick' * quick}"
+    return runs_folder(ROOT if CHECKOUT else Path.cwd()).absolute() / f"quickstart{name}{'_quick' * quick}"

@@ -53,15 +53,13 @@ def _of_classifier(classifier: Document) -> list[str]:
     if n:
         certainty.append(counted(n, "held-out image"))
     brackets = f" ({', '.join(certainty)})" if certainty else ""
-    majority = ""
-    if (rate := classifier.get("majority_class_rate")) is not None:
-        majority = f"; always predicting the most frequent class is right on {100 * rate:.0f} %"
+    rate = classifier.get("majority_class_rate")
+    majority = "" if rate is None else f"; always predicting the most frequent class is right on {100 * rate:.0f} %"
     sentences = [f"The classifier is right on {100 * accuracy:.0f} % of the new images{brackets}{majority}."]
     balanced = classifier.get("balanced_accuracy")
     if balanced is not None and accuracy - balanced > UNEVEN:
         sentences.append(f"With equally many images of each class it would be {100 * balanced:.0f} %.")
-    pairs = [row for row in classifier.get("confused", ()) if row["n"] >= MIN_CONFUSED][:2]
-    if pairs:
+    if pairs := [row for row in classifier.get("confused", ()) if row["n"] >= MIN_CONFUSED][:2]:
         words = [f"{row['true']} as {row['predicted']} ({row['n']:,} images)" for row in pairs]
         sentences.append(f"Its most frequent mistakes: {', '.join(words)}.")
     return sentences
@@ -74,17 +72,14 @@ def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: 
     words += "" if majority is None else f" (always predicting the most frequent class: {100 * majority:.0f} %)"
     fractions, counts = gan.get("recognised_by_class") or {}, gan.get("samples_by_class") or {}
     recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
-    known = [name for name, fraction in fractions.items() if fraction is not None]
     bad = []
-    for name in known:
+    for name in [name for name, fraction in fractions.items() if fraction is not None]:
         limits = [limit for limit in (accuracy, recalls.get(name), 1.0) if limit is not None]
         if _is_clearly_below(fractions[name], counts.get(name), min(limits)):
             bad.append(name)
     if not bad:
         return [f"{words}."]
-    few = ""
-    if smallest < FEW:
-        few = f"; the smallest class has only {counted(smallest, 'image')}"
+    few = f"; the smallest class has only {counted(smallest, 'image')}" if smallest < FEW else ""
     if len(bad) == len(fractions) > 1:
         return [f"{words}.", f"None of its {len(fractions)} classes is learnt{few}."]
     classes = counted(len(fractions), "class")

@@ -101,8 +101,7 @@ def write_quickstart_report(
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
     """Write a page of a template, which knows its folder and the versions too, and return its path."""
-    text = render(template, folder=path.parent, versions=environment(), **values)
-    write_atomic(path, text.encode(errors="replace"))
+    write_atomic(path, render(template, folder=path.parent, versions=environment(), **values).encode(errors="replace"))
     return path
 
 

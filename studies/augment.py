@@ -58,8 +58,7 @@ def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[in
     classes lack of the largest, which is how `data.synthetic.balance fill` mixes them in.
     """
     parts = max(counts) - np.array(counts, np.float64) if fill else np.ones(len(counts))
-    wanted = np.ceil(ratio * sum(counts) * parts / parts.sum() - 1e-9)
-    return [int(count) for count in wanted]
+    return [int(count) for count in np.ceil(ratio * sum(counts) * parts / parts.sum() - 1e-9)]
 
 
 class Augment(Subject):
@@ -86,8 +85,7 @@ class Augment(Subject):
         ):
             how = {"generator": source, "drawing": drawing, "pool": pool, "selector": by}
             job = Job(name, f"{name}, {drawing or 'as they are'}")
-            fill = self.tail if name in (HELD, NOISE) else self.fill
-            self.add(job, self._draw, ratios=ratios, tail=fill, **how)
+            self.add(job, self._draw, ratios=ratios, tail=self.tail if name in (HELD, NOISE) else self.fill, **how)
             self.captions[name] = f"{name}, a row for each class"
 
         answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)

@@ -22,7 +22,7 @@ from duetgan.utils.config.build import with_value
 from duetgan.utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from duetgan.utils.errors import UserError, require_same_classes
+from duetgan.utils.errors import UserError, refuse, require_same_classes
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import listed
 
@@ -87,10 +87,16 @@ class StudyConfig(Config):
 
     def check(self) -> None:
         data = self.data
-        if (data.source is None) == (data.path is None):
-            raise UserError("data: give either source (a named set) or path and test_path (packed files)")
-        if (data.path is None) != (data.test_path is None):
-            raise UserError("data.path and data.test_path: give both, the packed training and test images")
+        refuse(
+            (
+                (data.source is None) == (data.path is None),
+                "data: give either source (a named set) or path and test_path (packed files)",
+            ),
+            (
+                (data.path is None) != (data.test_path is None),
+                "data.path and data.test_path: give both, the packed training and test images",
+            ),
+        )
         for name, recipe in vars(self).items():
             if isinstance(recipe, Recipe) and recipe.run is not None and name != "gan":
                 raise UserError(f"{name}.run: only gan.run may name a trained run; leave it out")
@@ -143,8 +149,7 @@ def make_parts(data: StudyData, place: Path) -> dict[str, Any]:
             each.spec.need_plain("a study")
             if not each.resolution:
                 raise UserError(f"{each.path}: its images have sizes of their own; pack with --size N")
-        untested = [name for name, count in zip(tested.classes, tested.meta.histogram, strict=True) if not count]
-        if untested:
+        if untested := [name for name, count in zip(tested.classes, tested.meta.histogram, strict=True) if not count]:
             raise UserError(
                 f"{test}: has no image of {listed(untested)}; add some, or leave the class out of both files"
             )

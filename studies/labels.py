@@ -109,8 +109,9 @@ class Labels(Subject):
     def _unlabelled(self, place: Path, _seed: int, images: Path) -> dict[str, Any]:
         with Dataset(images) as reader:
             every = (reader, range(len(reader)), np.zeros(len(reader), np.int64))
-            source = f"{reader.meta.source}, labels left out"
-            meta = write_labelled(place / "images.lmdb", [every], (), source=source, overwrite=True)
+            meta = write_labelled(
+                place / "images.lmdb", [every], (), source=f"{reader.meta.source}, labels left out", overwrite=True
+            )
         return {"images": meta.count}
 
     def _first(self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path) -> Result:
@@ -130,8 +131,13 @@ class Labels(Subject):
             by_chance = numpy_generator(seed, "study", "wrong labels").integers(len(classes), size=len(kept))
             for kind, named in (("guessed", guessed[kept]), ("wrong", by_chance)):
                 parts = [(reader, chosen, labels[chosen]), (reader, kept, named)]
-                source = f"{count} labels a class and pseudo-labels"
-                write_labelled(place / f"{kind}.lmdb", parts, classes, source=source, overwrite=True)
+                write_labelled(
+                    place / f"{kind}.lmdb",
+                    parts,
+                    classes,
+                    source=f"{count} labels a class and pseudo-labels",
+                    overwrite=True,
+                )
             result.figures["pseudo_labels"] = len(kept) / len(rest) if len(rest) else None
             result.figures["pseudo_right"] = float((guessed == labels)[kept].mean()) if len(kept) else None
         return result

@@ -175,8 +175,7 @@ class Study:
             shown = ", ".join(f"{figure} {value:.4g}" for figure, value in outcome.figures.items() if value is not None)
             say(f"{title}: {shown} ({duration(took)})")
             outcome = packed(outcome)
-        told = {"told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)}
-        write_atomic(file, as_json(told))
+        write_atomic(file, as_json({"told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)}))
         needed = any(job.place in other.needs for other in self.subject.jobs.values())
         if place != job.place and not (needed or self.subject.config.keep_runs):
             for run in list(place.rglob(DISCARDED)):

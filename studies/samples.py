@@ -55,8 +55,7 @@ class Drawing(Config):
 
     def alone(self) -> dict[str, "Drawing"]:
         """Each of the ingredients that are set, alone."""
-        given = self.model_dump(exclude_defaults=True)
-        return {name: Drawing(**{name: value}) for name, value in given.items()}
+        return {name: Drawing(**{name: value}) for name, value in self.model_dump(exclude_defaults=True).items()}
 
     def keeps(self, classifier: Classifier, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
         """The rule of a classifier's answers."""
@@ -130,8 +129,10 @@ def _kept(
         yield from images[: wanted - taken]
         taken += len(images)
         if not pool and taken < min(wanted, LEAST_KEPT * drawn - BLOCK):
-            what = f"{taken} of {drawn:,} samples of class {name}"
-            raise UserError(f"the selection keeps {what}; ask for less, or train the generator longer")
+            raise UserError(
+                f"the selection keeps {taken} of {drawn:,} samples of class {name}; ask for less, or train the "
+                "generator longer"
+            )
     if wanted and not taken:
         yield best[1]
     shares.append(taken / drawn if drawn else None)

@@ -73,8 +73,11 @@ class Subject(ABC):
         self.comparisons: list[Comparison] = []
         self.choices: dict[str, str] = {}  # arms that are at each seed the best of a family, on held-out images: which
         self.captions: dict[str, str] = {}  # of the pictures, by name
-        what = "the images: training, held-out, held-back and test ones"
-        self.add(Job(PARTS, what), lambda place, _, data: make_parts(data, place), data=config.data)
+        self.add(
+            Job(PARTS, "the images: training, held-out, held-back and test ones"),
+            lambda place, _, data: make_parts(data, place),
+            data=config.data,
+        )
         self.declare()
         tried = self._tried()
         self.left_out = [arm.name for arm in self.arms if arm.name not in tried]

@@ -182,8 +182,13 @@ class Teach(Subject):
         with Dataset(images) as reader:
             order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(len(reader))
             every = (reader, range(len(reader)), reader.labels()[order])
-            source = f"{reader.meta.source}, labels by chance"
-            write_labelled(place / "images.lmdb", [every], reader.classes, source=source, overwrite=True)
+            write_labelled(
+                place / "images.lmdb",
+                [every],
+                reader.classes,
+                source=f"{reader.meta.source}, labels by chance",
+                overwrite=True,
+            )
         return {}
 
 

@@ -55,6 +55,13 @@ def explained(
         raise (UserError(made) if isinstance(made, str) else made) from error
 
 
+def refuse(*problems: tuple[object, str]) -> None:
+    """Raise UserError with the first message whose condition holds."""
+    for holds, message in problems:
+        if holds:
+            raise UserError(message)
+
+
 def require_same_classes(
     who: str, names: Sequence[str], other: str, others: Sequence[str], remedy: str = "give those of the same classes"
 ) -> None:

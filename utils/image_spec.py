@@ -210,8 +210,7 @@ class ImageSpec:
 
         if self.depth == "uint8":
             return images
-        scaled = (images.float() - self.low) / (self.high - self.low) * 255
-        return scaled.round().clamp(0, 255).to(torch.uint8)
+        return ((images.float() - self.low) / (self.high - self.low) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def premultiplied(images: "Tensor") -> "Tensor":

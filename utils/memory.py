@@ -64,8 +64,7 @@ def peak_bytes(device: "torch.device") -> int:
         import torch
 
         return sum(torch.accelerator.max_memory_allocated(index) for index in range(torch.accelerator.device_count()))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def ran_out(error: BaseException) -> bool:
@@ -87,8 +86,7 @@ def local_processes() -> int:
 def cores() -> int:
     """Cores that this process may use, the machine's (or the container's) shared among the run's processes on it."""
     allowed = len(os.sched_getaffinity(0))
-    version_1 = [CGROUP / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
-    for files in ([CGROUP / "cpu.max"], version_1):
+    for files in ([CGROUP / "cpu.max"], [CGROUP / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]):
         if all(file.exists() for file in files):
             microseconds, period = " ".join(file.read_text() for file in files).split()
             if microseconds not in ("max", "-1"):

@@ -193,8 +193,7 @@ def _guarded(number: int, stream: TextIO | None, *, closed: bool) -> TextIO:
 
 def lost() -> str:
     """Why results did not reach stdout; empty where they did, where there were none, and where a terminal is gone."""
-    buffer = getattr(sys.stdout, "buffer", None)
-    file = getattr(buffer, "raw", None)
+    file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(file, _Tolerant) or file.refused is None or file.refused.errno in GONE:
         return ""
     return str(file.refused.strerror)

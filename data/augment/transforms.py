@@ -147,8 +147,10 @@ def draw_and_apply(
     if config.shift:
         if config.shift_edge == "reflect" and config.shift >= min(images.shape[2:]):
             side = min(images.shape[2:])
-            edges = f"augment.shift {config.shift} with reflected edges: images of {side} px have no such edge"
-            raise UserError(f"{edges}; take at most {side - 1}")
+            raise UserError(
+                f"augment.shift {config.shift} with reflected edges: images of {side} px have no such edge; take at "
+                f"most {side - 1}"
+            )
         offsets = _integers(draws[:, 1:3], 2 * config.shift + 1)
         images = random_shift(images, offsets, config.shift, reflect=config.shift_edge == "reflect")
     if config.trivial_augment:
@@ -157,8 +159,7 @@ def draw_and_apply(
         rows = slice(start, start + len(images))
         images = trivial.trivial_augment(images, trivial.draw((*key, "trivial"), global_batch, rows))
     if config.erase:
-        boxes = erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3])
-        images = random_erase(images, boxes)
+        images = random_erase(images, erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3]))
     for name in config.own:
         numbers = generator(*key, "own", name, device=images.device)
         draws = torch.rand(global_batch, 8, generator=numbers, device=images.device)

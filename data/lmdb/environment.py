@@ -170,8 +170,9 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
     if name != FORMAT or not version.isdecimal():
         raise UserError(f"{path} is an LMDB file but not a packed data set of this program: pack the images again")
     if version != str(VERSION):
-        newer = f"format version {version[:20]}, this program reads {VERSION}"
-        raise UserError(f"{path} has {newer}: update it or pack again")
+        raise UserError(
+            f"{path} has format version {version[:20]}, this program reads {VERSION}: update it or pack again"
+        )
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run data.pack again")
     with bounded.reading(f"{path}: its metadata record", "copy or pack it again", ValueError, RecursionError):

@@ -244,10 +244,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """
         blocks, rows = np.divmod(records, self.block)
         handle = self.handle()  # kept until the copy is made: the file is unmapped with it
-        raw = handle.raw.get(self.resolution)
-        if raw is None:
-            item = np.dtype((np.void, self.spec.nbytes))
-            raw = handle.raw.setdefault(self.resolution, RawBlocks(item, self.blocks))
+        if (raw := handle.raw.get(self.resolution)) is None:
+            raw = handle.raw.setdefault(self.resolution, RawBlocks(np.dtype((np.void, self.spec.nbytes)), self.blocks))
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():
                 self._verify(handle, raw, block, rows[blocks == block])

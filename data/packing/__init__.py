@@ -114,8 +114,7 @@ def draw(
         kept = counts - np.bincount(labels[held], minlength=len(counts))
         if kept[label] == counts[label]:
             of_class = [group for group in drawn if not held[group[0]] and label in labels[group]]
-            fitting = [group for group in of_class if ((needs(group) == 0) | (needs(group) < kept)).all()]
-            if fitting:
+            if fitting := [group for group in of_class if ((needs(group) == 0) | (needs(group) < kept)).all()]:
                 held[min(fitting, key=len)] = True
     return held
 

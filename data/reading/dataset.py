@@ -269,8 +269,10 @@ def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Datase
     dataset = Dataset(path)
     wanted, found = ImageSpec.read(checkpoint["shape"]), dataset.meta.spec
     if wanted.pixel_format != found.pixel_format:
-        told = f"its images are {found.words}, those of the model's training {wanted.words}"
-        raise UserError(f"{path}: {told}; pack them alike, with --range where that differs")
+        raise UserError(
+            f"{path}: its images are {found.words}, those of the model's training {wanted.words}; pack them alike, "
+            "with --range where that differs"
+        )
     stored = [found.at(side).resolution for side in dataset.meta.resolutions]
     if trained is None and (stored == [0] or resolution in stored):
         trained = resolution

@@ -243,8 +243,7 @@ class _Worker:
             return self._read(pin=False), None
         torch.accelerator.set_device_index(self._device.index or 0)  # else leaving the stream makes a context on GPU 0
         with self._stream:
-            batch = self._read(pin=True).to(self._device)
-            return batch, self._stream.record_event()
+            return self._read(pin=True).to(self._device), self._stream.record_event()
 
     def next(self) -> Batch:
         """The next batch; the consumer's stream waits for its copy, the consumer does not."""

@@ -122,8 +122,7 @@ class MixedSampler(GlobalSampler):
         return super().state_dict() | {"synthetic": self.synthetic.state_dict() | {"content": self.content}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        second = state.get("synthetic")
-        if second is None:
+        if (second := state.get("synthetic")) is None:
             raise other_order("the run has been trained on real images alone; use no data.synthetic")
         if second["content"] != self.content:
             raise other_order("data.synthetic has other images now; use the same")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from duetgan.data.reading.weighted_sampling import occurrences, weighted_epochs
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -62,10 +62,10 @@ class GlobalSampler:
         groups: np.ndarray | None = None,  # int [count]
         stream: str | None = None,
     ) -> None:
-        if count < 1:
-            raise UserError("the data set is empty: pack some images")
-        if batch_size < 1:
-            raise UserError(f"batch_size {batch_size}: must be at least 1")
+        refuse(
+            (count < 1, "the data set is empty: pack some images"),
+            (batch_size < 1, f"batch_size {batch_size}: must be at least 1"),
+        )
         if batch_size % world_size:
             nearest = max(world_size, batch_size // world_size * world_size)
             raise UserError(f"batch_size {batch_size} is not divisible by {world_size} processes: try {nearest}")
@@ -135,9 +135,9 @@ class GlobalSampler:
             raise other_order("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):
             if state[name] != getattr(self, name):
-                why = f"{name} was {state[name]} and is {getattr(self, name)}"
-                raise other_order(f"{why}; use the same data and seed")
+                raise other_order(f"{name} was {state[name]} and is {getattr(self, name)}; use the same data and seed")
         if state.get("weights", "") != self._weights_hash:  # states from before there were weights lack the key
-            changed = "data.sampling changed (or data.class_rates, data.sample_weights, the labels)"
-            raise other_order(f"{changed}; use the same sampling")
+            raise other_order(
+                "data.sampling changed (or data.class_rates, data.sample_weights, the labels); use the same sampling"
+            )
         self.consumed = int(state["consumed"])

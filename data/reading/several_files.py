@@ -138,8 +138,10 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     metas = [shard.meta for shard in shards]
     parts = {shard.meta.split.part: shard.path for shard in shards if shard.meta.split}
     if len(parts) > 1:
-        told = f"{parts['val']} holds images held out from training, {parts['train']} training images"
-        raise UserError(f"{told}: give a pattern that leaves one kind out")
+        raise UserError(
+            f"{parts['val']} holds images held out from training, {parts['train']} training images: give a pattern "
+            "that leaves one kind out"
+        )
     counts = np.array([meta.count for meta in metas])
     means, deviations = (np.array([getattr(meta, name) for meta in metas]) for name in ("mean", "std"))
     share = counts / counts.sum()

@@ -48,8 +48,7 @@ class WeightedEpochs:
             self._group_count = len(names)
             self._groups = places.astype(np.min_scalar_type(len(names)))  # small integers are sorted faster
         digest = hashlib.blake2b(digest_size=16)  # of all that `draw` depends on
-        sizes = np.array([self._unit, self._group_count])
-        for part in (sizes, self._whole, self._open, self._lengths, self._groups):
+        for part in (np.array([self._unit, self._group_count]), self._whole, self._open, self._lengths, self._groups):
             digest.update(part.astype("<i8", copy=False).tobytes())
         self.digest = digest.hexdigest()
 

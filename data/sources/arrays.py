@@ -66,8 +66,10 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
         return source
     marks = labels.size > len(pixels)
     if len(labels) != len(pixels) or labels.dtype.kind not in "iu" or (marks and not np.isin(labels, (0, 1)).all()):
-        told = f"{next(iter(others))} is {labels.dtype} {list(labels.shape)}"
-        raise UserError(f"{path}: {told}; give whole numbers, a row an image, of several 0 and 1")
+        raise UserError(
+            f"{path}: {next(iter(others))} is {labels.dtype} {list(labels.shape)}; give whole numbers, a row an image, "
+            "of several 0 and 1"
+        )
     if not marks:
         source.take_labels(path.name, list(map(str, labels.ravel().tolist())))
     else:

@@ -136,8 +136,9 @@ class Source(AbstractContextManager["Source"]):
             order = {tuple(labels): number for number, labels in enumerate(self.sets)}
             numbers = [order[tuple(labels)] for labels in found]
             several = sum(len(labels) > 1 for labels in found)
-            told = f"{several:,} of {len(found):,} images have several, {found.count([]):,} none"
-            self.remarks.append(f"{where}: lists of labels: {told}")
+            self.remarks.append(
+                f"{where}: lists of labels: {several:,} of {len(found):,} images have several, {found.count([]):,} none"
+            )
         self.remarks += remarks
         self._labels = np.array(numbers, np.int64)
 
@@ -149,8 +150,10 @@ class Source(AbstractContextManager["Source"]):
         kinds = len(self.classes if self.sets is None else self.sets)
         counts = self.by_class(np.bincount(self.labels(), minlength=kinds))
         if self.classes and not counts.all():
-            remedy = "add some, or --against TRAIN.lmdb for held-out images"
-            raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; {remedy}")
+            raise UserError(
+                f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some, or --against "
+                "TRAIN.lmdb for held-out images"
+            )
 
     def fill_classes(self, classes: Sequence[str]) -> None:
         """Take these classes where they are the source's and others."""
@@ -298,8 +301,7 @@ def first_of(split: str, names: Iterable[str]) -> str | None:
 def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
     """The name that stands for the split; None: for train. Raises UserError if there is none."""
     names = sorted(names)
-    name = first_of(split or "train", names)
-    if name is None:
+    if (name := first_of(split or "train", names)) is None:
         raise UserError(f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another --split")
     return name
 

@@ -39,7 +39,6 @@ from duetgan.data.sources.base import (
     split_name,
     with_slashes,
 )
-from duetgan.data.sources.stylegan import MANIFEST
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
@@ -64,7 +63,7 @@ LISTED = 4  # folders in a message
 
 def kind_of(name: str) -> bounded.FileLimit:
     """What a file of a source is read as."""
-    return bounded.TABLE if PurePosixPath(name).name == MANIFEST else bounded.IMAGE
+    return bounded.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else bounded.IMAGE
 
 
 def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions) -> None:
@@ -90,8 +89,10 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
         source.unlabelled, images = len(images) - len(named), named
         folders = [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
         source.take_names(images)
-        told = "images without labels are left out: --classes-from none packs all without, top makes them a class"
-        source.remarks.append(f"{where}: {source.unlabelled:,} {told}")
+        source.remarks.append(
+            f"{where}: {source.unlabelled:,} images without labels are left out: --classes-from none packs all "
+            "without, top makes them a class"
+        )
     prefix = _enter(source, folders, options)
     images = [name for name in images if name.startswith(prefix)]
     source.take_names(images)
@@ -220,8 +221,7 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
     while True:
         below = [name[len(prefix) :].split("/") for name in source.names if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
-        nested = all(len(path) > 1 for path in below)
-        if nested and not splits and _are_splits(where, below, tops, options):
+        if all(len(path) > 1 for path in below) and not splits and _are_splits(where, below, tops, options):
             splits = tuple(sorted(filter(split_name, tops)))
             chosen = choose_split(where, options.split, splits)
             others = sorted({path[0] for path in below} - set(splits))
@@ -331,8 +331,7 @@ def walk(folder: Path) -> tuple[list[str], list[str]]:
             with os.scandir(folder / above) as entries:
                 for entry in entries:
                     name = f"{above}/{entry.name}" if above else entry.name
-                    inside = entry.is_dir(follow_symlinks=False)
-                    (folders if inside or _leads_on(folder / name) else files).append(name)
+                    (folders if entry.is_dir(follow_symlinks=False) or _leads_on(folder / name) else files).append(name)
     return files, folders[1:]
 
 

@@ -72,8 +72,10 @@ def find_name(where: str, option: str, name: str, columns: Iterable[str]) -> str
     columns = list(columns)
     fitting = [name] * (name in columns) or [column for column in columns if column.lower() == name.lower()]
     if len(fitting) != 1:
-        text = f"no such column{did_you_mean(name, columns)}; there are {', '.join(columns) or 'none'}"
-        raise UserError(f"{where}: {option} {name}: {text}")
+        raise UserError(
+            f"{where}: {option} {name}: no such column{did_you_mean(name, columns)}; there are "
+            f"{', '.join(columns) or 'none'}"
+        )
     return fitting[0]
 
 
@@ -97,8 +99,7 @@ def choose_columns(
         assumed = options.label_column is None and labels[0].lower() != LABEL
         return Columns(labels, one_hot, assumed, split, sides)
     left.pop(split or "", None)
-    labels = _one_hot_columns(where, left)
-    if labels:
+    if labels := _one_hot_columns(where, left):
         return Columns(labels, True, True, split, sides)
     warnings = base.looks_like_labels(where, left)
     if len(left) == 1 and paths is not None and warnings:
@@ -194,8 +195,7 @@ def _split_by_name(where: str, counts: Counts, name: str, held_out: str) -> tupl
         option = f"--split-column {name}="
         chosen = {find_name(where, option, value.strip(), values) for value in held_out.split(",")}
         return name, {value: "val" if value in chosen else "train" for value in values}
-    sides = _sides(name, values)
-    if sides is None:
+    if (sides := _sides(name, values)) is None:
         raise _unclear(where, name, values)
     return name, sides
 
@@ -265,8 +265,7 @@ def _separator(where: str, labels: set[str]) -> str:
         parts = {label: {part.strip() for part in label.split(sign)} for label in labels if sign in label.strip(sign)}
         if not parts:
             continue
-        plain = labels - parts.keys()
-        if sign in SEPARATORS or set.union(*parts.values()) <= plain:
+        if sign in SEPARATORS or set.union(*parts.values()) <= labels - parts.keys():
             return sign
         times = Counter(part for label in labels for part in parts.get(label, {label}))
         doubtful = sum(all(times[part] > 1 for part in several) for several in parts.values())

@@ -70,8 +70,7 @@ def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = 
 
     Raises UserError if a file is missing or damaged, or if they do not match.
     """
-    paths = find_idx(folder, split)
-    if paths is None:
+    if (paths := find_idx(folder, split)) is None:
         prefix = PREFIX[split]
         raise UserError(f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]: add them")
     images, labels = read_idx(paths[0]), read_idx(paths[1])

@@ -106,8 +106,7 @@ class JsonTable:
             else:
                 rows = [(line, json.loads(row)) for line, row in enumerate(text.split("\n"), start=1) if row.strip()]
                 self._unit = "line"
-        odd = next((number for number, row in rows if not isinstance(row, dict)), None)
-        if odd is not None:
+        if (odd := next((number for number, row in rows if not isinstance(row, dict)), None)) is not None:
             raise UserError(f"{path} {self._unit} {odd} is no JSON object: give one per image, with its path and label")
         self._rows = [(number, {name: labels.as_text(value) for name, value in row.items()}) for number, row in rows]
         self.names: list[str] = list(dict.fromkeys(name for _, row in self._rows for name in row))
@@ -184,8 +183,10 @@ class PathTable(LocalSource):
             earlier = first.setdefault(os.path.normpath(place.file(row[1])), row) if path else row
             for name, value, before in zip(columns.names, values, earlier[2], strict=True):
                 if sorted(LABELS.findall(value)) != sorted(LABELS.findall(before)):  # in whatever order
-                    text = f"{path} has {name} {value or 'none'}, in {earlier[0]} {before or 'none'}"
-                    raise UserError(f"{self.where} {where}: {text}; give several labels in one row: a;b")
+                    raise UserError(
+                        f"{self.where} {where}: {path} has {name} {value or 'none'}, in {earlier[0]} "
+                        f"{before or 'none'}; give several labels in one row: a;b"
+                    )
             if earlier is not row or not path:
                 reason = f"repeats {path} of {earlier[0]}" if path else f"has an empty {place.column}"
                 self.problems.append(base.Problem(f"{self.where} {where}", reason))

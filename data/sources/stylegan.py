@@ -32,8 +32,10 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
     source.ignored.remove(manifest)
     source.takes = source.takes | {"label_separator"}
     if outside := [name for name in [*manifests, *source.names] if not name.startswith(prefix)]:
-        alone = f"give {prefix[:-1]} alone, or pass --classes-from top (folders are classes) or none"
-        raise UserError(f"{where} has no labels for {outside[0]}: {alone}")
+        raise UserError(
+            f"{where} has no labels for {outside[0]}: give {prefix[:-1]} alone, or pass --classes-from top (folders "
+            "are classes) or none"
+        )
     with explained(ImageError, lambda why: f"{where} {why}; fix it"):
         content = source.read(manifest)
     faults, form = (ValueError, TypeError, KeyError, RecursionError), '{"labels": [["name", class], ...]}'
@@ -45,8 +47,9 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
             raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
         for one in label if isinstance(label, list) else [label]:
             if not isinstance(one, int | str) or isinstance(one, bool):
-                told = "labels are names, or whole numbers from 0, or lists"
-                raise UserError(f"{where}: the label of {name} is {label!r}; {told}")
+                raise UserError(
+                    f"{where}: the label of {name} is {label!r}; labels are names, or whole numbers from 0, or lists"
+                )
     if not known:
         return True
     if odd := sorted(set(known) ^ set(source.names)):

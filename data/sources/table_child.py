@@ -113,8 +113,7 @@ class Reader:
             return "table", (self._table.rows, columns, (schema.metadata or {}).get(b"huggingface"))
         if not going_on:
             self._pieces = pieces(self._table.batches(columns, start, rows), start, rows)
-        piece = next(self._pieces, None)
-        if piece is None:
+        if (piece := next(self._pieces, None)) is None:
             raise ValueError(f"it ends before row {start:,}")
         if piece.nbytes > limit and piece.num_rows == 1:
             return "large", piece.nbytes

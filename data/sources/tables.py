@@ -340,8 +340,7 @@ def _shards(folder: Path) -> list[Path]:
         raise UserError(f"{folder / STATE} names no files in _data_files; save it again")
     if state.get("_indices_data_files"):
         raise UserError(f"{folder} is a selection of another data set: save it after flatten_indices()")
-    missing = next((name for name in names if not (folder / name).is_file()), None)
-    if missing is not None:
+    if (missing := next((name for name in names if not (folder / name).is_file()), None)) is not None:
         raise UserError(f"{folder}: {missing} is missing, which {STATE} names: copy or save it again")
     return [folder / name for name in names]
 

@@ -108,8 +108,7 @@ def measure_speed(rows: Sequence[Row], runs: Sequence[Runner], subject: Subject,
     """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after one to prepare."""
     calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
     seconds: list[tuple[list[float], list[float]]] = [([], []) for _ in runs]
-    turns = (repeats + 1) * len(runs)
-    with torch.inference_mode(), Bar(total=turns, desc="measuring speed", unit="turn") as bar:
+    with torch.inference_mode(), Bar(total=(repeats + 1) * len(runs), desc="measuring speed", unit="turn") as bar:
         for turn in range(repeats + 1):
             for run, both in zip(runs, seconds, strict=True):
                 for taken, (inputs, times) in zip(both, calls, strict=True):
@@ -147,8 +146,7 @@ def examine(subject: Subject, exported: tuple[str, int, Runner], job: Namespace)
         rows.append(compare(what, size, result, original, subject.labels, classes=subject.is_classifier))
     wrong = judge(rows[-1], FORMATS[job.format], original)
     if wrong is None and not job.no_benchmark:
-        runs = [run for *_, run in contenders]
-        measure_speed(rows, runs, subject, batch=job.batch_size, repeats=job.repeats)
+        measure_speed(rows, [run for *_, run in contenders], subject, batch=job.batch_size, repeats=job.repeats)
     return rows, wrong
 
 

@@ -73,8 +73,7 @@ class Program(nn.Module):
         weights = [state[name] for name in self.names]
         batch = torch.export.Dim("batch", min=1)
         rows = [[{0: batch} for _ in x] if isinstance(x, list) else {0: batch} for x in self.inputs]
-        program = traced(self.eval(), (weights, *self.inputs), ([None] * len(weights), tuple(rows)))
-        torch.export.save(program, path)
+        torch.export.save(traced(self.eval(), (weights, *self.inputs), ([None] * len(weights), tuple(rows))), path)
 
 
 class Synthesis(nn.Module):

@@ -88,8 +88,7 @@ class Generator(Network):
         for row in rows:
             if str(row.tolist()) not in self.means:
                 z = torch.randn(10_000, self.config["z_dim"], generator=_keyed("int:0", "str:class mean"))
-                w = self.run("mapping", z, row.expand(len(z), *row.shape))
-                self.means[str(row.tolist())] = w.mean(dim=0)
+                self.means[str(row.tolist())] = self.run("mapping", z, row.expand(len(z), *row.shape)).mean(dim=0)
         return torch.stack([self.means[str(row.tolist())] for row in rows])[places]
 
     def synthesis(self, ws: Tensor, noise: str | Sequence[Tensor] = "const") -> Tensor:
@@ -104,8 +103,7 @@ class Generator(Network):
         shapes = [self.weights[name].shape[1:] for name in self.config["noise"]]
         sizes = [self.config["z_dim"], *(shape.numel() for shape in shapes)]
         keys = [_keyed(f"int:{seed}", "str:eval", f"int:{i}") for i in range(count)]
-        rows = torch.stack([torch.randn(sum(sizes), generator=key) for key in keys])
-        z, *maps = rows.split(sizes, dim=1)
+        z, *maps = torch.stack([torch.randn(sum(sizes), generator=key) for key in keys]).split(sizes, dim=1)
         labels = torch.arange(count) % len(self.classes) if self.config["conditional"] else None
         noise = [x.reshape(-1, *shape) for x, shape in zip(maps, shapes, strict=True)]
         images = self(z, labels, truncation_psi, noise, truncation_mean)

@@ -200,8 +200,13 @@ def classifier_subject(
     """
     classifier = classifier_from(checkpoint, several=True)
     if images.classes:
-        remedy = "give images of the same classes with --data"
-        require_same_classes(images.path, images.classes, "the classifier", checkpoint["classes"], remedy)
+        require_same_classes(
+            images.path,
+            images.classes,
+            "the classifier",
+            checkpoint["classes"],
+            "give images of the same classes with --data",
+        )
     order, ranges = _shuffled(images), []
     if calibration is not None:
         same = calibration.meta.content_hash == images.meta.content_hash

@@ -167,8 +167,10 @@ class Answers:
     def __post_init__(self) -> None:
         count, classes = len(self.labels), len(self.names)
         if self.logits.shape != (count, classes) or self.labels.shape[1:] not in ((), (classes,)):
-            found = f"{list(self.logits.shape)} and labels {list(self.labels.shape)}"
-            raise ValueError(f"expected logits [{count}, {classes}], got {found}")
+            raise ValueError(
+                f"expected logits [{count}, {classes}], got {list(self.logits.shape)} and labels "
+                f"{list(self.labels.shape)}"
+            )
         if not count:
             raise UserError("there is no image to evaluate the classifier on; give some with --data")
         if self.labels.ndim == 1 and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes:
@@ -316,8 +318,7 @@ def confused_pairs(answers: Answers) -> list[dict[str, Any]]:
     """The pairs of a true and a predicted class with the most images, at most PAIRS: `true`, `predicted`, `n`."""
     counts, names = answers.confusion.numpy().copy(), answers.names
     np.fill_diagonal(counts, 0)
-    order = np.argsort(-counts, axis=None, kind="stable")[:PAIRS]
-    places = [divmod(int(place), len(names)) for place in order]
+    places = [divmod(int(place), len(names)) for place in np.argsort(-counts, axis=None, kind="stable")[:PAIRS]]
     return [{"true": names[i], "predicted": names[j], "n": int(counts[i, j])} for i, j in places if counts[i, j]]
 
 

@@ -139,8 +139,7 @@ HOW_TO_GET = (
 
 def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Path:
     """`find_weights`, or UserError that says why they are needed and what to do."""
-    path = find_weights(given)
-    if path is None:
+    if (path := find_weights(given)) is None:
         raise UserError(f"{why}: {HOW_TO_GET}{instead}")
     return path
 
@@ -351,8 +350,7 @@ class RealFeatures:
     def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[Tensor]:
         """The features of `selection` under each extractor. All ranks must call this; rank 0 has the features."""
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
-        missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
-        if missing:
+        if missing := {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}:
             features = feature_sets(
                 partial(selection.images, reader),
                 list(missing.values()),

@@ -119,8 +119,7 @@ def chance_bound(counts: np.ndarray, shares: np.ndarray, observed: int) -> float
     kinds, repeats = np.unique(np.stack([counts, shares], axis=1), axis=0, return_counts=True)
     for (count, share), times in zip(kinds, repeats, strict=True):
         transform *= (1 - share + share * np.exp(1j * angles * count)) ** times
-    weights = np.fft.fft(transform).real / size
-    return float(np.clip(weights[observed:].sum(), 0.0, 1.0))
+    return float(np.clip((np.fft.fft(transform).real / size)[observed:].sum(), 0.0, 1.0))
 
 
 def training_bound(
@@ -146,8 +145,7 @@ def training_bound(
     of_train = torch.bincount(train.labels, minlength=classes).double()
     shares = of_train / torch.bincount(labels, minlength=classes).clamp(min=1)
     observed = int((nearer & near).sum())
-    chance = chance_bound(counts.numpy(), shares[labels[images]].numpy(), observed)
-    return int(near.sum()), observed, chance
+    return int(near.sum()), observed, chance_bound(counts.numpy(), shares[labels[images]].numpy(), observed)
 
 
 def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[dict[str, Any], Nearest]:
@@ -208,10 +206,8 @@ def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Dra
     for drawn, count in ((held_out, n), (train, len(train.features))):
         of_file = drawn.reader.label_numbers()[drawn.side.indices[:count]].astype(np.int64)
         labels.append(torch.from_numpy(of_file if alike and drawn.reader.classes else np.zeros_like(of_file)))
-    real = RealSet(held_out.features[:n], labels[0])
-    figures, near = memorisation(samples, RealSet(train.features, labels[1]), real)
-    records = train.side.indices[near.indices.numpy()]
-    rows = pairs(range(n), held_out.side.labels[:n], records, near.distances)
+    figures, near = memorisation(samples, RealSet(train.features, labels[1]), RealSet(held_out.features[:n], labels[0]))
+    rows = pairs(range(n), held_out.side.labels[:n], train.side.indices[near.indices.numpy()], near.distances)
     lists = {"closest": sorted(rows, key=lambda row: row["distance"])[:PAIRS], "first": rows[:PAIRS]}
     return {"extractor": place.name, "weights": place.source, **figures, **lists}
 

@@ -53,8 +53,7 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
         near = block.min(1, keepdim=True) if k == 1 else block.topk(min(k, block.shape[1]), largest=False)
         both = torch.cat([squares[rows], near.values], dim=1).sort(dim=1, stable=True)
         squares[rows] = both.values[:, :k]
-        named = torch.cat([indices[rows], near.indices + columns.start], dim=1)
-        indices[rows] = named.gather(1, both.indices[:, :k])
+        indices[rows] = torch.cat([indices[rows], near.indices + columns.start], dim=1).gather(1, both.indices[:, :k])
     return squares, indices
 
 

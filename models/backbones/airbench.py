@@ -63,8 +63,7 @@ class Airbench(nn.Module):
         super().__init__()
         self.whiten = nn.Conv2d(channels, 2 * channels * SIDE**2, SIDE)
         self.act = nn.GELU()
-        widths = [self.whiten.out_channels, *WIDTHS]
-        for number, (before, width) in enumerate(pairwise(widths), 1):
+        for number, (before, width) in enumerate(pairwise([self.whiten.out_channels, *WIDTHS]), 1):
             self.add_module(f"layer{number}", _layer(before, width))
         self.pool = ScaledPool()  # at 32 px over 3x3
         self.head = nn.Linear(WIDTHS[-1], 2, bias=False)

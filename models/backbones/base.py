@@ -81,8 +81,10 @@ class Backbone:
             held = self.block_of(network)
             wrong += [f"no stage holds its {path}" for path, _ in network.named_parameters() if path not in held]
         if wrong:
-            family = f"the description of {', '.join(self.names)}"
-            raise UserError(f"{family} (models/backbones/) does not fit {name}: {wrong[0]}; mend it")
+            raise UserError(
+                f"the description of {', '.join(self.names)} (models/backbones/) does not fit {name}: {wrong[0]}; mend "
+                "it"
+            )
 
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
         """Block (`stem`, `layer1.0`, ..., `head`; its stage before the dot) -> its modules, from images to logits."""

@@ -170,8 +170,7 @@ def _make_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, devic
 def constant_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same, made once."""
     key = (gain, taps, dtype, device)
-    kernel = _kept.get(key)
-    if kernel is None:
+    if (kernel := _kept.get(key)) is None:
         with torch.inference_mode(False):
             kernel = _make_kernel(gain, taps, dtype, device)
         if type(kernel) is Tensor:  # and not what torch.export puts in its place

@@ -105,8 +105,7 @@ class _WeightPath(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1]
-        to_weight = _Gradient.apply(grad, x, weight.detach(), ctx.geometry, False) if wanted else None
+        to_weight = _Gradient.apply(grad, x, weight.detach(), ctx.geometry, False) if ctx.needs_input_grad[1] else None
         return None, to_weight, grad.sum(dim=(0, 2, 3)) if ctx.needs_input_grad[2] else None, None, None
 
 

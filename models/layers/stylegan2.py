@@ -249,8 +249,7 @@ class DiscriminatorBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, clamp: float | None = None) -> Tensor:
-        limit = None if clamp is None else clamp * self.gain
-        y = clamped(self.second(clamped(self.first(x), clamp)), limit)
+        y = clamped(self.second(clamped(self.first(x), clamp)), None if clamp is None else clamp * self.gain)
         return y if self.skip is None else self.skip(x).add_(y)
 
 

@@ -140,8 +140,7 @@ def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
             # in each block, and in each convolution but those of ToRGB
             layers = {match[1] for name in state if (match := FILTERED.fullmatch(place(name).name))}
             blocks = {layer.rpartition(".")[0] for layer in layers} - {"b4"}
-            filters = [f"{owner}.resample_filter" for owner in sorted(layers | blocks)]
-            named = by_their_names(state, place, filters)
+            named = by_their_names(state, place, [f"{owner}.resample_filter" for owner in sorted(layers | blocks)])
             tensors |= {f"{network}.{name}": x for name, x in named.items()}
     return tensors, arguments
 

@@ -53,8 +53,7 @@ def convert(content: Mapping[str, Any]) -> Converted:
     g = base | {"z_dim": dims, "w_dim": dims, "mapping_layers": layers}
     d = base | {"architecture": "residual", "minibatch_std_group": 4, "minibatch_std_order": "strided"}
     gan = Converted("stylegan2", {"resolution": side, "channels": 3, "classes": 0}, g, d, {})
-    mean = content.get("latent_avg")
-    if mean is None:
+    if (mean := content.get("latent_avg")) is None:
         gan.notes.append(f"the file has no mean w; it was taken over {DRAWS:,} draws")
     for ours, theirs in NETWORKS.items():
         if theirs in content:
@@ -73,8 +72,10 @@ def theirs(gan: Converted) -> dict[str, Any]:
     """
     shape, g, d = gan.shape, gan.generator, gan.discriminator
     if shape["classes"] or shape["channels"] != 3:
-        here = f"{shape['channels']} channels and {shape['classes']} classes"
-        raise Refused(f"rosinality's networks are RGB and without classes, this one has {here}")
+        raise Refused(
+            f"rosinality's networks are RGB and without classes, this one has {shape['channels']} channels and "
+            f"{shape['classes']} classes"
+        )
     if g["z_dim"] != g["w_dim"] or g["mapping_lr_multiplier"] != LR_MULTIPLIER:
         raise Refused(f"rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of {LR_MULTIPLIER}")
     rest = range(len(sizes(shape["resolution"])) - 1)

@@ -73,8 +73,7 @@ def convert(content: Any) -> Converted:
     """The networks of a TensorFlow file, a tuple (G, D, Gs) of `dnnlib.tflib.network.Network`."""
     if not isinstance(content, (tuple, list)) or len(content) != 3:
         raise Refused("it holds no three networks (G, D, Gs)")
-    names = ("G", "D", "G_ema")
-    states = {name: _tensors(network) for name, network in zip(names, content, strict=True)}
+    states = {name: _tensors(network) for name, network in zip(("G", "D", "G_ema"), content, strict=True)}
     return converted(_arguments(content[2], GENERATOR), _arguments(content[1], DISCRIMINATOR), states)
 
 

@@ -119,8 +119,7 @@ def _storage(data: Any) -> Any:
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
     if not isinstance(storage, torch.storage.TypedStorage):
         raise Refused("a tensor without a storage")
-    whole = [offset, *size, *stride]
-    if len(size) != len(stride) or any(type(number) is not int or number < 0 for number in whole):
+    if len(size) != len(stride) or any(type(number) is not int or number < 0 for number in [offset, *size, *stride]):
         raise Refused("a tensor of impossible sizes")
     held = storage._untyped_storage.nbytes() // storage.dtype.itemsize  # its public names warn of their end
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

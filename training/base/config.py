@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from duetgan.utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec, Resolution
 
 
@@ -40,14 +40,24 @@ class SyntheticConfig(Config):
     balance: Literal["off", "fill"] = "off"  # fill: samples of rare classes, to bring them up to the largest
 
     def check(self) -> None:
-        if self.on and self.share is None and self.balance == "off":
-            raise UserError("share is not set; give the share of each batch, such as 0.5")
-        if not self.on and self != SyntheticConfig.model_construct():
-            raise UserError("has settings but no images; give data.synthetic.path FILE")
-        if self.path is not None and self.checkpoint is not None:
-            raise UserError("path and checkpoint are both set; give a file or a generator")
-        if self.until > 1 and self.until != int(self.until):
-            raise UserError(f"until {self.until}: give a share of the steps, up to 1, or a whole step")
+        refuse(
+            (
+                self.on and self.share is None and self.balance == "off",
+                "share is not set; give the share of each batch, such as 0.5",
+            ),
+            (
+                not self.on and self != SyntheticConfig.model_construct(),
+                "has settings but no images; give data.synthetic.path FILE",
+            ),
+            (
+                self.path is not None and self.checkpoint is not None,
+                "path and checkpoint are both set; give a file or a generator",
+            ),
+            (
+                self.until > 1 and self.until != int(self.until),
+                f"until {self.until}: give a share of the steps, up to 1, or a whole step",
+            ),
+        )
 
     @property
     def on(self) -> bool:
@@ -181,10 +191,16 @@ class RunConfig(Config):
     distributed: DistributedConfig = DistributedConfig()
 
     def check(self) -> None:
-        if self.micro_batch == "auto" and not self.can_halve:
-            raise UserError(f"micro_batch auto is for classifiers; give a {self.task} a number that fits, or null")
-        if self.early_stopping.patience is not None and not self.evaluation.every:
-            raise UserError("early_stopping.patience needs evaluations on the way; set evaluation.every, in steps")
+        refuse(
+            (
+                self.micro_batch == "auto" and not self.can_halve,
+                f"micro_batch auto is for classifiers; give a {self.task} a number that fits, or null",
+            ),
+            (
+                self.early_stopping.patience is not None and not self.evaluation.every,
+                "early_stopping.patience needs evaluations on the way; set evaluation.every, in steps",
+            ),
+        )
 
     @property
     def several_devices(self) -> bool:
@@ -236,8 +252,10 @@ class RunConfig(Config):
     def share(self, world_size: int) -> int:
         """Samples of the global batch that each process holds. Raises UserError when that is no whole number."""
         if self.batch_size % world_size:
-            told = f"batch_size {self.batch_size} cannot be shared by {world_size} processes"
-            raise UserError(f"{told}; make it a multiple of {world_size}")
+            raise UserError(
+                f"batch_size {self.batch_size} cannot be shared by {world_size} processes; make it a multiple of "
+                f"{world_size}"
+            )
         return self.batch_size // world_size
 
     @property

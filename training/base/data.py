@@ -67,7 +67,6 @@ def open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
     """What the run's report says of its images, by their role."""
-    readers = {"training": training, "held-out": held_out, "synthetic": training.synthetic}
     return {
         role: {
             "path": str(reader.path),
@@ -78,7 +77,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, An
             "encoding": reader.meta.encoding,
             "content_hash": reader.meta.content_hash,
         }
-        for role, reader in readers.items()
+        for role, reader in {"training": training, "held-out": held_out, "synthetic": training.synthetic}.items()
         if reader is not None
     }
 
@@ -111,8 +110,10 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             "--size N"
         )
     if getattr(vars(config).get("augment"), "trivial_augment", False) and not training.spec.plain:
-        told = f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are"
-        raise UserError(f"{told} {training.spec.words}: set it false")
+        raise UserError(
+            f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are "
+            f"{training.spec.words}: set it false"
+        )
     training.label_numbers()  # a damaged index or a label without a class ends it here, also for a GAN
     second, scaled = training.synthetic, config.data.resolution is not None  # files' images, to the size asked for
     if second is not None:
@@ -173,8 +174,7 @@ def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset |
     third = None if second is None else second.path
     for path, dataset in ((config.path, training), (config.val_path, held_out), (third, second)):
         first, *hashes = collectives.gather_objects(None if dataset is None else dataset.meta.content_hash)
-        other = next((rank for rank, content in enumerate(hashes, 1) if content != first), None)
-        if other is not None:
+        if (other := next((rank for rank, content in enumerate(hashes, 1) if content != first), None)) is not None:
             raise UserError(f"{path}: rank {other} has other images than rank 0; copy one file to all nodes")
 
 
@@ -217,8 +217,7 @@ def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 def real_label_shares(config: DataConfig, dataset: Dataset) -> np.ndarray:
     """How often each label of the real images is seen, relative to the others, float64 [labels]."""
-    weights = sampling_weights(config, dataset)
-    if weights is None:
+    if (weights := sampling_weights(config, dataset)) is None:
         return np.array(dataset.meta.histogram, np.float64)
     return np.bincount(dataset.label_numbers(), weights, minlength=dataset.meta.labels)
 

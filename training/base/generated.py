@@ -90,8 +90,7 @@ class GeneratedSamples:
         wanted = np.asarray(indices, dtype=np.int64)
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")
-        shape = (len(wanted), *self.spec.shape)
-        images = np.empty(shape, self.spec.depth) if out is None else out
+        images = np.empty((len(wanted), *self.spec.shape), self.spec.depth) if out is None else out
         numbers = np.stack([keys.epochs, wanted // BLOCK])
         for epoch, block in np.unique(numbers, axis=1).T.tolist():
             places = np.flatnonzero((numbers[0] == epoch) & (numbers[1] == block))
@@ -103,8 +102,8 @@ class GeneratedSamples:
         indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
         labels = torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
         with full_float32(next(self.generator.parameters()).device):
-            how: Any = {"labels": labels, "indices": indices, "seed": seed, "stream": ("synthetic", epoch)}
-            return generate(self.generator, **how).numpy()
+            stream = ("synthetic", epoch)
+            return generate(self.generator, labels=labels, indices=indices, seed=seed, stream=stream).numpy()
 
     def close(self) -> None:
         """Nothing is open."""

@@ -66,8 +66,7 @@ class MetricWindow(Fields):
         pending = [torch.stack(self._pending[name]) for name in names]
         every = torch.cat([values.to(collectives.widest(values.device)) for values in pending])
         totals = iter(collectives.all_reduce_sum_(every).tolist())
-        steps = max(map(len, self._pending.values()))
-        failed = [False] * steps
+        failed = [False] * max(map(len, self._pending.values()))
         for name in names:
             values = [next(totals) for _ in self._pending[name]]
             if name.startswith("nonfinite_updates/"):
@@ -258,8 +257,9 @@ class Pace:
             self._patience *= 1 if fitting < count else 2
             self._free_since = None
             self._change(step, fitting)
-            why = f"{threads.others_text(others)} (threads: adapt)"
-            say_main(f"step {step}: {count} -> {threads.counted(fitting)}: {why}")
+            say_main(
+                f"step {step}: {count} -> {threads.counted(fitting)}: {threads.others_text(others)} (threads: adapt)"
+            )
 
     # --- the watch
 

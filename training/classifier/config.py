@@ -16,7 +16,7 @@ from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.optim.updater import OptimizerConfig
 from duetgan.utils.config.model import Config, Decay
 from duetgan.utils.config.yaml_files import Tree
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.runlog.run_log import say_main
 
 
@@ -53,25 +53,31 @@ class ClassifierConfig(RunConfig):
         if model.normalise == "auto":  # said, so that a resume with other weights, or none, is another network
             imagenet = model.imagenet_normalised and not trained_symmetric(str(model.weights))
             self.model = model.changed(normalise="imagenet" if imagenet else "symmetric")
-        if self.model.split != "off" and self.compile == "on":
-            reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
-            raise UserError(f"compile on cannot be combined with model.split: {reason}")
-
-        if self.finetune.probe and not (
-            self.model.head == "readout" or (self.model.head == "linear" and self.model.backbone.head_bias)
-        ):
-            raise UserError("finetune.probe fits a linear head with a bias: set model.head linear, or leave it out")
-        if self.model.head == "readout" and self.resizing != ResizingConfig():
-            raise UserError("model.head readout has as many inputs as its maps have parts: leave resizing out")
-
-        if self.unlabelled.spread and not self.finetune.probe:
-            raise UserError("unlabelled.spread: labels spread by what the probe reads; set finetune.probe true")
-
         several = self.augment.mixes or self.loss.several or self.loss.teacher
-        if self.unlabelled.path and self.unlabelled.weight and (several or self.loss.kind != "cross-entropy"):
-            raise UserError(
-                "unlabelled images learn by cross-entropy of one label: leave out augment.mixup, cutmix, loss.teacher"
-            )
+        has_linear_head = model.head == "readout" or (model.head == "linear" and model.backbone.head_bias)
+        refuse(
+            (
+                model.split != "off" and self.compile == "on",
+                "compile on cannot be combined with model.split: a compiled network is on one device; set compile auto "
+                "or off, or leave model.split out",
+            ),
+            (
+                self.finetune.probe and not has_linear_head,
+                "finetune.probe fits a linear head with a bias: set model.head linear, or leave it out",
+            ),
+            (
+                model.head == "readout" and self.resizing != ResizingConfig(),
+                "model.head readout has as many inputs as its maps have parts: leave resizing out",
+            ),
+            (
+                self.unlabelled.spread and not self.finetune.probe,
+                "unlabelled.spread: labels spread by what the probe reads; set finetune.probe true",
+            ),
+            (
+                self.unlabelled.path and self.unlabelled.weight and (several or self.loss.kind != "cross-entropy"),
+                "unlabelled images learn by cross-entropy of one label: leave out augment.mixup, cutmix, loss.teacher",
+            ),
+        )
 
     def with_weights_at_hand(self, started: Tree) -> Self:
         """Return the config without published weights that cannot be downloaded: every layer trains from scratch.
@@ -93,8 +99,7 @@ class ClassifierConfig(RunConfig):
         return self.changed(model=self.model.changed(weights=None), finetune=FineTuneConfig())
 
     def for_trial(self, samples: int) -> Self:
-        model = self.model.changed(weights=None, split="off")
-        return super().for_trial(samples).changed(model=model)
+        return super().for_trial(samples).changed(model=self.model.changed(weights=None, split="off"))
 
     def batch_unit(self, world_size: int) -> int:
         return world_size * (2 if self.augment.mixes else 1)
@@ -107,24 +112,32 @@ class ClassifierConfig(RunConfig):
 def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
     """Raise UserError unless class lists and head fit one another. The labels were checked by training.base.data."""
     classes, path = reader.classes, config.data.path
-    if len(classes) < 2:
-        raise UserError(
+    have_several = reader.meta.sets is not None
+    refuse(
+        (
+            len(classes) < 2,
             f"{path}: a classifier needs two classes or more, this file has {len(classes)}; pack a folder of class "
-            "folders"
-        )
-    if config.loss.several != (reader.meta.sets is not None):
-        which = "may have several labels: set loss.kind bce or asymmetric"
-        one = "have one label each: set loss.kind cross-entropy, or pack lists of labels"
-        raise UserError(f"{path}: its images {one if config.loss.several else which}")
-    if config.loss.several and config.finetune.probe:
-        raise UserError("finetune.probe is a regression for one label an image; leave it out")
-    if config.model.classes is not None and config.model.classes != len(classes):
-        raise UserError(
+            "folders",
+        ),
+        (
+            config.loss.several and not have_several,
+            f"{path}: its images have one label each: set loss.kind cross-entropy, or pack lists of labels",
+        ),
+        (
+            have_several and not config.loss.several,
+            f"{path}: its images may have several labels: set loss.kind bce or asymmetric",
+        ),
+        (
+            config.loss.several and config.finetune.probe,
+            "finetune.probe is a regression for one label an image; leave it out",
+        ),
+        (
+            config.model.classes is not None and config.model.classes != len(classes),
             f"{path}: has {len(classes)} classes, labels 0 to {len(classes) - 1}, but the head has model.classes "
-            f"{config.model.classes}; make it {len(classes)} or leave it out"
-        )
-    empty = [name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0]
-    if empty:
+            f"{config.model.classes}; make it {len(classes)} or leave it out",
+        ),
+    )
+    if empty := [name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0]:
         raise UserError(f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again")
     if val_reader is not None:
         check_same_classes(config.data, reader, val_reader)
@@ -133,13 +146,15 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
 def check_batches(config: ClassifierConfig, world_size: int) -> None:
     """Raise UserError unless a process's share can be mixed, and cut up, as the config asks."""
     share = config.share(world_size)
-    if config.augment.mixes and share % 2:
-        raise UserError(
+    refuse(
+        (
+            config.augment.mixes and share % 2,
             f"augment.mixup and augment.cutmix mix pairs of samples, but each process holds {share}; make batch_size "
-            f"a multiple of {2 * world_size}"
-        )
-    if config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto":
-        raise UserError(
+            f"a multiple of {2 * world_size}",
+        ),
+        (
+            config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto",
             "micro_batch auto cannot cut up batches over which several processes synchronise BatchNorm: the one "
-            "without memory would leave the others waiting; give a number, or set sync_bn off"
-        )
+            "without memory would leave the others waiting; give a number, or set sync_bn off",
+        ),
+    )

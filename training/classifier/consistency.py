@@ -77,8 +77,7 @@ class Unlabelled(Fields):
             probabilities = probabilities.lerp(said, self.about.spread)
         sure, labels = probabilities.max(1)
         used = sure >= self._thresholds(probabilities, sure)[labels]
-        weights = used * (self.about.weight / self.about.ratio)
-        self._beside = strong, Targets(labels, weights=weights)
+        self._beside = strong, Targets(labels, weights=used * (self.about.weight / self.about.ratio))
         return {"unlabelled/used": used.sum() / size}
 
     def _thresholds(self, probabilities: Tensor, sure: Tensor) -> Tensor:

@@ -84,8 +84,7 @@ class FineTuning:
             name: None if self._last(never, name, False) else self._last(starts, name, None if starts else 0)
             for name in self.parameters
         }
-        first = min((begin for begin in self.begins.values() if begin is not None), default=None)
-        if first is None:
+        if (first := min((begin for begin in self.begins.values() if begin is not None), default=None)) is None:
             raise UserError("finetune.freeze: nothing is left to train; leave a part out of it, e.g. head")
         if first:
             begin = "let a part begin at 0, e.g. head: 0"
@@ -215,8 +214,7 @@ def layer_table(network: nn.Module, inputs: tuple[Any, ...], finetuning: FineTun
     ever = sum(p.numel() for name, p in finetuning.parameters.items() if finetuning.begins[name] is not None)
     total = sum(p.numel() for p in finetuning.parameters.values())
     totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))
-    layers = columns([HEADINGS, *rows], "<")
-    return "\n".join([layers, *(f"{label} params: {count:,}" for label, count in totals)])
+    return "\n".join([columns([HEADINGS, *rows], "<"), *(f"{label} params: {count:,}" for label, count in totals)])
 
 
 def _layer_row(

@@ -64,8 +64,7 @@ def image_features(
         for rows in every:
             parts.append(outputs(model, dataset, records[rows], mirror).float())
             bar.update(len(rows))
-    features = torch.cat(parts)
-    return features.mT.contiguous(), torch.tensor(dataset.labels()[records])
+    return torch.cat(parts).mT.contiguous(), torch.tensor(dataset.labels()[records])
 
 
 # --- training behind what is frozen
@@ -172,18 +171,14 @@ class Frozen:
         """Outputs of all blocks in order; the processes compute them in turn."""
         every, world = blocks(self.count, self.model.side or self.model.spec.side), collectives.world_size()
         self.model.begin = 0
-        bar = Bar(total=self.count, desc="frozen stages of", unit="image", disable=not collectives.is_main())
-        with bar:
-            yield from self._parts_of(every, world, end, bar)
-
-    def _parts_of(self, every: list[np.ndarray], world: int, end: int, bar: Bar) -> Iterator[Tensor]:
-        for start in range(0, len(every), world):
-            own = None
-            with collectives.raising_together(patient=False), torch.no_grad(), self.precision.autocast():
-                for records in every[start : start + world][collectives.rank() :][:1]:
-                    own = outputs(self.model, self.reader, records, self.mirror, end)
-            yield from (part for part in collectives.gather_objects(own, patient=False) if part is not None)
-            bar.update(sum(len(records) for records in every[start : start + world]))
+        with Bar(total=self.count, desc="frozen stages of", unit="image", disable=not collectives.is_main()) as bar:
+            for start in range(0, len(every), world):
+                own = None
+                with collectives.raising_together(patient=False), torch.no_grad(), self.precision.autocast():
+                    for records in every[start : start + world][collectives.rank() :][:1]:
+                        own = outputs(self.model, self.reader, records, self.mirror, end)
+                yield from (part for part in collectives.gather_objects(own, patient=False) if part is not None)
+                bar.update(sum(len(records) for records in every[start : start + world]))
 
 
 def on_disk(rows: Iterator[np.ndarray], item: int, folder: Path) -> Callable[[np.ndarray], np.ndarray]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from duetgan.models.gan import one_hot
 from duetgan.utils.config.cli import did_you_mean, entry
 from duetgan.utils.config.model import Config, Decay, NonNegativeFloat, PositiveFloat, Probability
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 
 FOCUS, MARGIN = 4, 0.05  # of the asymmetric loss for absent labels; the paper's own
 LEAST_SHARE = 1e-9  # of the largest class
@@ -70,10 +70,16 @@ class ClassifierLossConfig(Config):
     temperature: PositiveFloat = 2.0  # of its and the network's answers
 
     def check(self) -> None:
-        if self.several and self.teacher:
-            raise UserError("loss.teacher is for one class an image; set loss.kind cross-entropy or squared-error")
-        if self.logit_adjustment and (self.several or not self.function.softmax):
-            raise UserError("loss.logit_adjustment is for one class an image by a softmax; set loss.kind cross-entropy")
+        refuse(
+            (
+                self.several and self.teacher,
+                "loss.teacher is for one class an image; set loss.kind cross-entropy or squared-error",
+            ),
+            (
+                self.logit_adjustment and (self.several or not self.function.softmax),
+                "loss.logit_adjustment is for one class an image by a softmax; set loss.kind cross-entropy",
+            ),
+        )
 
     @property
     def function(self) -> ClassifierLoss:
@@ -129,8 +135,7 @@ def class_weight_list(
     else:
         for name in config.class_weights:
             if name not in classes:
-                hint = did_you_mean(name, list(classes))
-                raise UserError(f"loss.class_weights: no class {name!r} in the data{hint}")
+                raise UserError(f"loss.class_weights: no class {name!r} in the data{did_you_mean(name, list(classes))}")
         weights = [float(config.class_weights.get(name, 1.0)) for name in classes]
     if config.several:
         return weights
@@ -194,9 +199,13 @@ def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor
 
 def _total(own: Tensor, others: Tensor | None, targets: Targets) -> Tensor:
     """Return the sum over the samples, by their weights, of values [n] for their labels and for their partners'."""
-    if others is not None and targets.own is not None:
-        own = torch.lerp(others, own, targets.own.to(own.dtype))
+    own = _mixed(own, others, targets.own)
     return (own if targets.weights is None else own * targets.weights).sum()
+
+
+def _mixed(own: Tensor, others: Tensor | None, fraction: Tensor | None) -> Tensor:
+    """Return the mean of values for labels and for partners' labels by the labels' fraction; without partners `own`."""
+    return own if others is None or fraction is None else torch.lerp(others, own, fraction.to(own.dtype))
 
 
 def distilled(
@@ -226,15 +235,12 @@ def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own:
     """What each sample's loss counts, float [n]: `weight` for synthetic images (bool [n]), 1 for real ones; for a mixed
     sample the mean of both by their shares of the label, `own` and its partner's (`others`, bool [n]).
     """
-    first = torch.where(synthetic, weight, 1.0)
-    if others is None or own is None:
-        return first
-    return torch.lerp(torch.where(others, weight, 1.0), first, own.to(first.dtype))
+    partners = None if others is None else torch.where(others, weight, 1.0)
+    return _mixed(torch.where(synthetic, weight, 1.0), partners, own)
 
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype) -> Tensor:
     """The targets' distributions [n, classes]; of several labels each one's share, in [0, 1]."""
-    soft = one_hot(targets.labels, classes, dtype)
-    if targets.others is None or targets.own is None:
-        return soft
-    return torch.lerp(one_hot(targets.others, classes, dtype), soft, targets.own.to(dtype)[:, None])
+    partners = None if targets.others is None else one_hot(targets.others, classes, dtype)
+    fraction = None if targets.own is None else targets.own[:, None]
+    return _mixed(one_hot(targets.labels, classes, dtype), partners, fraction)

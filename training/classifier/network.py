@@ -67,8 +67,7 @@ def fit_first_filters(model: Classifier, reader: Dataset) -> None:
     """Where the backbone wants it, give the first convolution filters of images that lie evenly over the data, without
     augmentation; those that rank 0 finds, on all ranks. Another network stays as it is.
     """
-    first_filters = model.backbone.first_filters
-    if first_filters is None:
+    if (first_filters := model.backbone.first_filters) is None:
         return
 
     def filters() -> list[float]:

@@ -104,8 +104,7 @@ def fit(
     for fold in Bar(range(FOLDS), "cross-validating the head", unit="fold", delay=1):
         train, held = (some[folds[some] == fold] if out else some[folds[some] != fold] for out in (False, True))
         for row, (weight, bias) in enumerate(_path(features[train], labels[train], classes, STRENGTHS, scale)):
-            answers = F.linear(features[held, 0], weight, bias).argmax(1)
-            right[row, fold] = (answers == labels[held]).sum()
+            right[row, fold] = (F.linear(features[held, 0], weight, bias).argmax(1) == labels[held]).sum()
     best = int(right.sum(1).argmax())
     unseen = sum(int(right[(right.sum(1) - right[:, fold]).argmax(), fold]) for fold in range(FOLDS))
     *_, (weight, bias) = _path(features, labels, classes, STRENGTHS[: best + 1], scale)

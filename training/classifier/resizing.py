@@ -49,8 +49,10 @@ class Resizing:
         least, remedy = self.spans[0][1], "raise resizing.initial_scale, or leave it out"
         if self.on:
             if least < SMALLEST:
-                given = f"resizing.initial_scale {config.initial_scale}"
-                raise UserError(f"{given}: images of {full} px would begin at {least} px, too small; {remedy}")
+                raise UserError(
+                    f"resizing.initial_scale {config.initial_scale}: images of {full} px would begin at {least} px, "
+                    f"too small; {remedy}"
+                )
             model.check_side(least, remedy)
 
     @property

@@ -79,8 +79,7 @@ class ClassifierTask(Task):
             model.add_thresholds()
             self.rows, self.best_metric = LABELS, "average_precision"
             self.shown = torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)  # by label numbers
-        layout = torch.channels_last if config.channels_last else torch.contiguous_format
-        model = model.to(memory_format=layout)
+        model = model.to(memory_format=torch.channels_last if config.channels_last else torch.contiguous_format)
         self.shares: list[Share] = []  # of several devices
         if config.model.split == "off":
             model = model.to(device)
@@ -166,8 +165,7 @@ class ClassifierTask(Task):
         return join(self.model.lineage, *more)
 
     def networks(self) -> Networks:
-        inputs = torch.zeros(1, *self.reader.spec.shape, device=self.device)
-        return {"classifier": (self.ema.model, (inputs,))}
+        return {"classifier": (self.ema.model, (torch.zeros(1, *self.reader.spec.shape, device=self.device),))}
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""

@@ -142,8 +142,7 @@ class CheckpointManager:
             newest = checkpoints.load_latest(folder, warn=say)
             return None if newest is None else str(newest[0])
 
-        path = collectives.from_main_process(find)
-        if path is None:
+        if (path := collectives.from_main_process(find)) is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
         data = content.get("data") or {}

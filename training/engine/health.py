@@ -34,16 +34,14 @@ def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Part of the registry -> its tensors that are the same on all ranks: weights, averages, moments, strengths."""
     result = {}
     for name, part in registry.items():
-        leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))]
-        if leaves:
+        if leaves := [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))]:
             result[name] = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves]
     return result
 
 
 def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) -> None:
     """Raise TrainingHalted on all ranks if a shared tensor's bits are not the same on all of them."""
-    different = collectives.unequal_ranks(shared_tensors(registry), device)
-    if different:
+    if different := collectives.unequal_ranks(shared_tensors(registry), device):
         where = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items())
         raise TrainingHalted(
             f"the processes no longer hold the same numbers after step {step} ({where} differ from the others'); "

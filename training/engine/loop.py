@@ -17,7 +17,6 @@ from duetgan.training.base.task import Task
 from duetgan.training.engine import health, recovery
 from duetgan.training.engine import profile as profiling
 from duetgan.training.engine.checkpoints import CheckpointManager
-from duetgan.training.engine.health import LayerLog
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat
@@ -55,7 +54,7 @@ class Loop(Fields):
             folder.path, active=main, tensorboard=log.tensorboard, total_steps=config.steps, tracker=log.tracker
         )
         self.manager = CheckpointManager(config, folder, loader)
-        self.layers = LayerLog(config.log, task.registry(), folder.path)
+        self.layers = health.LayerLog(config.log, task.registry(), folder.path)
         self._fresh = True  # no step has been done by this process
         self._signal = 0  # the first that this process has received
         self._tick_started, self._tick_step = 0.0, 0
@@ -99,14 +98,12 @@ class Loop(Fields):
 
     def _check_saving(self, *, at_the_end: bool = False) -> None:
         """Stop where a checkpoint could not be written and the config says so, or it is the last; on all ranks."""
-        reason = self.manager.failure(last=self.step if at_the_end else None)
-        if reason:
+        if reason := self.manager.failure(last=self.step if at_the_end else None):
             self.halt(reason)
 
     def resume(self) -> bool:
         """Take the newest checkpoint that can be read; False without one. Raises UserError when it does not fit."""
-        content = self.manager.restore(self.registry())
-        if content is not None:
+        if (content := self.manager.restore(self.registry())) is not None:
             self.origin = content.get("origin")
         return content is not None
 
@@ -188,8 +185,9 @@ class Loop(Fields):
                 metrics = self.task.step(batches, self.step)
             if self.window.watched not in (None, *metrics):
                 names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
-                problem = f"spikes.metric {self.window.watched}: not a metric of every step"
-                raise UserError(f"{problem}; choose one of {names}")
+                raise UserError(
+                    f"spikes.metric {self.window.watched}: not a metric of every step; choose one of {names}"
+                )
             self.window.add(metrics)
             if self._fresh:  # looks back on how it started
                 self._fresh = False
@@ -204,8 +202,7 @@ class Loop(Fields):
         except TrainingHalted as error:
             self.halt(str(error))
         except (RuntimeError, MemoryError, ValueError) as error:
-            reason = health.explain(error, self.config, self.step, self.task.shape["resolution"])
-            if reason is None:
+            if (reason := health.explain(error, self.config, self.step, self.task.shape["resolution"])) is None:
                 raise
             self.halt(reason, rank_specific=True)
 
@@ -280,8 +277,7 @@ class Loop(Fields):
     def _samples(self) -> None:
         if not collectives.is_main() or not self.config.log.samples_every:
             return
-        image = self.task.sample_grid(self.step)
-        if image is not None:
+        if (image := self.task.sample_grid(self.step)) is not None:
             path = self.folder.samples / f"step-{self.step:08d}.png"
             try:
                 save_png(image, path)

@@ -19,7 +19,6 @@ from duetgan.training.engine.profile import Rewind
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.collectives import widest
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import as_json, write_atomic
 from duetgan.utils.runlog.run_folder import SEARCHED
@@ -42,8 +41,10 @@ class Sweep:
         if self.steps < FEWEST:
             raise UserError(f"--lr-find-steps {self.steps}: a curve needs {FEWEST} steps or more")
         if not 0 < self.first < self.last < math.inf:
-            given = f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}"
-            raise UserError(f"{given}: the first rate must be positive and below the last")
+            raise UserError(
+                f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}: the first rate must be positive and below "
+                "the last"
+            )
 
     def rate(self, step: int) -> float:
         return self.first * (self.last / self.first) ** (step / (self.steps - 1))
@@ -104,7 +105,7 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
     for number in range(sweep.steps + 1):
         updater.rate = sweep.rate(min(number, sweep.steps - 1))
         value = loop.task.step(loop.loader, loop.step + number)[loop.task.loss_metric]
-        loss = collectives.all_reduce_sum_(value.to(widest(value.device))).item()  # the same on all ranks
+        loss = collectives.all_reduce_sum_(value.to(collectives.widest(value.device))).item()  # the same on all ranks
         if not math.isfinite(loss):
             curve.stopped = "the loss was not finite"
             break

@@ -72,8 +72,10 @@ def check_memory(
     weights = sum(needs.values())
     if weights > room:
         most = max(needs, key=lambda name: needs[name])
-        told = f"{most}: its weights and what belongs to each need {weights / GIB:,.1f} GiB or more"
-        raise UserError(f"{told}, but {place}: {_remedy(config, [most])}")
+        raise UserError(
+            f"{most}: its weights and what belongs to each need {weights / GIB:,.1f} GiB or more, but {place}: "
+            f"{_remedy(config, [most])}"
+        )
     for _, side, batch_size in config.spans(shape["resolution"]):
         share = max(1, batch_size // world_size)
         a_pass = 1 if config.micro_batch == "auto" else min(config.micro_limit or share, share)

@@ -41,8 +41,7 @@ def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int |
 
 def check_spikes(loop: "Loop", values: list[float]) -> None:
     """Warn of a spike in the last values of the watched metric, or go back. Raises TrainingHalted beyond the limit."""
-    seen = loop.spikes.see(loop.step - len(values), values)
-    if seen is None:
+    if (seen := loop.spikes.see(loop.step - len(values), values)) is None:
         return
     spike, value, usual = seen
     problem = f"{loop.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
@@ -60,8 +59,7 @@ def check_spikes(loop: "Loop", values: list[float]) -> None:
 def roll_back(loop: "Loop", spike: int, problem: str) -> None:
     """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""
     here, position, count = loop.step, loop.loader.state_dict(), loop.roll_backs + 1
-    content = loop.manager.restore(loop.registry(), up_to=spike)
-    if content is None:
+    if (content := loop.manager.restore(loop.registry(), up_to=spike)) is None:
         say_main(
             f"warning: {problem}; there is no checkpoint from before it to go back to: lower log.every, at which "
             "spikes are checked, or raise checkpoint.keep"

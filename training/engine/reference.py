@@ -117,8 +117,7 @@ def as_text(selected: dict[str, list[Key]]) -> str:
         lines += ["", title, "=" * len(title)]
         for key in listed:
             lines.append(f"--{key.name} {key.default}")
-            text = f"{key.takes}: {key.meaning}"
-            lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ")
+            lines += textwrap.wrap(f"{key.takes}: {key.meaning}", 110, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines[1:])
 
 

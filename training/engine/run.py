@@ -232,8 +232,7 @@ def _start_heartbeat(folder: Path) -> Heartbeat:
     rank, world = collectives.rank(), collectives.world_size()
 
     def look() -> None:
-        missing = [silent for silent in silent_ranks(folder, world, own=rank) if silent.rank == 0 or silent.gone]
-        if missing:
+        if missing := [silent for silent in silent_ranks(folder, world, own=rank) if silent.rank == 0 or silent.gone]:
             raise collectives.PeerLost(missing[0].reason)
 
     heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)

@@ -46,8 +46,7 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
     never a checkpoint's config. Raises UserError for what is wrong in it.
     """
     tree, overrides = _with_imports(tree, overrides)
-    name = tree.get("task")
-    if name is None:
+    if (name := tree.get("task")) is None:
         raise UserError(f"{source}: has no key 'task'; tasks are {', '.join(TASKS)}")
     task = entry(TASKS, str(name), f"{source}: task")
     architecture = given_keys(overrides).get("architecture") or tree.get("architecture")

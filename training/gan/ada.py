@@ -17,7 +17,7 @@ from duetgan.training.gan.ada_operations import Draws, GroupDraws
 from duetgan.training.optim.config import cosine
 from duetgan.utils.config.cli import entry
 from duetgan.utils.config.model import Config, PositiveFloat, PositiveInt, Probability
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import refuse
 from duetgan.utils.seeding import generator
 
 KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 1
@@ -40,12 +40,17 @@ class AdaConfig(Config):
     def check(self) -> None:
         for name in self.operations:
             entry(ops.DRAWS, name, "operations: group")
-        if self.mode == "fixed" and self.p == 0:
-            raise UserError("mode fixed with p 0 changes no image; set ada.p, or ada.mode off")
-        if self.mode == "scheduled" and self.p == self.p_final == 0:
-            raise UserError("mode scheduled goes from p 0 to p_final 0; set one of them, or ada.mode off")
-        if self.mode != "off" and not any(self.operations.values()):
-            raise UserError(f"mode {self.mode} without operations changes nothing; name one, or ada.mode off")
+        refuse(
+            (self.mode == "fixed" and self.p == 0, "mode fixed with p 0 changes no image; set ada.p, or ada.mode off"),
+            (
+                self.mode == "scheduled" and self.p == self.p_final == 0,
+                "mode scheduled goes from p 0 to p_final 0; set one of them, or ada.mode off",
+            ),
+            (
+                self.mode != "off" and not any(self.operations.values()),
+                f"mode {self.mode} without operations changes nothing; name one, or ada.mode off",
+            ),
+        )
 
 
 class Ada:

@@ -168,8 +168,7 @@ def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
 def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
     """Add white noise whose strength is half-normal."""
     assert draws.pixels is not None
-    strength = torch.where(draws.chance < p, draws.normal.abs() * NOISE, 0)
-    return images + draws.pixels * strength[:, :, None, None]
+    return images + draws.pixels * torch.where(draws.chance < p, draws.normal.abs() * NOISE, 0)[:, :, None, None]
 
 
 def cut_out(images: Tensor, draws: GroupDraws, p: Tensor, alpha: bool = False) -> Tensor:

@@ -28,7 +28,7 @@ from duetgan.utils.config.model import (
     Probability,
     Share,
 )
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec
 
 
@@ -58,17 +58,25 @@ class GanLossConfig(Config):
     gradients_every: NonNegativeInt = 0  # steps between looks at each loss's own gradient: norms and cosines; 0: never
 
     def check(self) -> None:
-        if self.functions.paired and self.mismatch_weight:
-            raise UserError(f"mismatch_weight: the {self.objective} objective has pairs only; set it to 0")
-        if self.same_pairs and not self.functions.paired:
-            raise UserError(f"same_pairs: the {self.objective} objective has no pairs; leave it out")
-        if self.auxiliary_fakes and not self.auxiliary_weight:
-            raise UserError("auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight")
-        if not self.functions.bounded and not (self.gradient_penalty_weight and self.r1_interval):
-            raise UserError(
+        refuse(
+            (
+                self.functions.paired and self.mismatch_weight,
+                f"mismatch_weight: the {self.objective} objective has pairs only; set it to 0",
+            ),
+            (
+                self.same_pairs and not self.functions.paired,
+                f"same_pairs: the {self.objective} objective has no pairs; leave it out",
+            ),
+            (
+                self.auxiliary_fakes and not self.auxiliary_weight,
+                "auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight",
+            ),
+            (
+                not self.functions.bounded and not (self.gradient_penalty_weight and self.r1_interval),
                 f"objective {self.objective} needs a bound of the discriminator's slope: set "
-                "loss.gradient_penalty_weight (1704.00028: 10) and loss.r1_interval 1 or more"
-            )
+                "loss.gradient_penalty_weight (1704.00028: 10) and loss.r1_interval 1 or more",
+            ),
+        )
 
     @property
     def functions(self) -> Objective:
@@ -125,28 +133,42 @@ class GanConfig(RunConfig):
     def check(self) -> None:
         super().check()
         generator = architecture_of(self.architecture).generator
-        if not generator.has_styles and (self.loss.path_length_weight or self.loss.style_mixing):
-            raise UserError(
-                f"architecture {self.architecture} has no styles: set loss.path_length_weight, loss.style_mixing to 0"
-            )
-        if not generator.can_grow and self.progressive.start is not None:
-            raise UserError(f"architecture {self.architecture} cannot grow: progressive.start must be null")
-        if self.ada.mode == "adaptive" and not self.loss.functions.signed:
-            raise UserError(
+        refuse(
+            (
+                not generator.has_styles and (self.loss.path_length_weight or self.loss.style_mixing),
+                f"architecture {self.architecture} has no styles: set loss.path_length_weight, loss.style_mixing to 0",
+            ),
+            (
+                not generator.can_grow and self.progressive.start is not None,
+                f"architecture {self.architecture} cannot grow: progressive.start must be null",
+            ),
+            (
+                self.ada.mode == "adaptive" and not self.loss.functions.signed,
                 f"ada.mode adaptive reads the sign of D(real), which means nothing with loss.objective "
-                f"{self.loss.objective}: take ada.mode fixed or scheduled"
-            )
+                f"{self.loss.objective}: take ada.mode fixed or scheduled",
+            ),
+        )
         for key in ("classifier", "auxiliary_weight"):
             if getattr(self.loss, key) and not self.conditional:
                 raise UserError(f"conditional false: loss.{key} needs the classes; leave it out")
-        if "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name):
-            raise UserError("optimizer muon is for classifiers: take adam or muon-adam for a GAN")
-        if self.generator_optimizer.schedule_free or self.discriminator_optimizer.schedule_free:
-            raise UserError("schedule-free optimizers are for classifiers: a GAN has an average of its own (ema)")
-        if self.data.synthetic.weight != 1:
-            raise UserError("data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone")
-        if self.data.synthetic.on and self.progressive.start is not None:
-            raise UserError("data.synthetic cannot be combined with growing: set progressive.start to null")
+        refuse(
+            (
+                "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name),
+                "optimizer muon is for classifiers: take adam or muon-adam for a GAN",
+            ),
+            (
+                self.generator_optimizer.schedule_free or self.discriminator_optimizer.schedule_free,
+                "schedule-free optimizers are for classifiers: a GAN has an average of its own (ema)",
+            ),
+            (
+                self.data.synthetic.weight != 1,
+                "data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone",
+            ),
+            (
+                self.data.synthetic.on and self.progressive.start is not None,
+                "data.synthetic cannot be combined with growing: set progressive.start to null",
+            ),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.architecture, vars(self))  # its class may be one that `config_of` has made
@@ -197,13 +219,16 @@ class GanConfig(RunConfig):
             if stages.growing and side in self.progressive.batch_sizes:
                 name = f"progressive.batch_sizes {side}: {size}"
             if size % world_size:
-                shared = f"{name} cannot be shared by {world_size} processes"
-                raise UserError(f"{shared}; make it a multiple of {world_size}")
+                raise UserError(
+                    f"{name} cannot be shared by {world_size} processes; make it a multiple of {world_size}"
+                )
             share = size // world_size
             micro = min(self.micro_limit or share, share)
             if share % micro:
-                split = f"micro_batch {micro} does not divide the {share} samples a process holds ({name})"
-                raise UserError(f"{split}; make it a divisor of {share}")
+                raise UserError(
+                    f"micro_batch {micro} does not divide the {share} samples a process holds ({name}); make it a "
+                    f"divisor of {share}"
+                )
             if self.loss.path_length_weight and share % 2:
                 raise UserError(
                     f"loss.path_length_weight (half a batch): a process must hold a multiple of 2 samples, but holds "

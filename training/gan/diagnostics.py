@@ -179,8 +179,7 @@ class Watch(Fields):
 
     def _overfits(self) -> Finding:
         """The discriminator knows its training images by heart."""
-        ratio = self.figures.get("overfit")
-        if ratio is not None:
+        if (ratio := self.figures.get("overfit")) is not None:
             shows = _shows(self._lasts("overfit"), gone=ratio < self.config.overfit[1])
             seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
         else:
@@ -218,8 +217,7 @@ class Watch(Fields):
             figures["saw"] = margin
         died, large = f"it did before, so it has died. Try: {REVIVE}", f"gamma is too large. Try: {SHARPEN}"
         why = died if "saw" in figures else large
-        words = f"the discriminator tells nothing apart: {seen}; {why}"
-        yield "blind", shows, words
+        yield "blind", shows, f"the discriminator tells nothing apart: {seen}; {why}"
         ratio, best = figures.get("diversity", math.nan), figures.get("best diversity", 0.0)
         low = ratio < config.diversity[0] and not figures.get("fell", 0.0)
         falls = ratio < config.diversity_fall * best and self.streaks.get("worse", 0) > 0

@@ -231,8 +231,7 @@ class GeneratorStep:
             with context.precision.autocast():
                 images, ws, _ = context.sample(latents, maps, rows, share.stage)
             assert ws is not None  # the config refuses path lengths for generators without styles
-            scale = context.precision.scale()
-            return losses.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
+            return losses.path_lengths(images, ws, noise[rows], context.precision.scale(), create_graph=create_graph)
 
         micro_batches = half.micro_batches()
         once = len(micro_batches) == 1

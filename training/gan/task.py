@@ -66,8 +66,7 @@ class GanTask(Task):
         draws = GanDraws(config.seed, device, label_shares(config.data, reader))
         spec = self.generator.spec
         given: Any = {"seed": config.seed, "channels": spec.channels, "alpha": spec.alpha, "device": device}
-        transfer = config.init_from is not None
-        ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=transfer)
+        ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=config.init_from is not None)
         networks = (self.generator, self.discriminator)
         hot = None if self.sets is None else torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
         self.context = Context(config, device, *networks, self.precision, draws, ada, schedule_images, hot)
@@ -162,8 +161,7 @@ class GanTask(Task):
             reals = self.context.reals(next(batches), share, "discriminator")
             with phase("discriminator/samples"), torch.no_grad(), self.precision.autocast():
                 latents, noise = self.context.latents(share, "discriminator", reals)
-                rows = share.micro_batches()
-                samples = [self.context.sample(latents, noise, part, share.stage)[0] for part in rows]
+                samples = [self.context.sample(latents, noise, part, share.stage)[0] for part in share.micro_batches()]
             fakes = [Images(part, real.labels) for part, real in zip(samples, reals, strict=True)]
         self.discriminator_step.run(share, reals, fakes, one_pass=self.generator_step.one_pass(share))
         self.precision.update_scale()

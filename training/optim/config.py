@@ -21,7 +21,7 @@ from duetgan.utils.config.model import (
     Probability,
     Share,
 )
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import UserError, refuse
 
 WarmUp = Annotated[NonNegativeInt, BeforeValidator(in_updates, json_schema_input_type=NonNegativeInt | Epochs)]
 
@@ -72,26 +72,35 @@ class OptimizerConfig(Config):
     def check(self) -> None:
         entry(dict.fromkeys(("constant", *DECAYS, "step", "one-cycle")), self.schedule, "schedule")
         clipping = [key for key in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, key) is not None]
-        if len(clipping) > 1:
-            given = " and ".join(clipping)
-            raise UserError(f"{given} are given; gradients are clipped in one way, keep one")
-        for key in ("betas", "cycle_momentum"):
-            pair = getattr(self, key)
-            if pair is not None and len(pair) != 2:
-                raise UserError(f"{key} {pair}: must be two numbers")
-        if self.schedule == "step" and bool(self.milestones) == bool(self.step_every):
-            raise UserError(
+        refuse(
+            (len(clipping) > 1, f"{' and '.join(clipping)} are given; gradients are clipped in one way, keep one"),
+            (len(self.betas) != 2, f"betas {self.betas}: must be two numbers"),
+            (
+                self.cycle_momentum is not None and len(self.cycle_momentum) != 2,
+                f"cycle_momentum {self.cycle_momentum}: must be two numbers",
+            ),
+            (
+                self.schedule == "step" and bool(self.milestones) == bool(self.step_every),
                 "schedule step needs milestones, the updates where the rate falls: [3000, 6000], or "
-                "step_every, the updates from one fall to the next: 3000; and not both"
-            )
-        if self.milestones != sorted(set(self.milestones)):
-            raise UserError(f"milestones {self.milestones}: must be rising numbers of updates")
-        if self.cycle_momentum is not None and self.name in MOMENTA and not self.momentum:
-            raise UserError("cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
-        if self.schedule_free and self.schedule != "constant":
-            raise UserError(f"name {self.name} replaces schedules; set schedule constant")
-        if self.beta2_final is not None and self.name not in ("adam", "adamw", "muon-adam"):
-            raise UserError(f"beta2_final is Adam's; leave it out with {self.name}")
+                "step_every, the updates from one fall to the next: 3000; and not both",
+            ),
+            (
+                self.milestones != sorted(set(self.milestones)),
+                f"milestones {self.milestones}: must be rising numbers of updates",
+            ),
+            (
+                self.cycle_momentum is not None and self.name in MOMENTA and not self.momentum,
+                "cycle_momentum changes a momentum, but momentum is 0; leave out one of them",
+            ),
+            (
+                self.schedule_free and self.schedule != "constant",
+                f"name {self.name} replaces schedules; set schedule constant",
+            ),
+            (
+                self.beta2_final is not None and self.name not in ("adam", "adamw", "muon-adam"),
+                f"beta2_final is Adam's; leave it out with {self.name}",
+            ),
+        )
         if self.schedule_free and not self.average_beta:
             key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
             raise UserError(f"name {self.name} needs {key} above 0: the average's share; 0.9 is usual")

@@ -65,8 +65,7 @@ class Masked(torch.optim.Optimizer):
         """Update the parameters by their gradients; `closure` is not supported."""
         assert closure is None
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
+            if parameters := [p for p in group["params"] if p.grad is not None]:
                 self.update(group, parameters)
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -224,8 +223,7 @@ class ScheduleFree(Masked):
         # of the new z in x; 0 where every rate so far was 0
         share = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
         for (device, _), (here,) in by_kind(parameters).items():
-            numbers = [number.to(device) for number in (taken, updates, share, group["lr"] * taken)]
-            self._move(group, here, *numbers)
+            self._move(group, here, *[number.to(device) for number in (taken, updates, share, group["lr"] * taken)])
 
     def _move(
         self, group: dict[str, Any], parameters: list[Tensor], taken: Tensor, updates: Tensor, share: Tensor, lr: Tensor
@@ -236,8 +234,7 @@ class ScheduleFree(Masked):
         directions = [torch.where(taken > 0, grad, 0.0) for grad in grads]
         if self.adamw:
             moments = [self.state[p]["exp_avg_sq"] for p in parameters]
-            decay = 1 - (1 - group["betas"][1]) * taken
-            torch._foreach_mul_(moments, decay.to(dtype))
+            torch._foreach_mul_(moments, (1 - (1 - group["betas"][1]) * taken).to(dtype))
             torch._foreach_addcmul_(moments, directions, directions, value=1 - group["betas"][1])
             correction = torch.where(updates > 0, 1 - group["betas"][1] ** updates, 1.0)
             denominators = torch._foreach_div(moments, correction.to(dtype))

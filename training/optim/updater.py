@@ -133,8 +133,7 @@ class Updater:
             group["lr"] = (self.config.lr_at(step, self.steps) if self.rate is None else self.rate) * scale
             if self.config.beta2_final is not None:
                 group["betas"] = self.config.betas_at(step, self.steps)
-            momentum = self.config.momentum_at(step, self.steps)
-            if momentum is not None:
+            if (momentum := self.config.momentum_at(step, self.steps)) is not None:
                 group |= {"momentum": momentum} if "momentum" in group else {"betas": (momentum, group["betas"][1])}
         skipped = (~torch.isfinite(norm)).float()
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]

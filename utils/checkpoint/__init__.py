@@ -109,8 +109,7 @@ def find_step(name: str) -> int | None:
 
 
 def step_of(path: Path) -> int:
-    step = find_step(path.name)
-    if step is None:
+    if (step := find_step(path.name)) is None:
         raise ValueError(f"{path.name} is not a checkpoint's name")
     return step
 
@@ -157,8 +156,7 @@ def point(folder: Path, which: str, path: Path, **more: Any) -> None:
     checksum = _checksum_file(path)
     if not checksum.is_file():  # the writer was killed before
         _write_checksum(path, file_sha256(path))
-    sha256 = checksum.read_text().split()[0]
-    entry = {"file": path.name, "step": step_of(path), "sha256": sha256, **more}
+    entry = {"file": path.name, "step": step_of(path), "sha256": checksum.read_text().split()[0], **more}
     replace_file(folder / f"{which}.json", f"{json.dumps(entry, indent=1)}\n".encode())
     sync_folder(folder)
 

@@ -103,8 +103,7 @@ def _check_optimizer(name: str, known_groups: list[dict[str, Any]], state: Any) 
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise Unfit(f"{name}.param_groups", groups, "a list of groups")
     for place, (group, known) in enumerate(zip(groups, known_groups, strict=False)):
-        missing = next((key for key in known if key in NEEDED and key not in group), None)
-        if missing is not None:
+        if (missing := next((key for key in known if key in NEEDED and key not in group), None)) is not None:
             raise ValueError(f"{name}.param_groups[{place}].{missing} is missing")
         numbers = {key: value for key, value in known.items() if key not in ("params", "param_names")}
         check_like(f"{name}.param_groups[{place}]", numbers, group)

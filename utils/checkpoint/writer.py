@@ -83,8 +83,7 @@ def write(snapshot: Snapshot, path: Path) -> None:
 
     Where it would not fit nothing is written: a disk that is full for a moment fails others' small writes.
     """
-    free = shutil.disk_usage(path.parent).free
-    if free < snapshot.size + SPARE:
+    if shutil.disk_usage(path.parent).free < snapshot.size + SPARE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     with open(path, "wb") as file:
         try:

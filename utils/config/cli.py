@@ -160,8 +160,10 @@ def number(kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = 
             value = math.nan
         digits = text.strip().lstrip("+-")
         if kind is int and digits.isdecimal() and (len(digits) > len(str(int(MOST))) or abs(int(digits)) >= MOST):
-            limits = f"from {max(int(low), -int(MOST)):,} to {min(int(high), int(MOST) - 1):,}"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large; give a whole number {limits}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is too large; give a whole number from {max(int(low), -int(MOST)):,} to "
+                f"{min(int(high), int(MOST) - 1):,}"
+            )
         if not (low < value < high if inner else low <= value <= high):
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
         return value
@@ -188,11 +190,19 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
     """`--precision`, with this default, `--fold` and `--tta`."""
     add = parser.add_argument
     choices = ("auto", "fp32", "bf16", "fp16")
-    told = f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})"
-    add("--precision", choices=choices, default=precision, help=told)
+    add(
+        "--precision",
+        choices=choices,
+        default=precision,
+        help=f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})",
+    )
     add("--fold", action="store_true", help="a classifier's convolutions do their BatchNorm's work: faster")
-    views = "mean of a classifier's logits: flip: with the mirror image; shift: and moved by a pixel (default: off)"
-    add("--tta", choices=("off", "flip", "shift"), default="off", help=views)
+    add(
+        "--tta",
+        choices=("off", "flip", "shift"),
+        default="off",
+        help="mean of a classifier's logits: flip: with the mirror image; shift: and moved by a pixel (default: off)",
+    )
 
 
 TABLE_OPTIONS = {  # of data.pack and the quickstart: the columns of a label table
@@ -233,18 +243,27 @@ def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True)
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:
     """`--import`, whose files and modules `parse_args` imports."""
-    text = "import code of your own, a .py file or an installed module, which adds to the registries; repeat it"
-    how: dict[str, Any] = {"dest": "imports", "default": argparse.SUPPRESS, "metavar": "FILE"}
-    parser.add_argument("--import", action="append", help=text, **how)
+    parser.add_argument(
+        "--import",
+        action="append",
+        help="import code of your own, a .py file or an installed module, which adds to the registries; repeat it",
+        dest="imports",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+    )
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`--checkpoint` (`required` or not), `--which`, `--device`, `--batch-size` and `--import`."""
     add_import_option(parser)
     add = parser.add_argument
-    text = "run folder, checkpoint file; for a classifier also torchvision:NAME or timm:NAME, either with =FILE,"
-    text += " torchvision's weights, or a folder of timm's"
-    add("--checkpoint", required=required, metavar="RUN_OR_FILE", help=text)
+    add(
+        "--checkpoint",
+        required=required,
+        metavar="RUN_OR_FILE",
+        help="run folder, checkpoint file; for a classifier also torchvision:NAME or timm:NAME, either with =FILE,"
+        " torchvision's weights, or a folder of timm's",
+    )
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")

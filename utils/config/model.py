@@ -215,8 +215,7 @@ class Stored(_Strict):
             wrong = _wrong(error, cls)
         if not isinstance(wrong, Unfit):
             raise wrong
-        key = f"{name}.{wrong.key}".strip(".")
-        raise Unfit(key, wrong.value, wrong.expected, problem=wrong.problem)
+        raise Unfit(f"{name}.{wrong.key}".strip("."), wrong.value, wrong.expected, problem=wrong.problem)
 
 
 class Config(_Strict):

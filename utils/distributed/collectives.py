@@ -117,11 +117,10 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
         return
     backend = dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    store = fresh_store(timeout)
     dist.init_process_group(
         backend,
         timeout=timeout,
-        store=store,
+        store=fresh_store(timeout),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         # with a device given, NCCL refuses tensors of other devices; a process with several devices must not give one,

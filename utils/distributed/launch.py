@@ -78,8 +78,12 @@ def obeyed_signals() -> list[signal.Signals]:
 def add_options(add: Callable[..., object]) -> None:
     """`--gpus` and `--procs`, for a parser's `add_argument`."""
     add("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
-    procs = "processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only"
-    add("--procs", type=int, metavar="N", help=procs)
+    add(
+        "--procs",
+        type=int,
+        metavar="N",
+        help="processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only",
+    )
 
 
 def start_processes(
@@ -92,8 +96,9 @@ def start_processes(
     devices = parse_gpus(gpus) if gpus else []
     processes = len(devices) or 1 if procs is None else procs
     if not 1 <= processes <= MOST_PROCESSES:
-        most = f"at least 1, at most {MOST_PROCESSES} on a machine"
-        raise UserError(f"--procs {processes}: {most}; give as many as it has cores")
+        raise UserError(
+            f"--procs {processes}: at least 1, at most {MOST_PROCESSES} on a machine; give as many as it has cores"
+        )
     if under_launcher() and LAUNCHED not in os.environ:  # torchrun; our launcher hands the options on
         world = os.environ["WORLD_SIZE"]
         if gpus is not None:

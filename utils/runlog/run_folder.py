@@ -98,8 +98,7 @@ class RunFolder:
         if config.is_file():
             return read_yaml(config)
         there = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        strangers = ", ".join(sorted(name for name in there.difference(SEARCHED) if not name.startswith("."))[:3])
-        if strangers:
+        if strangers := ", ".join(sorted(name for name in there.difference(SEARCHED) if not name.startswith("."))[:3]):
             raise UserError(f"{self.path}: is not empty and holds no run (found {strangers}); choose another --run-dir")
         return None
 
@@ -109,12 +108,10 @@ class RunFolder:
 
         Raises UserError when a difference would break the saved state (another task, model or seed).
         """
-        saved = self.saved_config()
-        if saved is None:
+        if (saved := self.saved_config()) is None:
             return []
         changed = differences(_filled(saved, defaults or {}), config)
-        breaking = {key: pair for key, pair in changed.items() if BREAKING.match(key) and pair[0] != "auto"}
-        if breaking:
+        if breaking := {key: pair for key, pair in changed.items() if BREAKING.match(key) and pair[0] != "auto"}:
             text = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(breaking.items())[:4])
             rest = f" and {len(breaking) - 4} more" if len(breaking) > 4 else ""
             raise UserError(

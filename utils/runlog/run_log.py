@@ -134,8 +134,7 @@ class RunLog:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
             config = self._folder / "config.yaml"
             if config.is_file():  # shown as code in Markdown
-                text = textwrap.indent(config.read_text(encoding="utf-8"), "    ")
-                self._events.add("text", "config", text, step)
+                self._events.add("text", "config", textwrap.indent(config.read_text(encoding="utf-8"), "    "), step)
         self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
 
     def pausing(self, what: str) -> AbstractContextManager[None]:
@@ -174,8 +173,10 @@ class RunLog:
             if close:
                 self._tracker.close()
         except Exception as error:
-            later = f"`python -m utils.runlog.trackers {self._folder} --to {self._tracker.name}` sends the rows later"
-            say(f"warning: {self._tracker.name}: {error}; training continues without it; {later}")
+            say(
+                f"warning: {self._tracker.name}: {error}; training continues without it; `python -m "
+                f"utils.runlog.trackers {self._folder} --to {self._tracker.name}` sends the rows later"
+            )
             self._tracker = None
 
     def _append(self, line: str) -> None:

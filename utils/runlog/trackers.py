@@ -129,14 +129,11 @@ class Tracker:
         with suppress(OSError, ValueError):
             sent = STATE.validate_json(bounded.read_file(state, bounded.TABLE))
         known = sent.get(self.name, Sent(id="", step=0))
-        rows = self._rows(known.step, last)
-        if rows:
+        if rows := self._rows(known.step, last):
             if self._session is None:
-                config = read_yaml(self._run / "config.yaml")
-                self._session = TRACKERS[self.name](self._run, config, known.id or None)
+                self._session = TRACKERS[self.name](self._run, read_yaml(self._run / "config.yaml"), known.id or None)
             for row in rows:
-                values = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
-                if values:
+                if values := {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}:
                     self._session.log(row["step"], values)
             sent[self.name] = Sent(id=self._session.id, step=rows[-1]["step"])
             replace_file(state, STATE.dump_json(sent))
