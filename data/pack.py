@@ -333,7 +333,10 @@ def main(argv: list[str]) -> None:
             source.remarks.append(f"{splits}: --val-share holds out a part of its training images")
         elif split is None and len(source.splits) > 1:
             parts = listed(source.splits)
-            source.remarks.append(f"{source.name}: its training images are packed; --split takes another of {parts}")
+            source.remarks.append(
+                f"{source.name}: only its training images are packed; for the others run this again with --split (of "
+                f"{parts}) and another DEST"
+            )
         warnings = [remark for remark in source.remarks if remark.startswith("warning: ")]
         for remark in source.remarks:
             if remark not in warnings:

@@ -46,7 +46,7 @@ from duetgan.utils.provenance import Lineage, recorded
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 """Called with each chunk of samples on rank 0, in their order: samples uint8 [b, C, H, W], labels int64 [b], the
 judge's probabilities [b, K] or None."""
-MIN_JUDGE_SKILL = 0.25  # 0: always predicting the most frequent class; 1: no mistake
+MIN_JUDGE_SKILL = 0.4  # 0: always predicting the most frequent class; 1: no mistake
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             kept = keep_predictions(out, columns, checkpoint, reader, seed=options.seed, judge=source)
             kept |= {"judge": seen, "weak_extractors": [name for name, each in skill_of.items() if each["is_weak"]]}
             if sets is None and names:
-                counts = np.bincount(columns["label"], minlength=len(names)).tolist()
-                kept["samples_by_class"] = dict(zip(names, counts, strict=True))
+                kept |= samples_by_class(names, columns)
+            kept["size"] = f"{reader.spec.width}x{reader.spec.height}"
             return document | kept | {"notes": notes, "images": images}
 
         return collectives.from_main_process(finish)
@@ -305,6 +305,16 @@ def flattered(extractors: Sequence[Extractor], generator: Lineage, judge: Classi
     if judge is not None and judge.lineage.related(generator):
         notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
     return notes
+
+
+def samples_by_class(names: Sequence[str], columns: Mapping[str, np.ndarray]) -> dict[str, dict[str, int]]:
+    """Return the number of samples of each class as requested, and as the judge predicts if there is one."""
+    result = {}
+    for key, column in (("samples_by_class", "label"), ("samples_predicted", "prediction")):
+        if column in columns:
+            counts = np.bincount(columns[column], minlength=len(names)).tolist()
+            result[key] = dict(zip(names, counts, strict=True))
+    return result
 
 
 def has_skill(fraction: Measured, chance: float) -> bool:

@@ -147,11 +147,10 @@ def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     width = 1 / len(reliability)
     above.bar(places, accuracy, width, color="#3b6ea5", edgecolor="white", label="accuracy")
-    gap = confidence - accuracy
-    above.bar(places, gap, width, accuracy, color="#d9822b", alpha=0.5, edgecolor="white", label="gap to confidence")
+    above.plot(places, confidence, "o", color="#d9822b", label="mean confidence")
     above.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")
     above.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"calibration error {ece:.4f}")
-    above.legend(loc="upper left", frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     below.bar(places, counts, width, color="#888888", edgecolor="white")
     below.set(xlabel="confidence", ylabel="images")
     save_figure(figure, path)

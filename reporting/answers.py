@@ -11,6 +11,7 @@ SOLVED = 0.95  # recognised real images, or accuracy: above it there is little t
 UNEVEN = 0.05  # accuracy over balanced accuracy: above it frequent classes hide rare ones
 FEW = 60  # images of a class: with fewer, more of them come first
 MIN_CONFUSED = 2  # images: a single one is no habit
+ONE_CLASS = 0.8  # of the samples: from here on a classifier takes them all for one class
 MIN_SAMPLES = 5  # of a class: fewer do not show whether it is learnt
 
 Document = Mapping[str, Any]  # an evaluation's
@@ -68,9 +69,15 @@ def _of_classifier(classifier: Document) -> list[str]:
 def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: int) -> list[str]:
     accuracy, majority = judge.get("accuracy"), judge.get("majority_class_rate")
     words = f"The classifier recognises {100 * gan['recognised']:.0f} % of the GAN's samples as the requested class"
-    words += "" if accuracy is None else f", and {100 * accuracy:.0f} % of real images of that size"
+    size = f"{gan['size']} px" if "size" in gan else "that size"
+    words += "" if accuracy is None else f", and {100 * accuracy:.0f} % of real images at {size}"
     words += "" if majority is None else f" (always predicting the most frequent class: {100 * majority:.0f} %)"
     fractions, counts = gan.get("recognised_by_class") or {}, gan.get("samples_by_class") or {}
+    predicted = gan.get("samples_predicted") or {}
+    name = max(predicted, key=predicted.__getitem__, default="")
+    if len(predicted) > 1 and predicted[name] >= ONE_CLASS * sum(predicted.values()):
+        fraction = predicted[name] / sum(predicted.values())
+        return [f"{words}.", f"It takes {100 * fraction:.0f} % of them for {name}: look at the samples yourself."]
     recalls = {name: row["recall"] for name, row in (classifier.get("per_class") or {}).items()}
     bad = []
     for name in [name for name, fraction in fractions.items() if fraction is not None]:
@@ -81,9 +88,9 @@ def _of_samples(gan: Document, classifier: Document, judge: Document, smallest: 
         return [f"{words}."]
     few = f"; the smallest class has only {counted(smallest, 'image')}" if smallest < FEW else ""
     if len(bad) == len(fractions) > 1:
-        return [f"{words}.", f"None of its {len(fractions)} classes is learnt{few}."]
+        return [f"{words}.", f"The GAN has learnt none of its {len(fractions)} classes{few}."]
     classes = counted(len(fractions), "class")
-    return [f"{words}.", f"Clearly not learnt: {listed(bad, 5)} ({len(bad)} of {classes}){few}."]
+    return [f"{words}.", f"The GAN has clearly not learnt {listed(bad, 5)} ({len(bad)} of {classes}){few}."]
 
 
 def _is_clearly_below(fraction: float, count: int | None, expected: float) -> bool:

@@ -105,11 +105,11 @@ def write_tables() -> None:
     """Write tables of the photos, and a folder of them without classes, as a user of a CSV file has them."""
     photos = sorted(Path("photos").glob("*/*.png"))
     Path("train").mkdir()
-    texts = {"labels.csv": "path,label\n", "tags.csv": "path,tags\n", "train.csv": "id,label\n"}
+    texts = {"labels.csv": "path,label,split\n", "tags.csv": "path,tags\n", "train.csv": "id,label\n"}
     for number, photo in enumerate(photos):
         kind = photo.parent.name
         shutil.copy(photo, f"train/{number}.jpg")
-        texts["labels.csv"] += f"{photo},{kind}\n"
+        texts["labels.csv"] += f"{photo},{kind},{'train' if number % 4 else 'val'}\n"
         texts["tags.csv"] += f"{photo},{kind} {'outside' if number % 3 else 'inside'}\n"
         texts["train.csv"] += f"{number},{kind}\n"
     for name, text in texts.items():

@@ -457,10 +457,12 @@ def test_a_gan(trained, pictures, capsys):
     expected["memorisation"] = copies | lists | {"extractor": "pixels", "weights": "", "searched": searched, "n": N}
     of_judge = keys(accuracy=share(q.argmax(1) == judged.labels), class_score=jackknife(divergence(q), high=KINDS))
     majority = np.bincount(judged.labels).max() / N
-    assert of_judge["accuracy"] > 0.25 + 0.75 * majority
+    assert of_judge["accuracy"] > 0.4 + 0.6 * majority
     expected["judge"] = of_judge | {"n": N, "majority_class_rate": majority, "is_weak": False}
     expected["weak_extractors"] = []
-    expected["samples_by_class"] = dict(zip(NAMES, np.bincount(first, minlength=KINDS).tolist(), strict=True))
+    for key, numbers in (("samples_by_class", first), ("samples_predicted", p[:N].argmax(1))):
+        expected[key] = dict(zip(NAMES, np.bincount(numbers, minlength=KINDS).tolist(), strict=True))
+    expected["size"] = f"{SIDE}x{SIDE}"
     rough = "; distances of fewer than 1,000 images are rough and depend on n: compare them only with metrics of "
     rough += "the same n, and only large differences"
     biased = f"a class has {np.bincount(first).min()} images a side, so its distance is mostly the bias of small n: "

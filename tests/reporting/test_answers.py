@@ -13,7 +13,7 @@ RIGHT = "The classifier is right on 86 % of the new images (95 % interval 82 to 
 MAJORITY = "; always predicting the most frequent class is right on"
 SAMPLES = (
     "The classifier recognises 71 % of the GAN's samples as the requested class, "
-    "and 90 % of real images of that size"
+    "and 90 % of real images at that size"
 )
 CLASSIFIER = {"accuracy": 0.861, "accuracy_interval": [0.82, 0.904], "n": 200}
 CONFUSED = [{"true": "cat", "predicted": "dog", "n": 3}, {"true": "dog", "predicted": "cow", "n": 1}]
@@ -42,7 +42,20 @@ NOISE = {"recognised": None, "judge": {"accuracy": 0.35, "majority_class_rate": 
             {},
             GAN | {"memorisation": {"copies": False}},
             100,
-            [f"{SAMPLES}.", "Clearly not learnt: cat (1 of 3 classes).", "There is no sign of copied images."],
+            [
+                f"{SAMPLES}.",
+                "The GAN has clearly not learnt cat (1 of 3 classes).",
+                "There is no sign of copied images.",
+            ],
+        ),
+        (  # a classifier that takes every sample for one class says nothing about the others
+            {},
+            GAN | {"size": "16x16", "samples_predicted": {"cat": 4, "dog": 90, "cow": 6}},
+            100,
+            [
+                f"{SAMPLES.replace('that size', '16x16 px')}.",
+                "It takes 90 % of them for dog: look at the samples yourself.",
+            ],
         ),
         (  # a class that the judge does not know of real images either
             {"accuracy": 0.9, "per_class": {"cat": {"recall": 0.5}, "dog": {"recall": None}}},
@@ -56,7 +69,7 @@ NOISE = {"recognised": None, "judge": {"accuracy": 0.35, "majority_class_rate": 
             1,
             [
                 f"{SAMPLES} (always predicting the most frequent class: 50 %).",
-                "Clearly not learnt: dog (1 of 2 classes); the smallest class has only 1 image.",
+                "The GAN has clearly not learnt dog (1 of 2 classes); the smallest class has only 1 image.",
             ],
         ),
         (  # U10: all classes are not listed as if others were learnt
@@ -65,7 +78,7 @@ NOISE = {"recognised": None, "judge": {"accuracy": 0.35, "majority_class_rate": 
             41,
             [
                 "The classifier recognises 20 % of the GAN's samples as the requested class.",
-                "None of its 7 classes is learnt; the smallest class has only 41 images.",
+                "The GAN has learnt none of its 7 classes; the smallest class has only 41 images.",
                 "It copies training images.",
             ],
         ),

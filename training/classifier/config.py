@@ -125,11 +125,11 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
         ),
         (
             have_several and not config.loss.several,
-            f"{path}: its images may have several labels: set loss.kind bce or asymmetric",
+            f"{path}: its images may have several labels: set --loss.kind bce, or asymmetric where most are absent",
         ),
         (
             config.loss.several and config.finetune.probe,
-            "finetune.probe is a regression for one label an image; leave it out",
+            "finetune.probe is a regression for one label an image; set --finetune.probe false",
         ),
         (
             config.model.classes is not None and config.model.classes != len(classes),

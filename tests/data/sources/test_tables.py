@@ -219,7 +219,7 @@ def test_a_dictionary_of_data_sets_says_which_split_is_packed(tmp_path, capsys):
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "odd"]}))
     assert run_cli(main, [str(root), str(tmp_path / "x.lmdb"), "--workers", "0"]) == 0
     assert (
-        "pets train: its training images are packed; --split takes another of odd, test, train"
+        "pets train: only its training images are packed; for the others run this again with --split (of odd, test, "
         in capsys.readouterr().err
     )
     assert run_cli(main, [str(root), str(tmp_path / "y.lmdb"), "--workers", "0", "--split", "test"]) == 0

@@ -124,7 +124,7 @@ def test_an_export_carries_the_thresholds(folder, run, tmp_path):
 
 
 REFUSED = [
-    ({"loss": {"kind": "cross-entropy"}}, "may have several labels: set loss.kind bce or asymmetric"),
+    ({"loss": {"kind": "cross-entropy"}}, "may have several labels: set --loss.kind bce"),
     ({"data": {"path": "one.lmdb", "val_path": None}}, "have one label each: set loss.kind cross-entropy"),
     ({"data": {"path": "train.lmdb", "val_path": "one.lmdb"}}, "in one of them alone images have several labels"),
     ({"finetune": {"probe": True}}, "finetune.probe is a regression for one label an image"),
