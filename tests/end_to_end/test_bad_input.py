@@ -156,7 +156,7 @@ def test_options_of_a_gan(tmp_path, packed, refused, options, told):
 )
 def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(command, refused, monkeypatch, gpus, usable, told):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: usable)
-    for name in VISIBLE:
+    for name in ("CUDA_DEVICE_ORDER", *VISIBLE):
         monkeypatch.setenv(name, "")  # train.py sets it; this puts it back
     line = refused(train.main, *command, "--gpus", gpus, "--procs", "1")
     assert told in line

@@ -22,6 +22,7 @@ from torch import nn
 
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.launch import VISIBLE
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
 from tests.mutation.recording import product_files
@@ -125,8 +126,9 @@ class Stubs:
         self, patch: pytest.MonkeyPatch, out: Path, command: str, arguments: str, world: dict[str, Path]
     ) -> None:
         self.out = out
-        patch.delenv("DUET_WEIGHTS", raising=False)
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name in ("DUET_WEIGHTS", "CUDA_DEVICE_ORDER", *VISIBLE):
+            patch.setenv(name, "")  # put back afterwards: train.py sets some
+            patch.delenv(name)
         places = (world["resnet50"],) if "resnet50" in arguments else ()
         patch.setattr("duetgan.metrics.features.extractors.PLACES", places)
         patch.setattr("duetgan.metrics.images.save_figure", lambda figure, path: Path(path).write_bytes(b""))
