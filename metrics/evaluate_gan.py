@@ -259,7 +259,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             observe=board.observe,
         )
         samples = gathered.samples[0]
-        seen, *skills = judge_skills([judge, *(each.classifier for each in extractors)], reader, samples.n, options)
+        of_judge, *skills = judge_skills([judge, *(each.classifier for each in extractors)], reader, samples.n, options)
         skill_of = {each.name: skill for each, skill in zip(extractors, skills, strict=True) if skill}
 
         def finish() -> dict[str, Any]:
@@ -273,17 +273,17 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             notes |= {"floor": why, "memorisation": why} if why else {}
             interval = document["recognised_interval"]
             notes |= few_images(samples.n, interval=interval, what="recognised share", distances=True)
-            notes |= flattered(extractors, learnt_from, judge) | weak_judges(seen, skill_of)
+            notes |= flattered(extractors, learnt_from, judge) | weak_judges(of_judge, skill_of)
             columns = {"label": samples.labels[: samples.n].numpy() if sets is None else np.zeros(samples.n, np.int64)}
             if sets is None and samples.probabilities is not None:
                 confidence, predicted = samples.probabilities.max(1)
                 columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
             source = None if judge is None else fingerprint(judge)
             kept = keep_predictions(out, columns, checkpoint, reader, seed=options.seed, judge=source)
-            kept |= {"judge": seen, "weak_extractors": [name for name, each in skill_of.items() if each["is_weak"]]}
+            kept |= {"judge": of_judge, "size": f"{reader.spec.width}x{reader.spec.height}"}
+            kept["weak_extractors"] = [name for name, skill in skill_of.items() if skill["is_weak"]]
             if sets is None and names:
                 kept |= samples_by_class(names, columns)
-            kept["size"] = f"{reader.spec.width}x{reader.spec.height}"
             return document | kept | {"notes": notes, "images": images}
 
         return collectives.from_main_process(finish)

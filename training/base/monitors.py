@@ -116,7 +116,7 @@ class Failing:
         failed.clear()
 
     def healthy(self, step: int) -> int | None:
-        """While updates are being skipped, the last step after which one was made; None: they are not.
+        """Return the last step after which an update was made while updates are being skipped, else None.
 
         The update before the first that was skipped may be what broke the weights.
         """

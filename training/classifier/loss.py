@@ -88,7 +88,7 @@ class ClassifierLossConfig(Config):
 
     @property
     def several(self) -> bool:
-        """Whether it is for images that may have several labels."""
+        """Return whether the loss is for images that may have several labels."""
         return self.function.several
 
 
@@ -105,11 +105,11 @@ class Targets(NamedTuple):
 
     def correct(self, logits: Tensor) -> Tensor:
         """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted class, one of several
-        labels by the share of its classes that are told rightly.
+        labels by the share of its classes that are predicted correctly.
         """
         if self.labels.is_floating_point():
-            told = (logits > 0).to(logits.dtype) - soft_targets(self, logits.shape[1], logits.dtype)
-            return (1 - told.abs()).mean(1).sum()
+            errors = (logits > 0).to(logits.dtype) - soft_targets(self, logits.shape[1], logits.dtype)
+            return (1 - errors.abs()).mean(1).sum()
         predicted = logits.argmax(1)
         if self.others is None or self.own is None:
             return (predicted == self.labels).sum()

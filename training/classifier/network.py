@@ -35,10 +35,10 @@ def initialise(model: Classifier, reader: Dataset) -> None:
         return
     with collectives.raising_together():  # each node may have files of its own
         if model.config.discriminator is None:
-            taken = load_pretrained(model, reader.meta.classes)
+            message = load_pretrained(model, reader.meta.classes)
         else:
-            taken = load_discriminator(model)
-    say_main(taken)
+            message = load_discriminator(model)
+    say_main(message)
 
 
 def load_discriminator(model: Classifier) -> str:

@@ -115,7 +115,7 @@ class CheckpointManager:
         return reason and f"{reason} and {why}; make room, then the same command resumes"
 
     def steps_up_to(self, step: int) -> list[int]:
-        """The steps of the run's checkpoints, newest first, none beyond `step`."""
+        """Return the steps of the run's checkpoints up to `step`, newest first."""
         every = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
         return [each for each in every if each <= step]
 

@@ -81,7 +81,7 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int 
 
 
 def remedy_for_broken(config: RunConfig, step: int | None) -> str:
-    """What to do where updates are not finite. `step`: of the last sound checkpoint, None without one."""
+    """Return what to do where updates are not finite. `step`: of the last sound checkpoint, None without one."""
     keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
     rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
     calmer = f"lower the learning rate ({rates})"

@@ -41,9 +41,9 @@ def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int |
 
 def check_spikes(loop: "Loop", values: list[float]) -> None:
     """Warn of a spike in the last values of the watched metric, or go back. Raises TrainingHalted beyond the limit."""
-    if (seen := loop.spikes.see(loop.step - len(values), values)) is None:
+    if (jump := loop.spikes.see(loop.step - len(values), values)) is None:
         return
-    spike, value, usual = seen
+    spike, value, usual = jump
     problem = f"{loop.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
     if loop.config.spikes.action != "roll-back":
         say_main(f"warning: {problem}")

@@ -52,7 +52,7 @@ class Bar(tqdm):
 
     @contextmanager
     def pausing(self, what: str) -> Iterator[None]:
-        """Around other work, which does not count in the time left; lines say `what` is being done."""
+        """Leave other work out of the time left; meanwhile lines say that `what` is being done."""
         if self._pause[0]:
             yield
             return

@@ -191,5 +191,5 @@ def test_numbers_that_are_too_large_are_told_the_range(text):
     """G6: a seed of twenty digits was "not a whole number"."""
     with pytest.raises(argparse.ArgumentTypeError, match="is too large; give a whole number from -9,223,"):
         number(int)(text)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"is (too large; give a whole number from 1 to|not a whole)"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is too large; give a whole number from 1 to 9,223,"):
         positive(text)
