@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train.py", "evaluate.py", "generate.py", "predict.py", "export.py"]
 MODULES = ["inference.influence", "data.pack", "data.inspect", "data.duplicates", "reporting.compare"]
-NOWHERE = ["--checkpoint", "runs/nothing-here"]
+NOWHERE = ["--checkpoint", "nowhere/nothing-here"]
 OUT = ["--out", os.path.join(tempfile.gettempdir(), "x.png")]
 MISSING = {
     "evaluate.py": NOWHERE,
