@@ -10,7 +10,7 @@ from tests.accelerator.commands import COMMANDS
 from tests.accelerator.test_accelerator import python
 
 pytestmark = pytest.mark.timeout(900)  # all commands run when the first one's row is asked for
-FAST = ("project", "gradcam")  # without the others a few seconds
+FAST = ("gradcam",)  # without the others a few seconds
 REST = [name for name in (*COMMANDS, "explorer") if name not in FAST]
 ON_THE_CPU = ("export-weights", "export-program")
 

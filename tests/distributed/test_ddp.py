@@ -85,6 +85,7 @@ def two_losses(way: str) -> list[Tensor]:
     return gathered(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["one forward, two backwards", "two forwards, two backwards"])
 def test_two_synchronised_backwards_leave_different_gradients_without_an_error(
     found: dict[int, dict[str, Any]], way: str

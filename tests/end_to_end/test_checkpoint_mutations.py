@@ -145,7 +145,7 @@ def outcome(load_it: Callable[[Path], None], path: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["classifier", "gan"])
 @pytest.mark.usefixtures("slim")
 def test_whatever_a_checkpoint_holds(tmp_path, packed, task, every):

@@ -110,7 +110,7 @@ def test_a_variant_trains_and_is_used(name, packed, tmp_path, capsys):
     assert (straight / "report.html").is_file()
 
 
-@pytest.mark.parametrize("name", ["stylegan2", "r3gan"])
+@pytest.mark.parametrize("name", [pytest.param("stylegan2", marks=pytest.mark.slow), "r3gan"])
 def test_activation_checkpointing_changes_no_weight_and_is_traced(name, packed, tmp_path):
     """N1: the graphs for TensorBoard are traced, which cannot record a stage that is computed again."""
     config = tmp_path / "variant.yaml"
@@ -131,10 +131,10 @@ MODELS = {
     "efficientnet_b0": ["--model.stem", "small"],
     "timm:test_efficientnet": ["--model.stem", "imagenet", "--model.input_size", "32"],
 }
-SLOW = {"efficientnet_b0": [pytest.mark.slow]}  # one EfficientNet is in the fast tests
+FAST = "convnext_tiny"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, [])) for name in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in MODELS])
 def test_from_training_to_the_hub(name, packed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(base, "make", lambda name, **options: SLIM[name]())
     config = write_config(tmp_path / "c.yaml", "classifier", packed)

@@ -303,6 +303,7 @@ def seen_through(images, spec):
     return torch.cat([colours * alpha / RANGES[spec.depth][1], alpha], 1) if spec.alpha else images
 
 
+@pytest.mark.slow
 @settings(max_examples=14, deadline=None)
 @example("stylegan2", 4, True, "uint16", (12, 8), False)
 @given(

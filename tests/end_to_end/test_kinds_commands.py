@@ -43,7 +43,7 @@ def pack(path: Path, spec: ImageSpec, n: int, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("slim")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["RGBA", pytest.param("float", marks=pytest.mark.slow)])
 def test_from_the_file_to_what_is_made_of_it(name, tmp_path, capsys):
     spec, architecture = CASES[name]
     for part, count in (("train", 24), ("val", 12)):

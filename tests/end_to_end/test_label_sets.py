@@ -71,6 +71,7 @@ def run(folder) -> Path:
     return trained(folder, "gan", GAN, *PIXELS)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_a_straight_one_and_knows_its_sets(folder, run):
     straight = trained(folder, "straight", GAN, *PIXELS, once=True)
     assert not differing(state_of(straight, 6), state_of(run, 6))
@@ -117,7 +118,7 @@ def test_figures_tell_what_was_recognised(folder, run, tmp_path, capsys):
     assert next(row for row in compared if row["figure"] == "recognised")["difference"] == 0
 
 
-def test_what_is_drawn_and_exported_keeps_the_sets(run, tmp_path):
+def test_what_is_drawn_keeps_the_sets(run, tmp_path):
     given = ["--checkpoint", str(run)]
     assert run_cli(generate.main, ["grid", *given, "--out", str(tmp_path / "some"), "--classes", "ring, dot;bar"]) == 0
     names = sorted(file.name for file in (tmp_path / "some").iterdir())
@@ -137,6 +138,11 @@ def test_what_is_drawn_and_exported_keeps_the_sets(run, tmp_path):
     one, other = (duetgan.load_generator(place, device="cpu") for place in (run, weights))
     assert one.label_names == other.label_names
     assert torch.equal(one.sample(5).images, other.sample(5).images)
+
+
+@pytest.mark.slow
+def test_programs_take_the_sets(run, tmp_path):
+    given, one = ["--checkpoint", str(run)], duetgan.load_generator(run, device="cpu")
     assert run_cli(export.main, [*given, "--format", "torch-export", "--out", str(tmp_path / "w.pt2")]) == 0
     program = torch.export.load(tmp_path / "w.pt2").module()
     z, hot = torch.randn(3, 8), torch.tensor([[1.0, 1, 0], [0, 0, 0], [0, 0, 1]])

@@ -12,7 +12,7 @@ from tests.training.engine.test_profile import phases_of
 pytestmark = pytest.mark.usefixtures("slim_module")
 
 
-@pytest.mark.parametrize("task", ["gan", "classifier"])
+@pytest.mark.parametrize("task", [pytest.param("gan", marks=pytest.mark.slow), "classifier"])
 def test_profiled_and_resumed_equals_straight(tmp_path, packed, task, capsys):
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     straight, profiled = tmp_path / "straight", tmp_path / "profiled"

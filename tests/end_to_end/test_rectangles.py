@@ -238,6 +238,7 @@ def trained(folder: Path, name: str) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slim_module")
 def test_from_the_folder_to_what_is_made_of_it(flags, tmp_path, capsys):
     gan, classifier = trained(flags, "gan"), trained(flags, "classifier")

@@ -49,7 +49,8 @@ def recipe(path: Path, task: str, images: Path, *, shards: bool, **changes: Any)
     return ["--config", str(write_recipe(path, task, images, **changes)), *options, "--run-dir"]
 
 
-@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classifier", "gan"])
 def test_a_resumed_run_on_shards_equals_one_on_the_packed_file(task, images, tmp_path, capsys, monkeypatch):
     packed = [*recipe(tmp_path / "recipe.yaml", task, images, shards=False), str(tmp_path / "packed")]
     straight = Trained(tmp_path / "packed", run(packed, tmp_path / "notes-0"))

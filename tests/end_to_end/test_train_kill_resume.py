@@ -16,6 +16,7 @@ from tests.end_to_end.helpers import events_of, graph_scopes, log_of, status, tr
 pytestmark = pytest.mark.usefixtures("slim")
 
 
+@pytest.mark.slow
 def test_classifier_evaluate_and_predict(tmp_path, packed, capsys):
     config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed, tensorboard=True), tmp_path / "run"
     assert train_in_process(config, run, "--steps", "60", "--evaluation.every", "20") == 0
@@ -45,6 +46,7 @@ def test_classifier_evaluate_and_predict(tmp_path, packed, capsys):
     assert 0 <= label < 10
 
 
+@pytest.mark.slow
 def test_gan_evaluate_and_generate(tmp_path, packed, capsys):
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed, tensorboard=True), tmp_path / "run"
     judge_config, judge = write_config(tmp_path / "judge.yaml", "classifier", packed), tmp_path / "judge"

@@ -93,8 +93,8 @@ def refused_by_a_full_disk(recipe: list[str], run: Path) -> Outcome:
 @pytest.mark.parametrize(
     ("refused", "setting"),
     [
-        *((refused_by_a_limit, "warn"), (refused_by_a_full_disk, "stop")),
-        pytest.param(refused_by_a_limit, "stop", marks=SLOW),
+        (refused_by_a_full_disk, "stop"),
+        *(pytest.param(refused_by_a_limit, setting, marks=SLOW) for setting in ("warn", "stop")),
         pytest.param(refused_by_a_full_disk, "warn", marks=SLOW),
     ],
 )
@@ -122,6 +122,7 @@ def test_fault_10_disk_full(command, gan_recipe, tmp_path, refused, setting):
     assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
 
 
+@pytest.mark.slow
 def test_fault_10_no_room_for_images_and_events(gan_recipe, run):
     """Sample grids; TensorBoard's scalars, images and graphs; statistics of layers."""
     config = run.with_name("recipe.yaml")

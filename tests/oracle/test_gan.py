@@ -110,6 +110,7 @@ SETS = [[], [0], [0, 1, 2], [1, 2]]  # of classes: what images have together
 # in micro-batches and over ranks: what is done once a pass, once a step, in pairs, with p, by stages, without styles
 SPLIT = ["everything", "pairs", "wasserstein", "shared-fakes", "apart", "ada", "growing", "r3gan", "dcgan"]
 SPLIT += ["several-everything", "shared-pairs"]
+LONG = ("growing", "several-everything")  # a step of each is compared in one piece
 
 
 def steps_of(tree: dict[str, Any]) -> int:
@@ -181,7 +182,7 @@ def test_a_step_is_the_papers(folder: Any, name: str) -> None:
     assert_equal(folder, TREES[name], trained(folder, TREES[name]))
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in SPLIT])
 def test_micro_batches_are_the_whole_batch(folder: Any, name: str) -> None:
     assert_equal(folder, TREES[name], trained(folder, TREES[name] | {"micro_batch": 4}))
 

@@ -43,7 +43,7 @@ OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
 GAN: dict[
     str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]
 ] = {  # key -> its other value, tree, what else
-    **{f"generator_optimizer.{key}": (value, "everything", base) for key, (value, base) in OPTIMIZER.items()},
+    **{f"generator_optimizer.{key}": (value, "shared", base) for key, (value, base) in OPTIMIZER.items()},
     **{"loss.objective": ("hinge", "everything"), "loss.r1_gamma": (2.0, "everything")},
     **{"loss.r2_gamma": (2.0, "everything"), "loss.gamma_final": (0.6, "everything")},
     "loss.same_pairs": (True, "pairs"),
