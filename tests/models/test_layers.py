@@ -1,7 +1,5 @@
 """The layers of both models: equalised, modulated, resampling, and BatchNorm in one process."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from duetgan.models.layers import (
     EqualizedConv2d,
     EqualizedLinear,
     blur_fir,
-    compute_dtype,
     downsample_fir,
     fir_kernel,
     normalize_second_moment,
@@ -30,24 +27,13 @@ from tests.models import reference
 from tests.models.helpers import close, draw, randomised, same
 
 
-def test_second_moments_become_one_and_convolutions_start_with_unit_variance():
-    x = draw(3, 5) * torch.tensor([[1.0], [100.0], [0.01]])
-    close(normalize_second_moment(x), reference.normalised(x.numpy()))
+def test_second_moments_of_zeros_and_convolutions_start_with_unit_variance():
     zeros = normalize_second_moment(torch.zeros(1, 4))
     assert zeros.eq(0).all()  # eps keeps a row of zeros from becoming NaN
     with forked(0, "init", "conv"):
         layer = EqualizedConv2d(64, 64, 3)
     assert layer.weight.std().item() == pytest.approx(1.0, rel=0.02)
     assert layer.bias.eq(0).all()
-
-
-@pytest.mark.parametrize("lr_multiplier", [1.0, 0.01])
-@pytest.mark.parametrize("activation", [False, True])
-def test_equalised_linear(lr_multiplier, activation):
-    layer = randomised(EqualizedLinear(5, 4, bias_init=0.3, lr_multiplier=lr_multiplier, activation=activation))
-    x = draw(6, 5)
-    expected = reference.linear(layer, x.numpy(), lr_multiplier=lr_multiplier, activation=activation)
-    close(layer(x), expected)
 
 
 @pytest.mark.parametrize("lr_multiplier", [1.0, 0.01])
@@ -58,29 +44,6 @@ def test_equalised_linear_starts_with_unit_scale_and_the_given_bias(lr_multiplie
     outputs = layer(torch.randn(200, 400, generator=generator(0, "test")))
     assert outputs.mean().item() == pytest.approx(1.0, abs=0.03)  # the bias reaches the output whatever the multiplier
     assert outputs.std().item() == pytest.approx(1.0, rel=0.05)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("downsample", [False, True])
-@pytest.mark.parametrize(("bias", "activation", "gain"), [(True, True, 1.0), (False, False, math.sqrt(0.5))])
-def test_equalised_convolution(size, downsample, bias, activation, gain):
-    layer = randomised(EqualizedConv2d(3, 4, size, downsample=downsample, bias=bias, activation=activation, gain=gain))
-    x = draw(2, 3, 6, 8)
-    found = layer(x)
-    expected = [
-        reference.conv(layer, image, downsample=downsample, activation=activation, gain=gain) for image in x.numpy()
-    ]
-    assert found.shape == (2, 4, 3, 4) if downsample else (2, 4, 6, 8)
-    close(found, np.stack(expected))
-
-
-def test_compute_dtype_follows_autocast():
-    x = torch.zeros(1, dtype=torch.float64)
-    assert compute_dtype(x) == torch.float64
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert compute_dtype(x) == torch.bfloat16
-        with torch.autocast("cpu", enabled=False):
-            assert compute_dtype(x) == torch.float64
 
 
 def activation_inputs(*, noise, dtype=torch.float64):

@@ -99,23 +99,6 @@ SMALL: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("classes", [0, 3])
-def test_every_architecture_is_built_and_run_alike(name, classes):
-    entry = architecture_of(name)
-    with torch.device("meta"):  # of full size, without its memory
-        shape = {"resolution": 32, "channels": 3, "classes": classes}
-        generator = entry.generator(entry.generator_config(), **shape)
-        discriminator = entry.discriminator(entry.discriminator_config(), **shape)
-    for network in (generator, discriminator):
-        assert (network.resolution, network.channels, network.classes) == (32, 3, classes)
-    assert generator.z_dim == entry.generator_config().z_dim
-    assert discriminator.config.group >= 1
-    assert isinstance(generator.noise_shapes(), list)
-    for method in ("hidden", "features", "project"):
-        assert callable(getattr(discriminator, method))
-
-
 def test_an_unknown_name_is_refused_with_the_near_one():
     with pytest.raises(UserError, match=r"'r3-gan' is unknown \(did you mean 'r3gan'\?\); there are stylegan2, r3gan"):
         architecture_of("r3-gan")
