@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from duetgan.metrics.grad_cam import grad_cam, image_heat
-from duetgan.models.backbones.base import MEAN, STD, Backbone
+from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import fold_batchnorm
@@ -135,29 +135,6 @@ def test_small_stems_keep_more_of_small_images(name, stem, stride, slim):
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("by", ["stage", "block"])
-def test_freezing_and_decay_follow_the_description(name, by, slim):
-    model = build(name).train()
-    second = model.stages[1]
-    tuning = FineTuning(
-        model, FineTuneConfig(freeze=["stem"], unfreeze={second: 2, "head": 0}, layer_decay=0.5, layer_decay_by=by)
-    )
-    order = list(dict.fromkeys(model.block_of.values() if by == "block" else map(model.stage_of, model.block_of)))
-    for parameter, block in model.block_of.items():
-        stage = model.stage_of(parameter)
-        assert tuning.begins[parameter] == {"head": 0, second: 2}.get(stage)
-        layer = block if by == "block" else stage
-        assert tuning.factors[parameter] == 0.5 ** (len(order) - 1 - order.index(layer))
-    for step, trains in ((0, {"head"}), (2, {"head", second})):
-        tuning.at(step)
-        assert {model.stage_of(name) for name, p in model.named_parameters() if p.requires_grad} == trains
-    frozen = [
-        m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and model.stage_of(f"{n}.bias") == "stem"
-    ]
-    assert not any(norm.training for norm in frozen)
-
-
-@pytest.mark.parametrize("name", OURS)
 def test_checkpointing_and_splits_change_no_gradient(name, slim):
     found = []
     for config in ({}, {"activation_checkpointing": True}, {"split": "auto"}):
@@ -209,11 +186,6 @@ def test_weights_of_another_head_and_of_colour_are_fitted(name, tmp_path):
     for key, value in state.items():
         expected = value.sum(1, keepdim=True) if key == first else value
         assert torch.equal(found[key], expected) == (not key.startswith(donor.backbone.head)), key
-
-
-def test_imagenets_mean_and_spread_are_torchvisions():
-    transform = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
-    assert [list(MEAN), list(STD)] == [transform.mean, transform.std]
 
 
 @pytest.mark.parametrize("name", OURS)

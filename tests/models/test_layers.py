@@ -1,7 +1,5 @@
 """The layers of both models: equalised, modulated, resampling, and BatchNorm in one process."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -10,15 +8,12 @@ from torch._subclasses import FakeTensorMode
 
 from duetgan.models import layers
 from duetgan.models.batchnorm import CPUSyncBatchNorm2d, synchronise_batchnorm
-from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.layers import (
     LEAKY_SLOPE,
     EqualizedConv2d,
     EqualizedLinear,
     blur_fir,
-    compute_dtype,
     downsample_fir,
-    fir_kernel,
     normalize_second_moment,
     pointwise,
     scaled_activation,
@@ -30,24 +25,13 @@ from tests.models import reference
 from tests.models.helpers import close, draw, randomised, same
 
 
-def test_second_moments_become_one_and_convolutions_start_with_unit_variance():
-    x = draw(3, 5) * torch.tensor([[1.0], [100.0], [0.01]])
-    close(normalize_second_moment(x), reference.normalised(x.numpy()))
+def test_second_moments_of_zeros_and_convolutions_start_with_unit_variance():
     zeros = normalize_second_moment(torch.zeros(1, 4))
     assert zeros.eq(0).all()  # eps keeps a row of zeros from becoming NaN
     with forked(0, "init", "conv"):
         layer = EqualizedConv2d(64, 64, 3)
     assert layer.weight.std().item() == pytest.approx(1.0, rel=0.02)
     assert layer.bias.eq(0).all()
-
-
-@pytest.mark.parametrize("lr_multiplier", [1.0, 0.01])
-@pytest.mark.parametrize("activation", [False, True])
-def test_equalised_linear(lr_multiplier, activation):
-    layer = randomised(EqualizedLinear(5, 4, bias_init=0.3, lr_multiplier=lr_multiplier, activation=activation))
-    x = draw(6, 5)
-    expected = reference.linear(layer, x.numpy(), lr_multiplier=lr_multiplier, activation=activation)
-    close(layer(x), expected)
 
 
 @pytest.mark.parametrize("lr_multiplier", [1.0, 0.01])
@@ -58,29 +42,6 @@ def test_equalised_linear_starts_with_unit_scale_and_the_given_bias(lr_multiplie
     outputs = layer(torch.randn(200, 400, generator=generator(0, "test")))
     assert outputs.mean().item() == pytest.approx(1.0, abs=0.03)  # the bias reaches the output whatever the multiplier
     assert outputs.std().item() == pytest.approx(1.0, rel=0.05)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("downsample", [False, True])
-@pytest.mark.parametrize(("bias", "activation", "gain"), [(True, True, 1.0), (False, False, math.sqrt(0.5))])
-def test_equalised_convolution(size, downsample, bias, activation, gain):
-    layer = randomised(EqualizedConv2d(3, 4, size, downsample=downsample, bias=bias, activation=activation, gain=gain))
-    x = draw(2, 3, 6, 8)
-    found = layer(x)
-    expected = [
-        reference.conv(layer, image, downsample=downsample, activation=activation, gain=gain) for image in x.numpy()
-    ]
-    assert found.shape == (2, 4, 3, 4) if downsample else (2, 4, 6, 8)
-    close(found, np.stack(expected))
-
-
-def test_compute_dtype_follows_autocast():
-    x = torch.zeros(1, dtype=torch.float64)
-    assert compute_dtype(x) == torch.float64
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert compute_dtype(x) == torch.bfloat16
-        with torch.autocast("cpu", enabled=False):
-            assert compute_dtype(x) == torch.float64
 
 
 def activation_inputs(*, noise, dtype=torch.float64):
@@ -99,6 +60,8 @@ def test_scaled_activation(noise, layout):
     found = scaled_activation(x.to(memory_format=layout), scale, bias, extra)
     close(found, np.where(sums > 0, sums, LEAKY_SLOPE * sums))
     assert found.is_contiguous(memory_format=layout)
+    assert torch.autograd.gradcheck(scaled_activation, (x, scale, bias, extra))
+    assert torch.autograd.gradgradcheck(scaled_activation, (x, scale, bias, extra))
 
 
 def test_scaled_activation_makes_only_the_gradients_that_are_wanted():
@@ -160,17 +123,13 @@ def test_style_starts_at_one_and_demodulated_output_has_the_gain_as_its_scale():
         assert out[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1.0, rel=0.05)
 
 
-def test_noise_has_no_effect_at_the_start_and_the_fir_kernel_is_1331():
+def test_noise_has_no_effect_at_the_start():
     layer = StyledLayer(3, 4, 5, 8).double()
     x, w, noise = draw(2, 3, 8, 8), draw(2, 5, key="w"), draw(2, 1, 8, 8, key="noise")
     torch.testing.assert_close(layer(x, w, noise), layer(x, w, None), rtol=0, atol=0)
     layer(x, w, noise).sum().backward()
     assert layer.noise_strength.grad is not None
     assert layer.noise_strength.grad != 0
-    kernel = fir_kernel(2, 4.0, torch.zeros(1, dtype=torch.float64))
-    assert kernel.shape == (2, 1, 4, 4)
-    for channel in kernel:
-        close(channel[0], np.outer([1, 3, 3, 1], [1, 3, 3, 1]) / 16)
 
 
 def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
@@ -313,22 +272,6 @@ def test_alone_it_is_batchnorm(momentum, affine):
         values.append(layer.eval()(draw(2, 3, 2, 2, key="evaluation")))
     torch.testing.assert_close(*found, rtol=0, atol=0)
     same(layers[0].state_dict(), layers[1].state_dict())
-
-
-def test_conversion_replaces_every_layer_and_keeps_the_state():
-    model = Classifier(ModelConfig(name="resnet18", stem="small-stride2"), channels=1, classes=3, resolution=8).double()
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.get_buffer("running_mean").add_(0.5)
-                module.weight.mul_(2)
-    x = draw(2, 1, 8, 8)
-    expected, state = model.eval()(x), {name: value.clone() for name, value in model.state_dict().items()}
-    converted = synchronise_batchnorm(model, CPU)
-    kinds = {type(module) for module in converted.modules() if isinstance(module, nn.BatchNorm2d)}
-    assert kinds == {CPUSyncBatchNorm2d}
-    torch.testing.assert_close(dict(converted.state_dict()), state, rtol=0, atol=0)  # and their types
-    torch.testing.assert_close(converted.eval()(x), expected, rtol=0, atol=0)
 
 
 def test_accelerators_get_torchs_own():

@@ -83,18 +83,6 @@ def test_a_discriminators_stage_equals_the_reference(architecture, resolution, a
     close(network.hidden(images, alpha=kind(alpha)), reference.hidden(network, images.numpy(), **form), 1e-10)
 
 
-@pytest.mark.parametrize("architecture", ["residual", "plain"])
-@pytest.mark.parametrize("alpha", [1.0, 1, tensor(1.0)])
-def test_the_last_stage_at_alpha_1_is_the_ordinary_discriminator_to_the_bit(architecture, alpha):
-    network = build_discriminator(architecture)
-    ordinary = build_discriminator(architecture, progressive=False)
-    extra = ordinary.load_state_dict(network.state_dict(), strict=False).unexpected_keys
-    assert extra == [f"from_rgbs.{size}.{name}" for size in (16, 8, 4) for name in ("weight", "bias")]
-    images, labels = draw(4, 3, 32, 32), torch.tensor([0, 1, 1, 0])
-    assert network(images, labels, alpha).equal(ordinary(images, labels))
-    assert network.hidden(images, alpha=alpha).equal(ordinary.hidden(images))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("resolution", STAGES)
 def test_stages_in_reduced_precision_are_close_to_fp32(dtype, resolution):

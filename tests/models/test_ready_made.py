@@ -15,7 +15,6 @@ import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
-import export
 import hubconf
 import predict
 from duetgan.data.images import fit, trained_mode
@@ -231,14 +230,3 @@ def test_the_library_and_torch_hub():
     model = torch.hub.load(str(REPOSITORY), "resnet_classifier", source="local", checkpoint=str(WEIGHTS))
     with torch.no_grad():
         assert right(model(images()).argmax(1)) >= 18
-
-
-@pytest.mark.slow  # the graph is compared with its network in tests/inference/test_export_formats.py
-def test_onnx(folder, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    file = tmp_path / "x.onnx"
-    options = ["--checkpoint", str(WEIGHTS), "--format", "onnx", "--out", str(file), "--data", str(folder)]
-    assert run_cli(export.main, [*options, "--n", "4", "--repeats", "1", "--batch-size", "4"]) == 0
-    session = onnxruntime.InferenceSession(str(file))
-    (logits,) = session.run(None, {session.get_inputs()[0].name: images().numpy().astype(np.float32)})
-    assert right(logits.argmax(1)) >= 18

@@ -6,7 +6,6 @@ import torch
 from duetgan.models.gan import draw, generate
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.seeding import forked, seed_of
-from tests.models.helpers import to_uint8
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +26,6 @@ def same(found, expected):
     difference = (found.int() - expected.int()).abs()
     assert difference.max() <= 1
     assert (difference == 0).float().mean() > 0.99
-
-
-def test_rounding_to_uint8():
-    values = torch.tensor([-1, 1, 0, -5, 5, 1 / 127.5, 0.49 / 127.5, -0.6 / 127.5])
-    found = to_uint8(values.view(1, 1, 1, 8))
-    assert found.dtype == torch.uint8
-    assert found.flatten().tolist() == [0, 255, 128, 0, 255, 128, 128, 127]
-    levels = torch.arange(256, dtype=torch.uint8)
-    assert to_uint8(levels.double() / 127.5 - 1).equal(levels)
-    for off in (0.0, 0.45, -0.45):  # to the nearest, not down
-        assert to_uint8(levels.float() / 127.5 - 1 + off / 127.5).equal(levels)
 
 
 def test_draws_belong_to_their_index_alone(model):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from duetgan.training.base.phases import PhaseClock, listening, phase
-from duetgan.training.engine.profile import Rewind, measure
+from duetgan.training.engine.profile import measure
 
 CPU = torch.device("cpu")
 
@@ -205,17 +205,3 @@ def test_the_other_ranks_do_the_same_steps_and_a_signal_ends_them(tmp_path, stop
     assert one.seen == other.seen == (list(range(3)) * 2 if stop_at == -1 else list(range(stop_at)))
     assert copied(one) == copied(other) == before
     assert {path.name for path in tmp_path.iterdir()} == ({"one"} if stop_at == -1 else set())
-
-
-def test_rewind_twice():
-    task = Task()
-    state = Rewind(task.registry())
-    before = copied(task)
-    for _ in range(2):
-        task.train()
-        task.train()
-        assert copied(task) != before
-        state.rewind()
-        assert copied(task) == before
-    assert state.bytes == 4 * (200 * 200 + 200 + 2)
-    assert task.model.weight.grad is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.stages import ProgressiveConfig, Stage, Stages
-from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.config.build import build
 from duetgan.utils.errors import UserError
 
 SIDES = (8, 16, 32, 64)
@@ -89,33 +89,19 @@ def test_whether_the_run_is_long_enough(lengths, steps):
 
 
 def test_spans_are_the_stages_by_one_number_or_many():
-    lengths = Lengths((8, 16, 32), {16: 30, 32: 8}, {8: 21, 16: 12}, {8: 10, 16: 5, 32: 2})
-    stages = stages_of(lengths)
-    assert spans(stages) == [(0, 8, 10), (3, 16, 5), (12, 32, 2)]
-    assert [stages.images_at(first) for first in (0, 3, 12)] == [0, 30, 75]
-    assert [stages.at(step).alpha for step in range(2, 11)] == [1, 0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 1]
-    assert stages.at(15) == Stage(resolution=32, alpha=0.75, batch_size=2, first_step=12, first_image=75, fade_images=8)
     progressive = ProgressiveConfig(start=8, fade_kimg=0.6, stable_kimg=1, batch_sizes={16: 50})
     config = GanConfig(progressive=progressive, steps=100, batch_size=10)
-    assert config.spans(32) == spans(config.stages(32)) == [(0, 8, 10), (100, 16, 50), (132, 32, 10)]
-    assert config.stages(32).at(132 + 30).alpha == 0.5
-    assert config.stages(32).images_at(133) == 1000 + 1600 + 10
+    stages = config.stages(32)
+    assert config.spans(32) == spans(stages) == [(0, 8, 10), (100, 16, 50), (132, 32, 10)]
+    expected = Stage(resolution=32, alpha=0.5, batch_size=10, first_step=132, first_image=2600, fade_images=600)
+    assert stages.at(132 + 30) == expected
+    assert stages.images_at(133) == 1000 + 1600 + 10
 
 
 @pytest.mark.parametrize("length", [1.001, {16: 1.001, 32: 1.001}])  # times 1000 it is a little less than 1001
 def test_lengths_are_whole_images(length):
     stages = Stages(ProgressiveConfig(start=8, fade_kimg=length, stable_kimg=1), 32, 100, 1)
     assert spans(stages) == [(0, 8, 1), (1000, 16, 1), (3001, 32, 1)]
-
-
-@pytest.mark.parametrize("config", [ProgressiveConfig(), ProgressiveConfig(batch_sizes={8: 3}, fade_kimg={})])
-def test_without_growth_there_is_one_stage(config):
-    stages = Stages(config, 48, 70, 12)  # any resolution
-    for step in (0, 1, 69, 70, 10**9):
-        assert stages.at(step) == Stage(48, 12, 0, 0, 0, alpha=1.0)
-        assert stages.images_at(step) == 12 * step
-    assert (stages.growing, stages.describe()) == (False, [])
-    assert spans(stages) == [(0, 48, 12)]
 
 
 def test_plan():
@@ -187,16 +173,3 @@ def test_batches_that_do_not_fit_name_their_stage(world, changes, message):
     config = build(GanConfig, {"batch_size": 24, "progressive": {"start": 8, "batch_sizes": {8: 64}}} | changes)
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
         config.check_batches(config.stages(16), world)
-
-
-def test_config_from_yaml_and_the_command_line():
-    tree = {"start": 8, "fade_kimg": {16: 5, 32: 1.5}, "batch_sizes": {8: 64}, "reset_optimizer": False}
-    config = build(ProgressiveConfig, tree, ["--stable_kimg", "{8: 2, 16: 3.5}", "--batch_sizes={16: 32}"])
-    assert config == ProgressiveConfig(
-        start=8,
-        fade_kimg={16: 5.0, 32: 1.5},
-        stable_kimg={8: 2.0, 16: 3.5},
-        batch_sizes={16: 32},
-        reset_optimizer=False,
-    )
-    assert build(ProgressiveConfig, to_tree(config)) == config  # a run's saved config

@@ -13,7 +13,6 @@ from duetgan.training.base.data import make_loader
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.generator_step import GeneratorStep, PathLength
-from duetgan.training.gan.losses import OBJECTIVES, Objective
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
@@ -148,26 +147,6 @@ def test_what_does_not_go_together_is_refused():
         (GAN | {"loss": {"path_length_interval": 0}}, "path_length_interval"),
     ):
         assert_raises(UserError, message, build_run_config, tree, [], "test")
-
-
-def test_another_loss_is_one_entry_in_the_table(folder, monkeypatch):
-    """Least squares (1611.04076): with it a network trains, and what is told of the loss is its formula."""
-    least_squares = Objective(
-        generator=lambda d: (d - 1).square(), real=lambda d: (d - 1).square(), fake=torch.square, chance_level=1.0
-    )
-    monkeypatch.setitem(OBJECTIVES, "least-squares", least_squares)
-    run = Run(folder, GAN, loss={"objective": "least-squares", "r1_gamma": 0.0})
-    task, batch = run.task, next(Run(folder, GAN).loader)
-    share = task._begin(0)
-    (real,) = task.context.reals(batch, share)
-    latents, noise = task.context.latents(share, "generator")
-    with torch.no_grad():
-        images, *_ = task.context.sample(latents, noise, slice(0, 8), share.stage)
-        fake, r = task.discriminator(images, latents.labels), task.discriminator(real.images, real.labels)
-    row = run.step()
-    assert row["loss/generator"] == pytest.approx(float((fake - 1).square().mean()), rel=1e-4)
-    assert row["loss/discriminator"] == pytest.approx(float((r - 1).square().mean() + fake.square().mean()), rel=1e-4)
-    assert row["loss/generator"] != run.step()["loss/generator"]
 
 
 @pytest.mark.parametrize(
