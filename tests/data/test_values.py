@@ -24,7 +24,7 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file
-from tests.data.values_files import FLOATS, NUMBERS, ODD, npy, pages, png, tiff
+from tests.data.values_files import FLOATS, NUMBERS, ODD, npy, pages, png
 
 MOST = {"uint8": 255, "uint16": 65535, "float32": 1}
 
@@ -112,7 +112,8 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
     size = f"{width}x{height}"
     more: dict[str, Any] = {"channels": channels, "depth": {"uint8": "8", "uint16": "16", "float32": "float"}[depth]}
     with packed(place, files, size=size, encoding=given["encoding"], smallest=smallest, **more) as reader:
-        assert (reader.spec.channels, reader.spec.alpha, reader.spec.depth) == (channels, alpha, depth)
+        for spec in (reader.spec, kind(write(images[0]))):
+            assert (spec.channels, spec.alpha, spec.depth) == (channels, alpha, depth)
         wanted = images.transpose(0, 3, 1, 2)
         order = rng.permutation(len(images))
         read, _ = reader.read(order)
@@ -139,32 +140,10 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
             unit = 0 if depth == "float32" else 0.5001
             np.testing.assert_allclose(half, slow, atol=unit + np.abs(slow).max() * 1e-6, rtol=0)
         if depth == "uint16" and not alpha:
-            low, high = reader.spec.low, reader.spec.high
-            assert low == 0
-            assert images.max() <= high <= 2 * int(images.max())
+            assert (reader.spec.low, reader.spec.high) == (0, (1 << int(images.max()).bit_length()) - 1)
         share = (wanted.astype(float) - reader.spec.low) / (reader.spec.high - reader.spec.low)
         np.testing.assert_allclose(reader.meta.mean, share.mean((0, 2, 3)), rtol=1e-6, atol=1e-9)
         np.testing.assert_allclose(reader.meta.std, share.std((0, 2, 3)), rtol=1e-5, atol=1e-7)
-
-
-RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
-
-
-@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.npy"])
-@pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_a_ramp_of_12_bits_keeps_its_levels_to_the_network(tmp_path: Path, name: str, encoding: str) -> None:
-    write: Any = {"a.png": lambda ramp: png(ramp[:, :, None]), "a.tif": tiff, "a.npy": npy}[name]
-    files = {name: write(RAMP), f"b{name[1:]}": write(RAMP[::-1].copy())}
-    with packed(tmp_path / "ramp", files, channels=1, depth="16", encoding=encoding) as reader:
-        assert reader.spec == ImageSpec.of(1, 64, {"depth": "uint16", "high": 4095.0})
-        loader = InfiniteLoader(reader, GlobalSampler(2, batch_size=2, seed=0), device="cpu")
-        batch = next(loader)
-        loader.close()
-        for image in reader.spec.to_float(batch.images):
-            levels = image.flatten().sort().values
-            assert (levels.diff() > 0).all()
-            assert (levels[0], levels[-1]) == (-1, 1)
-        assert torch.equal(reader.spec.from_float(reader.spec.to_float(batch.images)), batch.images)
 
 
 # --- what is asked for, and what is found
@@ -181,12 +160,9 @@ def test_a_ramp_of_12_bits_keeps_its_levels_to_the_network(tmp_path: Path, name:
             "RGB, 16 bits",
             "1 of grey, 16",
         ),
-        ({"a.png": png((NUMBERS >> 8).astype(np.uint8))}, {"channels": "auto", "depth": "auto"}, "RGB", "taken as RGB"),
         ({"a.npy": npy(FLOATS)}, {}, "5 channels, floats", "1 of 5 channels, floats: taken as"),
         ({"a.npy": npy(FLOATS)}, {"value_range": (-4.0, 4.0)}, "5 channels, floats (-4 to 4)", ""),
-        ({"a.npy": npy(FLOATS[..., :4])}, {"channels": 4}, "4 channels, floats", ""),
         ({"a.png": png(np.zeros((8, 8, 3), np.uint8))}, {"channels": 4}, "RGB + alpha", ""),
-        ({"a.png": png(np.zeros((8, 8, 2), np.uint16))}, {"channels": 2, "depth": "auto"}, "grey + alpha, 16 bits", ""),
         ({"a.png": png(np.zeros((8, 8, 2), np.uint8)), "b.png": png(NUMBERS)}, {"channels": "auto"}, "RGB + alpha", ""),
         ({"a.tif": pages(NUMBERS.transpose(2, 0, 1).copy())}, {"depth": "16"}, "RGB, 16 bits", ""),
         ({"a.npy": npy(NUMBERS), "b.png": png(NUMBERS)}, {}, "RGB", ""),  # beside images arrays are something else
@@ -213,13 +189,11 @@ def test_what_is_packed(
         ({"a.npy": npy(FLOATS), "b.npy": npy(FLOATS[..., :2])}, {"channels": 5}, "2 channels where 5 channels, floats"),
         ({"a.npy": npy(FLOATS)}, {"depth": "8"}, "floating-point pixels; .* or pack it with --depth float"),
         ({"a.npy": npy(FLOATS)}, {"encoding": "png"}, "png does not keep images of 5 channels, floats: take raw"),
-        ({"a.npy": npy(FLOATS)}, {"encoding": "jpeg"}, "encoding jpeg does not keep"),
         ({"a.npy": npy(FLOATS)}, {"value_range": (3.0, 3.0)}, "--range 3,3: .* do not fit float32"),
         ({"a.png": png(NUMBERS)}, {"value_range": (0.0, 9.0)}, "--range 0,9: .* do not fit uint8"),
         ({"a.png": png(NUMBERS)}, {"channels": 4, "encoding": "source"}, "encoding source does not keep images of RGB"),
         ({"a.npy": npy(NUMBERS)}, {"encoding": "source"}, "has no files to keep: choose --encoding raw or png"),
         ({"a.png": png(NUMBERS)}, {"channels": 7}, "has 3 channels where 7 channels was expected; pass --channels 3"),
-        ({"a.tif": tiff(FLOATS[..., 0].copy())}, {}, "floating-point pixels; .* or pack it with --depth float"),
     ],
 )
 def test_what_does_not_go_together_is_refused(files: dict[str, bytes], options: Any, told: str, tmp_path: Path) -> None:
@@ -254,16 +228,8 @@ def test_from_one_form_to_another() -> None:
     )
 
 
-def test_every_png_is_read_as_it_was_written() -> None:
+def test_a_palette_has_a_transparent_colour() -> None:
     rng = np.random.default_rng(5)
-    for depth in ("uint8", "uint16"):
-        for channels in (1, 2, 3, 4):
-            pixels = rng.integers(0, MOST[depth] + 1, (6, 5, channels)).astype(depth)
-            found = native(png(pixels))
-            np.testing.assert_array_equal(found.pixels, pixels)
-            assert found.alpha == (channels in (2, 4))
-            spec = kind(png(pixels))
-            assert (spec.channels, spec.alpha, spec.depth) == (channels, channels in (2, 4), depth)
     palette = Image.fromarray(rng.integers(0, 4, (6, 5), dtype=np.uint8), "P")
     palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90, 1, 2, 3])
     found = native(as_file(palette, transparency=2))
