@@ -89,18 +89,6 @@ def verified(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[int],
     return json.loads(output.out)["damaged"], output.err.splitlines()
 
 
-@pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_verify_names_every_damaged_record(tmp_path, encoding, small_blocks, capsys):
-    path = tmp_path / "x.lmdb"
-    pack_arrays(path, sample_images(10), np.arange(10) % 3, CLASSES, encoding=encoding)
-    for record in (2, 9):
-        flip(path, stored(path, record), offset=50)
-    damaged, lines = verified(path, capsys)
-    assert damaged == [2, 9]
-    assert [line[:9] for line in lines[:2]] == ["record 2:", "record 9:"]
-    assert "2 of 10 records are damaged, the first is record 2" in lines[2]
-
-
 def test_verify_compares_with_the_metadata_and_the_labels_of_the_resolutions(tmp_path: Path) -> None:
     first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
     pack_arrays(first, sample_images(4), [0, 1, 2, 2], CLASSES)

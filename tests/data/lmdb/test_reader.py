@@ -13,7 +13,7 @@ import pytest
 
 from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.lmdb.record import Layout, mean_and_std
+from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays, pixel_sums
@@ -23,20 +23,6 @@ from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
 
 GREY = Layout.of(ImageSpec(1, 8, 8))
-
-
-@pytest.mark.parametrize("encoding", ["raw", "png"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_round_trip_is_exact(tmp_path: Path, encoding: str, channels: int) -> None:
-    images, labels = sample_images(11, channels), np.arange(11) % 3
-    pack_arrays(tmp_path / "x.lmdb", images, labels, CLASSES, encoding=encoding)
-    reader = Dataset(tmp_path / "x.lmdb")
-    order = [7, 0, 7, 10, 3]
-    read, read_labels = reader.read(order)
-    np.testing.assert_equal((read, read_labels), (images[order], labels[order]))
-    assert (str(read.dtype), str(read_labels.dtype)) == ("uint8", "int64")
-    np.testing.assert_equal(reader.image(4), (images[4].transpose(1, 2, 0), 1))
-    np.testing.assert_array_equal(reader.labels(), labels)
 
 
 def test_metadata_also_of_unlabelled_images(tmp_path: Path) -> None:
@@ -169,16 +155,6 @@ def test_sums_are_exact(channels: int, size: tuple[int, int]) -> None:
         values = image.reshape(-1, channels).astype(np.int64)
         np.testing.assert_array_equal(sums, [values.sum(0), (values**2).sum(0)])
         assert sums.dtype == np.int64
-
-
-def test_mean_and_std_of_images_of_different_sizes() -> None:
-    draws = np.random.default_rng(0)
-    parts = [draws.integers(0, 256, (side, 2 * side, 3), dtype=np.uint8) for side in (2, 5, 9)]
-    sums = np.sum([pixel_sums(part) for part in parts], axis=0)
-    values = np.concatenate([part.reshape(-1, 3) for part in parts]) / 255
-    mean, std = mean_and_std(sums, len(values))
-    np.testing.assert_allclose(mean, values.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(std, values.std(0), rtol=1e-10)
 
 
 def test_numbers_that_packed_files_store_stay():
