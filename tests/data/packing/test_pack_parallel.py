@@ -131,14 +131,6 @@ def test_what_is_read_in_order_is_read_by_one_thread() -> None:
     assert shades == [row % 256 for row in range(300)]
 
 
-def test_images_in_memory(tmp_path: Path) -> None:
-    images = RNG.integers(0, 256, (200, 8, 8, 3), dtype=np.uint8)
-    source = ArraySource("arrays", images, np.arange(200) % 3, ["a", "b", "c"])
-    metas = [pack(source, tmp_path / f"{n}.lmdb", size=16, workers=n, duplicates=False).meta for n in (0, 2)]
-    assert metas[0] == metas[1]
-    assert metas[0].histogram == [67, 67, 66]
-
-
 @pytest.mark.parametrize(
     ("source", "cores", "workers", "expected"),
     [

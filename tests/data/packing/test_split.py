@@ -17,15 +17,13 @@ from duetgan.data.lmdb.format import Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.pack import main, pack
-from duetgan.data.packing import draw, look_alikes, quotas, to_share, val_path
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing import draw, quotas, to_share, val_path
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import seed_of
 from tests.data.conftest import sample_images
 from tests.data.test_duplicates import photos as photo_like
-from tests.data.test_duplicates import saved
 
 TENTH = Fraction(1, 10)
 SHARES = st.fractions(min_value=Fraction(1, 100), max_value=Fraction(1, 2))
@@ -66,15 +64,6 @@ def contents(count: int) -> list[bytes]:
     return [b"image %d" % number for number in range(count)]
 
 
-@given(st.permutations(range(40)), st.integers(0, 3))
-def test_the_draw_does_not_depend_on_order(order: list[int], seed: int) -> None:
-    labels, digests = np.arange(40) % 3, contents(40)
-    held = draw(alone(40), labels, digests, TENTH, seed)
-    moved = draw(alone(40), labels[order], [digests[place] for place in order], TENTH, seed)
-    np.testing.assert_array_equal(moved, held[order])
-    assert np.bincount(labels[held]).tolist() == quotas(np.bincount(labels).tolist(), TENTH)
-
-
 def test_the_draw_is_the_smallest_keys_and_images_that_are_added_move_few() -> None:
     few, many = (draw(alone(n), np.zeros(n, int), contents(n), TENTH, 0) for n in (1000, 1100))
     assert (few.sum(), many.sum()) == (100, 110)
@@ -103,15 +92,6 @@ def test_groups_are_never_divided(records: list[tuple[int, int]], share: Fractio
         for group in groups:
             need = np.bincount(labels[group], minlength=len(counts))
             assert not need[label] or (need >= kept)[need > 0].any()
-
-
-def test_a_chain_of_look_alikes_is_one_group(tmp_path: Path) -> None:
-    base = photo_like(12)
-    again = saved(base[[3, 4]])
-    pack_arrays(tmp_path / "x.lmdb", np.concatenate([base, again, base[[3]], saved(again[[1]], 50)]))
-    reader = LMDBReader(tmp_path / "x.lmdb")
-    found = {tuple(group.tolist()) for group in look_alikes(len(reader), find(reader, similar=True))}
-    assert found == {(3, 12, 14), (4, 13, 15), *((number,) for number in range(12) if number not in (3, 4))}
 
 
 @pytest.fixture
