@@ -69,19 +69,7 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
         (["dog", "cat", "dog", "cat"], "txt", ["cat", "dog"], 'labels from column "txt", one per image'),
         (["a dog", "a cat", "two", "three"], "txt", [], None),  # captions
         ([json.dumps({"label": label, "url": "x"}) for label in "abab"], "json", ["a", "b"], None),
-        (
-            [json.dumps({"class": n % 2}) for n in range(4)],
-            "json",
-            ["0", "1"],
-            'labels from column "class", one per image',
-        ),
         ([json.dumps({"kind": n % 2, "deep": [1]}) for n in range(4)], "json", [], "--label-column kind"),
-        (
-            [json.dumps({"label": label}) for label in (["b"], ["a", "b"], [], ["a"])],
-            "json",
-            ["a", "b"],
-            'labels from column "label", lists of several per image',
-        ),
         ([json.dumps({"label": n % 2 / 1}) for n in range(4)], "json", ["0.0", "1.0"], None),
         (["cafe\u0301", "caf\u00e9", "cafe\u0301", "b"], "cls", ["b", "caf\u00e9"], "written in two ways"),
     ],
