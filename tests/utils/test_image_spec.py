@@ -20,7 +20,6 @@ FORMATS = {
     "floats": (2, {"depth": "float32", "low": -1000.0, "high": 2000.0}),
     "floats of RANGES": (7, {"depth": "float32"}),
 }
-BITS = {"uint8": 255, "uint16": 65535}
 
 
 def values(spec: ImageSpec) -> torch.Tensor:

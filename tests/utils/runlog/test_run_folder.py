@@ -142,23 +142,6 @@ def test_another_task_is_refused_and_many_differences_are_counted(tmp_path):
         folder.accept_config({"task": "gan", "generator": dict.fromkeys("abcdef", 2)})
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("steps", 77),
-        ("generator_optimizer.lr", 0.5),
-        ("data.path", "other.lmdb"),
-        ("log.every", 7),
-        ("precision", "bf16"),
-    ],
-)
-def test_harmless_changes_are_taken_with_a_notice(tmp_path, key, value):
-    changed = to_tree(build(GanConfig, {}, [f"--{key}", str(value)]))
-    (notice,) = holding(tmp_path, to_tree(GanConfig())).accept_config(changed)
-    assert notice.startswith(f"config changed since the last start: {key} was ")
-    assert notice.endswith(f"is {value!r}")
-
-
 def test_status(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_status("running", 3)
