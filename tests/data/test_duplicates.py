@@ -23,11 +23,9 @@ from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.near_duplicates import DISTANCE, Candidates, confirm, near
 from duetgan.data.records import add_image, pack_arrays, signature
-from duetgan.utils.errors import EXIT_OK
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import numpy_generator
-from tests.data.conftest import CLASSES
+from tests.data.conftest import CLASSES, succeed
 
 
 def photos(count: int, side: int = 64, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -284,10 +282,10 @@ def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
 
 
 def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(main, [str(planted)]) == EXIT_OK
+    succeed(main, planted)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "  4 (dog), 22 (dog)"  # look-alikes are searched for when that is asked for
-    assert run_cli(main, [str(planted), "--similar", "--json", "--out", str(tmp_path / "new" / "p.png")]) == EXIT_OK
+    succeed(main, planted, "--similar", "--json", "--out", tmp_path / "new" / "p.png")
     document = json.loads(capsys.readouterr().out)
     assert document["exact"][0] == {"records": [3, 20, 21], "other_records": [], "labels_differ": True}
     assert (document["images"], document["other_images"], document["exact_duplicates"]) == (27, None, 3)
@@ -297,7 +295,7 @@ def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         shown = np.asarray(image)[6:134, 6:134]
     np.testing.assert_array_equal(shown, photos(20)[3].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
     pack_arrays(tmp_path / "b.lmdb", photos(3, seed=2))
-    assert run_cli(main, [str(planted), str(tmp_path / "b.lmdb"), "--out", str(tmp_path / "p.png")]) == EXIT_OK
+    succeed(main, planted, tmp_path / "b.lmdb", "--out", tmp_path / "p.png")
     assert "no pairs" in capsys.readouterr().err
     assert not (tmp_path / "p.png").exists()
 

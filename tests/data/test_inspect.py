@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from duetgan.data import inspect as inspect_module
+from duetgan.data.errors import DamageError
 from duetgan.data.images import encode
 from duetgan.data.inspect import Damage, check_block, main, report, save_grid, verify
 from duetgan.data.inspect import main as inspect_main
@@ -141,6 +142,11 @@ def test_verify_finds_damage_at_every_resolution_and_labels_that_are_not_the_his
         pack_arrays(path, sample_images(3), [0, 1, 2], CLASSES)
         change_entry(path, label=label)
         assert verify(LMDBReader(path)).content == "the labels do not give the histogram in the metadata"
+        if label != 1:
+            told = f"record 0 is damaged: .*label {label} has no class, the file has 3 classes"
+            assert_raises(DamageError, told, Dataset(path).read, [0])
+    change_entry(path, height=2**32 - 1)
+    assert_raises(DamageError, "record 0 is damaged: .*size", Dataset(path).read, [0])
 
 
 def change_entry(path: Path, **values: int) -> None:

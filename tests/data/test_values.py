@@ -1,5 +1,6 @@
-"""Images of any depth and number of channels, from their files to what a network is given, and what is refused."""
+"""Images of any depth and number of channels, from their files to batches, and what is refused."""
 
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from duetgan.data.errors import ImageError
 from duetgan.data.images import fit
 from duetgan.data.pack import main, pack
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import InfiniteLoader, read_batch
+from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.sources import open_source
-from duetgan.data.values import Values, bring, decode_image, kind, native
+from duetgan.data.values import Values, bring, kind, native
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
@@ -58,17 +59,6 @@ def slow_half(image: np.ndarray, alpha: bool) -> np.ndarray:
         total = weights.sum()
         smaller[c, y, x] = (four * weights).sum() / total if total else 0
     return smaller
-
-
-def slow_floats(image: np.ndarray, spec: ImageSpec) -> np.ndarray:
-    """[C, H, W] as the network is given it."""
-    floats = np.zeros(image.shape)
-    for c, y, x in np.ndindex(image.shape):
-        share = (float(image[c, y, x]) - spec.low) / (spec.high - spec.low)
-        if spec.alpha and c < len(image) - 1:
-            share *= (float(image[-1, y, x]) - spec.low) / (spec.high - spec.low)
-        floats[c, y, x] = 2 * share - 1
-    return floats
 
 
 @st.composite
@@ -112,8 +102,7 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
     size = f"{width}x{height}"
     more: dict[str, Any] = {"channels": channels, "depth": {"uint8": "8", "uint16": "16", "float32": "float"}[depth]}
     with packed(place, files, size=size, encoding=given["encoding"], smallest=smallest, **more) as reader:
-        for spec in (reader.spec, kind(write(images[0]))):
-            assert (spec.channels, spec.alpha, spec.depth) == (channels, alpha, depth)
+        assert (reader.spec.channels, reader.spec.alpha, reader.spec.depth) == (channels, alpha, depth)
         wanted = images.transpose(0, 3, 1, 2)
         order = rng.permutation(len(images))
         read, _ = reader.read(order)
@@ -127,10 +116,7 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
         for _ in range(3):
             batch, (indices, _) = next(with_loader), expected.next_batch()
             assert torch.equal(batch.images, torch.from_numpy(np.ascontiguousarray(wanted[indices])))
-        floats = reader.spec.to_float(read_batch(reader, order).images).double().numpy()
-        slow = np.stack([slow_floats(image, reader.spec) for image in read])
-        scale = max(1.0, np.abs(slow).max())
-        np.testing.assert_allclose(floats, slow, atol=4e-7 * scale, rtol=0)
+
         if smallest is not None:
             with Dataset(place.with_suffix(".lmdb"), resolution=f"{width // 2}x{height // 2}") as smaller:
                 half = smaller.read(range(len(images)))[0]
@@ -197,8 +183,7 @@ def test_what_is_packed(
     ],
 )
 def test_what_does_not_go_together_is_refused(files: dict[str, bytes], options: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=told):
-        packed(tmp_path / "x", files, **options)
+    assert_raises(UserError, told, packed, tmp_path / "x", files, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
 
 
@@ -228,8 +213,16 @@ def test_from_one_form_to_another() -> None:
     )
 
 
-def test_a_palette_has_a_transparent_colour() -> None:
+def test_every_png_is_read_as_it_was_written() -> None:
     rng = np.random.default_rng(5)
+    for depth in ("uint8", "uint16"):
+        for channels in (1, 2, 3, 4):
+            pixels = rng.integers(0, MOST[depth] + 1, (6, 5, channels)).astype(depth)
+            found = native(png(pixels))
+            np.testing.assert_array_equal(found.pixels, pixels)
+            assert found.alpha == (channels in (2, 4))
+            spec = kind(png(pixels))
+            assert (spec.channels, spec.alpha, spec.depth) == (channels, channels in (2, 4), depth)
     palette = Image.fromarray(rng.integers(0, 4, (6, 5), dtype=np.uint8), "P")
     palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90, 1, 2, 3])
     found = native(as_file(palette, transparency=2))
@@ -279,13 +272,7 @@ def test_odd_files_are_refused_in_one_line(name: str, tmp_path: Path, refused: A
         tracemalloc.stop()
     assert peak < (32 << 20) + 4 * len(content)
     assert name in line
-    with pytest.raises(ImageError, match=told):
-        decode_image(
-            content,
-            ImageSpec.of(5, 0, {"depth": "float32"})
-            if name.endswith("npy")
-            else ImageSpec.of(3, 0, {"depth": "uint16"}),
-        )
+    assert re.search(told, line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
     good = {"npy": npy(FLOATS), "tif": png(NUMBERS), "png": png(NUMBERS)}[name[-3:]]
     for number in range(2):

@@ -18,7 +18,7 @@ import pytest
 from duetgan.data.decode import stored_image
 from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.lmdb.environment import acquire
-from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, INDEX_KEY, META_KEY
+from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import make_plan, pack_arrays
@@ -119,23 +119,6 @@ def test_the_completion_record_must_agree_and_a_version_must_be_one(packed: Path
     for version in ("²", "1" * 5000, "", "01", "-1", "1 1"):
         change(packed, b"format", b"duet-lmdb " + version.encode())
         assert_raises(UserError, "pack", LMDBReader, packed)
-
-
-@pytest.mark.parametrize(
-    ("field", "odd", "reason"),
-    [
-        *(("label", label, f"label {label} has no class, the file has 3 classes") for label in (3, -1, 2**62)),
-        ("height", 2**32 - 1, "size"),
-    ],
-)
-def test_an_entry_that_cannot_be_is_named(packed: Path, field: str, odd: int, reason: str) -> None:
-    with LMDBReader(packed) as reader, reader.handle().environment.begin(buffers=True) as transaction:
-        head, entries = reader.index_record(transaction, 0)
-        head = head.copy()
-    entries[field][7] = odd
-    head["checksum"] = zlib.crc32(entries.tobytes())
-    change(packed, INDEX_KEY % (0, 8), head.tobytes() + entries.tobytes())
-    assert_raises(DamageError, rf"record 7 is damaged: .*{reason}", Dataset(packed).read, [3])
 
 
 def test_a_size_that_could_not_be_read_back_is_not_packed() -> None:

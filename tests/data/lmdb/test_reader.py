@@ -25,24 +25,6 @@ from tests.data.conftest import CLASSES, sample_images
 GREY = Layout.of(ImageSpec(1, 8, 8))
 
 
-def test_metadata_also_of_unlabelled_images(tmp_path: Path) -> None:
-    images = sample_images(10)
-    meta = pack_arrays(tmp_path / "x.lmdb", images, [0] * 4 + [1] * 5 + [2], CLASSES, source="mine")
-    reader = Dataset(tmp_path / "x.lmdb")
-    assert reader.meta == meta
-    assert (meta.version, meta.count, meta.channels, meta.resolutions, meta.encoding) == (1, 10, 3, [8], "raw")
-    assert (meta.classes, meta.histogram, meta.source, meta.resize_filter) == (CLASSES, [4, 5, 1], "mine", "none")
-    assert (len(reader), reader.classes, reader.resolution) == (10, CLASSES, 8)
-    unit = images / 255
-    np.testing.assert_allclose(meta.mean, unit.mean((0, 2, 3)), rtol=1e-12)
-    np.testing.assert_allclose(meta.std, unit.std((0, 2, 3)), rtol=1e-10)
-    pack_arrays(tmp_path / "y.lmdb", sample_images(3))
-    reader = Dataset(tmp_path / "y.lmdb")
-    assert not reader.classes
-    assert not reader.meta.histogram
-    assert reader.read([0, 2])[1].tolist() == [0, 0]
-
-
 def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None) -> None:
     images, labels = sample_images(10), np.arange(10) % 3
     order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
@@ -77,12 +59,7 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["other.lmdb"]
 
 
-def test_existing_file_needs_overwrite_and_one_writer(packed: Path, tmp_path: Path) -> None:
-    before = packed.read_bytes()
-    assert_raises(UserError, r"packed\.lmdb exists.*--overwrite", pack_arrays, packed, sample_images(2))
-    assert packed.read_bytes() == before
-    pack_arrays(packed, sample_images(2), overwrite=True)
-    assert len(Dataset(packed)) == 2
+def test_a_file_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "x.lmdb"
     with LMDBWriter(path, GREY, classes=[]) as writer:
         assert_raises(UserError, "another process", LMDBWriter, path, GREY, classes=[])

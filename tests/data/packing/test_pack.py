@@ -68,7 +68,6 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
     image.paste("blue", (16, 0, 32, 16))
     image.save(tmp_path / "photos" / "wide.png")
     save(tmp_path / "photos" / "small.png", side=4)
-    Image.fromarray(np.full((8, 8), 515, np.uint16)).save(tmp_path / "photos" / "x.png")
     Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "photos" / "y.png")
     reader = packed(tmp_path / "photos", "--size", "8")
     assert reader.read([1])[0][0].reshape(3, -1).T.tolist() == [[0, 0, 255]] * 64
@@ -76,11 +75,7 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["enlarged", "1"] in [words[:2] for words in told]
     assert not any(words[:1] == ["colour"] for words in told)
-    dark = " ".join(next(words for words in told if "--depth" in words))
-    assert dark.startswith(
-        "warning 1 images have 16 bits a value: the high 8 are kept; --depth 16 keeps all; their values"
-    )
-    assert dark.endswith("end at 1,023, so they are dark: --depth 16 --range 0,1023 makes 1,023 white")
+
     assert "alpha 1 transparent images are put on white; --channels 4 keeps alpha".split() in told  # noqa: SIM905 (U11)
     Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
     reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
@@ -189,28 +184,13 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("path,label,split\nphotos/dog/a.png,dog,train\nphotos/dog/b.png,cat,val\n")
     refused(tmp_path / "list.csv", "class dog has no images; add some, or --against TRAIN.lmdb", "--split", "val")
     assert packed(tmp_path / "list.csv", "--split", "val", *against).meta.histogram == [1, 0]
-    (tmp_path / "cat").rename(photos / "cat")
-    save(photos / "emu" / "a.png")
-    refused(photos, r"photos: its classes are not those of .*train\.lmdb: emu only here; labels would", *against)
     (tmp_path / "flat").mkdir()
     save(tmp_path / "flat" / "a.png")
     assert packed(tmp_path / "flat", *against).classes == []
-    refused(photos, "nowhere.lmdb: no such file", "--against", str(tmp_path / "nowhere.lmdb"))
+
     with pytest.raises(UserError, match="is the file to be written"):
         main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
     assert Dataset(tmp_path / "train.lmdb").classes == ["cat", "dog"]
-
-
-def test_duplicates_go_by_the_names_of_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
-    (tmp_path / "photos").mkdir()
-    for name, pixels in (("a", noise[0]), ("c", noise[1]), ("d", noise[0]), ("e", noise[1] // 10 * 10)):
-        Image.fromarray(pixels).save(tmp_path / "photos" / f"{name}.png")
-    (tmp_path / "photos" / "b.png").write_text("no image")  # records are not numbers of files
-    packed(tmp_path / "photos", "--on-error", "skip", "--similar")
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert f"{tmp_path}/photos/a.png, {tmp_path}/photos/d.png" in lines
-    assert any(line.startswith(f"{tmp_path}/photos/c.png ~ {tmp_path}/photos/e.png, correl") for line in lines)
 
 
 def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, capsys):
@@ -241,7 +221,7 @@ def test_sources_and_targets_that_do_not_fit(photos: Path, tmp_path: Path) -> No
     assert_raises(UserError, "is a folder: DEST is one file", main, [str(photos), str(tmp_path)])
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
     refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
-    assert_raises(UserError, "has no files to keep", main, ["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
+
     (tmp_path / "tall").mkdir()
     Image.new("RGB", (8, 12)).save(tmp_path / "tall" / "a.png")
     refused(tmp_path / "tall", "8x12 px, not square: pass --size N")

@@ -15,17 +15,15 @@ import pytest
 import torch
 from PIL import Image
 
-from duetgan.data.decode import RandomCrop, decode_crop, stored_image
+from duetgan.data.decode import RandomCrop, decode_crop
 from duetgan.data.lmdb import environment
 from duetgan.data.lmdb.format import CODEC_JPEG
-from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.pack import pack
 from duetgan.data.reading import dataset as dataset_module
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
-from duetgan.data.reading.loader import InfiniteLoader
-from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import add_image, make_record, pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
@@ -86,9 +84,6 @@ def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path
         dataset = Dataset(path, resolution=side)
         assert dataset.gathers
         levels[side] = dataset.read(range(5))[0]
-        reader = LMDBReader(path, resolution=side)
-        alone = np.stack([stored_image(reader, record)[0].transpose(2, 0, 1) for record in range(5)])
-        np.testing.assert_array_equal(levels[side], alone)
     assert (levels[16] != levels[32][:, :, ::2, ::2]).any()
     for side, source in ((12, 16), (4, 8), (20, 32)):
         for workers in (0, 2):
@@ -321,13 +316,6 @@ def test_many_readers_of_one_file(tmp_path: Path, encoding: str) -> None:
             if not np.array_equal(dataset.read(order)[0], sample_images(COUNT)[order]):
                 wrong.append(number)
 
-    samplers = [GlobalSampler(COUNT, batch_size=4, seed=1) for _ in range(2)]
-    loaders = [InfiniteLoader(Dataset(whole), samplers[n], device="cpu", prefetch=2 * n) for n in (0, 1)]
     with ThreadPoolExecutor(4) as pool:
-        work_done = pool.map(work, range(4))
-        for _ in range(12):
-            first, second = (next(loader) for loader in loaders)
-            assert torch.equal(first.images, second.images)
-    for loader in loaders:
-        loader.close()
-    assert (list(work_done), wrong) == ([None] * 4, [])
+        assert list(pool.map(work, range(4))) == [None] * 4
+    assert wrong == []

@@ -81,17 +81,6 @@ def test_the_next_whole_record_takes_the_place(pack, encoding, workers, capsys):
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_replacement_does_not_depend_on_what_was_read_before(pack: Packer, encoding: str) -> None:
-    path = pack(encoding, [5, 6, 7])
-    for before in ([], [6], [7, 6], [5, 8], list(range(COUNT))):
-        dataset = open_dataset(path)
-        for record in before:
-            dataset.read([record])
-        check_read(dataset, [6, 5, 8], [8, 8, 8])
-        check_read(pickle.loads(pickle.dumps(dataset)), [5], [8])
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_records_count_over_all_shards(pack: Packer, encoding: str, tmp_path: Path) -> None:
     paths = [pack(encoding, damaged, name=f"{name}.lmdb") for name, damaged in (("a", []), ("b", [3, 13]))]
     for attempt in (lambda dataset: dataset.read([2, COUNT + 3]), lambda dataset: dataset.image(COUNT + 3)):

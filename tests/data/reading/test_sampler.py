@@ -30,15 +30,6 @@ def weighted(weights: list[float] | np.ndarray, seed: int = 0, groups: np.ndarra
     return GlobalSampler(len(weights), batch_size=1, seed=seed, weights=np.array(weights, np.float64), groups=groups)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [(n, {n: v}) for n, v in {"count": 9, "seed": 1, "shuffle": False}.items()]
-)
-def test_another_order_cannot_be_resumed(name: str, options: dict[str, Any]) -> None:
-    state = GlobalSampler(8, batch_size=2, seed=0).state_dict()
-    with pytest.raises(UserError, match=f"{name} was"):
-        GlobalSampler(**{"count": 8, "batch_size": 2, "seed": 0} | options).load_state_dict(state)
-
-
 def test_copies_draw_an_epoch_once() -> None:
     sampler = GlobalSampler(10, batch_size=2, seed=0)
     with patch("duetgan.data.reading.sampler.numpy_generator", side_effect=numpy_generator) as drawn:
@@ -94,12 +85,10 @@ def test_weighted_state_names_its_order() -> None:
     ]
     assert len({state["weights"] for state in states}) == len(states)
     assert all(int(state["weights"], 16) for state in states[1:])
+    for state in states[:1] + states[2:]:
+        assert_raises(UserError, r"data\.sampling changed", weighted(weights).load_state_dict, state)
     plain = GlobalSampler(6, batch_size=2, seed=0)
-    others = [(plain, state) for state in states[1:]] + [
-        (weighted(weights), state) for state in states[:1] + states[2:]
-    ]
-    for sampler, state in others:
-        assert_raises(UserError, r"data\.sampling changed", sampler.load_state_dict, state)
+    assert_raises(UserError, r"data\.sampling changed", plain.load_state_dict, states[1])
     weighted(weights * 2).load_state_dict(states[1])  # weights are relative: the same order
     weighted(weights, groups=labels.astype(np.int32) + 5).load_state_dict(states[3])  # so are the groups' numbers
 
