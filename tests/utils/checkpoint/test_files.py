@@ -150,17 +150,8 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, value, kind):
     assert names(tmp_path) == []
 
 
-def test_keys_are_checked_and_torchs_own_containers_pass(tmp_path):
-    with pytest.raises(TypeError, match="key of checkpoint"):
-        save(tmp_path, content(state={np.int64(1): 2}))
-    module = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(module.parameters())
-    module(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    good = {"module": module.state_dict(), "parameters": dict(module.named_parameters())}
-    good |= {"adam": optimizer.state_dict()}
-    found = load(save(tmp_path, content(state=good)))
-    assert found["state"]["adam"]["param_groups"] == optimizer.state_dict()["param_groups"]
+def test_keys_are_checked(tmp_path):
+    assert_raises(TypeError, "key of checkpoint", save, tmp_path, content(state={np.int64(1): 2}))
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
