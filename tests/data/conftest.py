@@ -1,7 +1,9 @@
 """Small images and packed files."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -10,8 +12,11 @@ from PIL import Image
 
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
+from duetgan.data.sources import Source, open_source
 from duetgan.data.values import decode_image
+from duetgan.utils.errors import EXIT_OK
 from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.script import run_cli
 
 CLASSES = ["cat", "dog", "emu"]
 
@@ -37,6 +42,16 @@ def as_file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 def decode_file(content: bytes, channels: int) -> np.ndarray:
     """A file as uint8 [H, W, channels]."""
     return decode_image(content, ImageSpec(channels, 0, 0))
+
+
+def source_at(where: object, **options: Any) -> Source:
+    """The source at a path."""
+    return open_source(str(where), **options)
+
+
+def succeed(main: Callable[[list[str]], Any], *arguments: str | Path) -> None:
+    """Run a command, which succeeds."""
+    assert run_cli(main, [str(part) for part in arguments]) == EXIT_OK
 
 
 def flip(path: Path, needle: bytes, offset: int = 0) -> None:

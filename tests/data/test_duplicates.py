@@ -23,11 +23,9 @@ from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.near_duplicates import DISTANCE, Candidates, confirm, near
 from duetgan.data.records import add_image, pack_arrays, signature
-from duetgan.utils.errors import EXIT_OK
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import numpy_generator
-from tests.data.conftest import CLASSES
+from tests.data.conftest import CLASSES, succeed
 
 
 def photos(count: int, side: int = 64, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -97,8 +95,9 @@ def brute_force(a: np.ndarray, b: np.ndarray | None) -> list[list[int]]:
 
 @settings(deadline=None)
 @given(MANY, st.none() | MANY)
-def test_near_is_brute_force(a: np.ndarray, b: np.ndarray | None) -> None:
-    found = near(a, b)
+def test_near_is_brute_force_also_in_parts(a: np.ndarray, b: np.ndarray | None) -> None:
+    with patch.multiple(near_duplicates, TILE=30, BLOCK=7):
+        found = near(a, b)
     expected = brute_force(a, b)
     assert found.pairs.tolist() == expected
     assert (found.left_out, found.textureless) == (0, 0)
@@ -107,19 +106,6 @@ def test_near_is_brute_force(a: np.ndarray, b: np.ndarray | None) -> None:
     second = a if b is None else b
     for (i, j), crowd in zip(expected, found.crowd, strict=True):
         assert crowd == max(crowds[a["digest"][i]], crowds[second["digest"][j]])
-
-
-def test_near_of_many_is_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws = numpy_generator("test", "near")
-    hashes = draws.integers(0, 1 << 64, 400, dtype=np.uint64)
-    for number in range(200):  # a copy of every one, with 0 to 9 other bits
-        flips = sum(1 << int(bit) for bit in draws.choice(64, number % 10, replace=False))
-        hashes[200 + number] = hashes[number] ^ np.uint64(flips)
-    expected = [[number, 200 + number] for number in range(200) if number % 10 <= 7]
-    assert near(signatures(hashes.tolist())).pairs.tolist() == expected
-    monkeypatch.setattr(near_duplicates, "TILE", 3)
-    monkeypatch.setattr(near_duplicates, "BLOCK", 7)
-    assert near(signatures(hashes.tolist())).pairs.tolist() == expected
 
 
 @given(st.lists(st.integers(0, 8), max_size=20))
@@ -152,7 +138,6 @@ def test_signatures_and_images_without_texture_that_are_counted_not_searched() -
     bits = "".join(str(int(left < right)) for row in cells.tolist() for left, right in itertools.pairwise(row))
     assert int(signature(pixels)["dhash"][0]) == int(bits, 2)
     assert signature(pixels.reshape(18, 24, 1))["digest"] != signature(pixels)["digest"]  # the same bytes
-    assert signature(pixels.copy()) == signature(pixels)
 
 
 def kept(a: np.ndarray, b: np.ndarray, crowd: int | np.ndarray = 0, rows: Iterable[int] | None = None) -> list[int]:
@@ -200,22 +185,6 @@ def test_small_images_are_compared_without_their_finest_detail_and_a_shift_is_ta
     assert kept(images, shifted) == list(range(20))
     monkeypatch.setattr(near_duplicates, "MOST_SHIFT", 0)
     assert len(kept(images, shifted)) < 15
-
-
-def test_pairs_that_are_told_unlikely_would_have_had_no_score() -> None:
-    """Also flat and dull images, and a crowd: the sums of whole numbers only save work."""
-    draws = numpy_generator("test", "likely")
-    images = photos(30)[:, :1, ::4, ::4] // draws.integers(1, 40, (30, 1, 1, 1), dtype=np.uint8)
-    images[0] = 7
-    noisy = (images + draws.integers(0, 6, images.shape)).clip(0, 255).astype(np.uint8)
-    edited = np.concatenate([images, brighter(images), noisy, images[:, :, :, ::-1]])
-    first, second = (places.ravel() for places in np.indices((30, 120)))
-    crowded = draws.random(len(first)) < 0.5
-    scores = near_duplicates._scores(images[first], edited[second], crowded)
-    likely = near_duplicates._likely(images[:, 0], edited[:, 0], first, second, crowded)
-    assert (scores > 0).sum() > 40
-    assert not (scores > 0)[~likely].any()
-    assert likely.mean() < 0.5
 
 
 def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +237,7 @@ def test_find(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"  5 (emu) ~ 23 (emu), correlation {of[5]}",
         "near duplicates were not searched for 2 images without texture",
     ]
-    assert lines(report, limit=1)[1:3] == ["  3 (cat), 20 (cat), 21 (dog): different labels", "  and 1 group more"]
-    assert lines(report, limit=1)[5] == "  and 1 pair more"
+    assert lines(report, limit=1)[2] == "  and 1 group more"
     monkeypatch.setattr(near_duplicates, "LIMIT", 1)
     report = find(LMDBReader(planted), similar=True)
     assert (report.candidates, report.not_compared) == (1, 1)
@@ -314,13 +282,10 @@ def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
 
 
 def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(main, [str(planted)]) == EXIT_OK
-    text = capsys.readouterr().out.splitlines()
-    assert text[0] == "3 exact duplicates in 2 groups, 1 of them with different labels"
-    assert text[-1] == "  4 (dog), 22 (dog)"  # look-alikes are searched for when that is asked for
-    assert run_cli(main, [str(planted), "--json"]) == EXIT_OK
-    assert json.loads(capsys.readouterr().out)["near"] is None
-    assert run_cli(main, [str(planted), "--similar", "--json", "--out", str(tmp_path / "new" / "p.png")]) == EXIT_OK
+    succeed(main, planted)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "  4 (dog), 22 (dog)"  # look-alikes are searched for when that is asked for
+    succeed(main, planted, "--similar", "--json", "--out", tmp_path / "new" / "p.png")
     document = json.loads(capsys.readouterr().out)
     assert document["exact"][0] == {"records": [3, 20, 21], "other_records": [], "labels_differ": True}
     assert (document["images"], document["other_images"], document["exact_duplicates"]) == (27, None, 3)
@@ -330,10 +295,8 @@ def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         shown = np.asarray(image)[6:134, 6:134]
     np.testing.assert_array_equal(shown, photos(20)[3].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
     pack_arrays(tmp_path / "b.lmdb", photos(3, seed=2))
-    assert run_cli(main, [str(planted), str(tmp_path / "b.lmdb"), "--out", str(tmp_path / "p.png")]) == EXIT_OK
-    output = capsys.readouterr()
-    assert output.out.startswith("0 images of ")
-    assert "no pairs" in output.err
+    succeed(main, planted, tmp_path / "b.lmdb", "--out", tmp_path / "p.png")
+    assert "no pairs" in capsys.readouterr().err
     assert not (tmp_path / "p.png").exists()
 
 
@@ -353,7 +316,6 @@ def test_bad_input(planted: Path, tmp_path: Path, refused: Any) -> None:
     (tmp_path / "link.lmdb").symlink_to(planted)
     assert "the same file" in refused(main, planted, tmp_path / "link.lmdb")
     assert "end in .png" in refused(main, planted, "--out", "x.jpg")
-    assert "no such file" in refused(main, tmp_path / "none.lmdb")
     assert "no such file" in refused(main, planted, tmp_path / "none.lmdb")
 
 

@@ -6,14 +6,11 @@ import struct
 import subprocess
 import sys
 import warnings
-import zlib
 from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from duetgan.data.decode import RandomCrop, decode, decode_crop, first_rows
@@ -25,6 +22,7 @@ from duetgan.data.values import decode_image
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file, decode_file
+from tests.data.values_files import clear_png, png
 
 COLOUR, PLAIN = ImageSpec(3, 0, 0), ImageSpec(1, 0, 0)
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
@@ -44,6 +42,7 @@ def test_files_of_one_or_more_frames_exact_or_near() -> None:
             assert decode_file(content, 3)[0, 0, 0] > 250
             continue
         assert_raises(ImageError, r"animated or has several pages", decode_file, content, 3)
+    assert_raises(ImageError, "only 2000x3 px", decode_file, as_file(Image.new("L", (2000, 3))), 1)
 
 
 def test_d6_heic_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,35 +62,17 @@ def test_d6_heic_needs_a_package_that_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_grey_to_rgb_and_back_and_other_modes() -> None:
     grey = GRADIENT[:, :, 0]
-    np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(grey)), 3), np.stack([grey] * 3, axis=2))
     np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(grey)), 1), grey[:, :, None])
     luma = np.round(GRADIENT @ (0.299, 0.587, 0.114))
     assert np.abs(decode_file(as_file(Image.fromarray(GRADIENT)), 1)[:, :, 0] - luma).max() <= 1
-    expected = np.asarray(Image.fromarray(GRADIENT).convert("L"))[:, :, None]
-    np.testing.assert_array_equal(decode_image(GRADIENT, PLAIN), expected)
-    np.testing.assert_array_equal(decode_image(grey[:, :, None], COLOUR), np.stack([grey] * 3, axis=2))
+
     for count in (2, 4, 7):
         assert_raises(ImageError, f"has {count} channels", decode_image, np.zeros((4, 4, count), np.uint8), COLOUR)
     cmyk = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
     np.testing.assert_allclose(decode_file(as_file(cmyk, "JPEG", quality=100), 3)[0, 0], (0, 255, 255), atol=3)
     assert (decode_file(as_file(Image.new("1", (8, 8), 1)), 1) == 255).all()
-
-
-def test_transparency_is_composited_on_white_also_of_palettes() -> None:
-    image = Image.new("RGBA", (8, 8), (0, 100, 200, 255))
-    image.paste((0, 100, 200, 0), (0, 0, 4, 8))
-    image.paste((0, 100, 200, 128), (0, 0, 4, 4))
-    decoded = decode_file(as_file(image), 3)
-    assert (decoded[7, 0].tolist(), decoded[7, 7].tolist()) == ([255, 255, 255], [0, 100, 200])
-    np.testing.assert_allclose(decoded[0, 0], (127, 177, 227), atol=1)
-    assert decode_file(as_file(image.convert("LA")), 1)[7, 0, 0] == 255
-    image = Image.fromarray(GRADIENT).quantize(8)
-    np.testing.assert_array_equal(decode_file(as_file(image), 3), np.asarray(image.convert("RGB")))
-    clear = Image.new("P", (8, 8), 0)
-    clear.putpalette([255, 0, 0, 0, 255, 0])
-    clear.paste(1, (0, 0, 8, 4))
-    decoded = decode_file(as_file(clear, transparency=0), 3)
-    assert (decoded[7, 0].tolist(), decoded[0, 0].tolist()) == ([255, 255, 255], [0, 255, 0])
+    palette = Image.fromarray(GRADIENT).quantize(8)
+    np.testing.assert_array_equal(decode_file(as_file(palette), 3), np.asarray(palette.convert("RGB")))
 
 
 def test_sixteen_bits_keep_their_high_byte_and_h26_32_bits_or_signs_are_refused() -> None:
@@ -101,8 +82,8 @@ def test_sixteen_bits_keep_their_high_byte_and_h26_32_bits_or_signs_are_refused(
         assert has_16_bits(as_file(Image.fromarray(values), kind))
         assert not has_16_bits(as_file(Image.fromarray(values.astype(np.uint8)), kind))
     rows = np.tile(np.array([0x1234, 0xFF01, 0x00FF], np.uint16), (4, 4, 1))
-    assert (decode_file(sixteen_bit_png(2, rows, []), 3) == (0x12, 0xFF, 0x00)).all()
-    assert has_16_bits(sixteen_bit_png(2, rows, []))
+    assert (decode_file(png(rows), 3) == (0x12, 0xFF, 0x00)).all()
+    assert has_16_bits(png(rows))
     # small values too: nothing says whether 255 or 65,535 is white
     small = np.arange(256).reshape(16, 16)
     with pytest.raises(ImageError, match="has 32-bit pixels; save it with 8 or 16 bits"):
@@ -111,26 +92,14 @@ def test_sixteen_bits_keep_their_high_byte_and_h26_32_bits_or_signs_are_refused(
     assert_raises(ImageError, "has signed pixels", decode_file, bytes(signed), 1)
 
 
-def sixteen_bit_png(colour: int, rows: np.ndarray, clear: list[int]) -> bytes:
-    """A PNG of colour type 0 (grey) or 2 (RGB) with a transparent value, if any; `rows` uint16 [H, W, ...]."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-    head = struct.pack(">2I5B", rows.shape[1], rows.shape[0], 16, colour, 0, 0, 0)
-    transparent = chunk(b"tRNS", struct.pack(f">{len(clear)}H", *clear)) if clear else b""
-    pixels = zlib.compress(b"".join(b"\0" + row.astype(">u2").tobytes() for row in rows))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + transparent + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_h26_transparent_grey_of_sixteen_bits_is_white(channels: int) -> None:
     """The value alone, not its neighbours with the same high byte."""
     values = np.arange(64, dtype=np.uint16).reshape(8, 8) + 0x1200
     expected = np.where(values == 0x1205, 255, 0x12)[:, :, None].repeat(channels, 2)
-    np.testing.assert_array_equal(decode_file(sixteen_bit_png(0, values, [0x1205]), channels), expected)
+    np.testing.assert_array_equal(decode_file(clear_png(values[:, :, None], 0x1205), channels), expected)
     with pytest.raises(ImageError, match="has 16-bit colours of which one is transparent; save it with an alpha"):
-        decode_file(sixteen_bit_png(2, values[:, :, None].repeat(3, 2), [0x1205] * 3), channels)
+        decode_file(clear_png(values[:, :, None].repeat(3, 2), 0x1205), channels)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -145,21 +114,6 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
     decoded = decode_file(as_file(stored, "JPEG", quality=100, exif=exif), 3)
     assert decoded.shape == upright.shape
     assert np.abs(decoded.astype(int) - upright).max() <= 8
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "empty file"),
-        (b"hello world, I am a text", "is not an image .it begins with b'hello"),
-        (as_file(Image.new("L", (1, 1))), "only 1x1 px"),
-        (as_file(Image.new("L", (2000, 3))), "only 2000x3 px"),
-        (as_file(Image.fromarray(np.zeros((8, 8), np.float32)), "TIFF"), "floating-point"),
-        (as_file(Image.fromarray(np.full((8, 8), 1 << 20, np.int32)), "TIFF"), "32-bit"),
-    ],
-)
-def test_refusals_say_why(content: bytes, message: str) -> None:
-    assert_raises(ImageError, message, decode_file, content, 3)
 
 
 @pytest.mark.parametrize("filters", ["ours", "reset"])
@@ -209,9 +163,9 @@ def test_crop_takes_the_middle_pad_keeps_pixels_exact_takes_no_other_size() -> N
     stripes = np.zeros((64, 64, 1), np.uint8)
     stripes[:, ::2] = 255
     assert np.abs(fit(stripes, 16, "crop").astype(int)[:, 2:-2] - 127).max() < 12  # not stripes of black and white
-    sample_image = GRADIENT[:14, :12]
+    sample_image = GRADIENT[:13, :12]
     padded = fit(sample_image, 16, "pad")
-    np.testing.assert_array_equal(padded[1:15, 2:14], sample_image)
+    np.testing.assert_array_equal(padded[1:14, 2:14], sample_image)
     assert padded.sum(dtype=int) == sample_image.sum(dtype=int)
     larger = fit(np.full((40, 20, 1), 99, np.uint8), 10, "pad")
     assert larger.shape == (10, 10, 1)
@@ -303,14 +257,6 @@ def test_scaled_decoding_is_close_to_scaling_the_whole(side: int) -> None:
     assert shifted > 3  # what one pixel of displacement would give
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([(0.08, 1.0), (0.9, 1.0)]))
-def test_random_boxes_lie_inside(height: int, width: int, seed: int, area: tuple[float, float]) -> None:
-    top, left, h, w = RandomCrop(area=area).box(height, width, np.random.default_rng(seed))
-    assert 0 <= top < top + h <= height
-    assert 0 <= left < left + w <= width
-
-
 def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
     draws = np.random.default_rng(0)
     boxes = np.array([RandomCrop(area=(0.2, 0.5)).box(400, 400, draws) for _ in range(2000)])
@@ -323,6 +269,8 @@ def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
     assert 1.30 < aspects.max() < 1.35
     assert abs(np.log(aspects).mean()) < 0.02
     assert abs((boxes[:, 0] / (400 - boxes[:, 2])).mean() - 0.5) < 0.02
+    assert boxes[:, :2].min() >= 0
+    assert (boxes[:, :2] + boxes[:, 2:]).max() <= 400
     top, left, height, width = RandomCrop().box(10, 1000, np.random.default_rng(0))
     assert (top, height, width) == (0, 10, 13)
     assert left == (1000 - 13) // 2

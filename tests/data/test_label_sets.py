@@ -14,10 +14,9 @@ from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.pack import pack
 from duetgan.data.packing import strata
-from duetgan.data.sources import open_source
 from duetgan.data.sources.labels import listed_labels, split_labels
 from duetgan.utils.errors import UserError
-from tests.data.conftest import save
+from tests.data.conftest import save, source_at
 
 LISTS = [["cat", "dog"], ["cat"], [], ["dog"], ["dog", "cat"], ["bird", "cat", "dog"]]
 SETS = [[], [0, 1, 2], [1], [1, 2], [2]]  # of bird, cat, dog
@@ -48,10 +47,10 @@ def json_of(place: Path, labels: Sequence[object]) -> Path:
     "cell", [";".join, json.dumps, lambda labels: " ; ".join(labels) if len(labels) > 1 else json.dumps(labels)]
 )
 def test_lists_of_a_csv_file_are_sets_of_labels(tmp_path, cell):
-    source = open_source(str(csv_of(tmp_path, list(map(cell, LISTS)))))
+    source = source_at(csv_of(tmp_path, list(map(cell, LISTS))))
     assert (source.classes, source.sets, source.labels().tolist()) == (["bird", "cat", "dog"], SETS, NUMBERS)
     first, last = source.remarks
-    assert first.startswith(f"{tmp_path / 'list.csv'}: labels from column \"label\", ")
+    assert first.startswith(f'{tmp_path / "list.csv"}: labels from column "label", ')
     assert last == f"{tmp_path / 'list.csv'}: lists of labels: 3 of 6 images have several, 1 none"
     source.check_classes()
 
@@ -60,7 +59,7 @@ def test_lists_of_dataset_json_hold_numbers_or_names(tmp_path):
     classes = ["bird", "cat", "dog"]
     numbers = [[classes.index(label) for label in labels] for labels in LISTS]
     for lists, names in ((LISTS, classes), (numbers, ["0", "1", "2"])):
-        source = open_source(str(json_of(tmp_path / names[0], lists)))
+        source = source_at(json_of(tmp_path / names[0], lists))
         assert (source.classes, source.sets, source.labels().tolist()) == (names, SETS, NUMBERS)
 
 
@@ -83,7 +82,7 @@ def test_what_is_a_list():
 )
 def test_odd_lists_of_a_csv_file_are_refused_by_line(tmp_path, cells, words):
     with pytest.raises(UserError, match=words) as refused:
-        open_source(str(csv_of(tmp_path, cells)))
+        source_at(csv_of(tmp_path, cells))
     assert "\n" not in str(refused.value)
 
 
@@ -100,25 +99,25 @@ def test_odd_lists_of_a_csv_file_are_refused_by_line(tmp_path, cells, words):
 )
 def test_odd_lists_of_dataset_json_are_refused_by_name(tmp_path, labels, words):
     with pytest.raises(UserError, match=words):
-        open_source(str(json_of(tmp_path, labels)))
+        source_at(json_of(tmp_path, labels))
 
 
 def test_rows_of_one_file_must_agree_on_its_labels_in_whatever_order(tmp_path):
     path = csv_of(tmp_path, ["a;b", "b"])
     path.write_text(path.read_text() + "0.png,b;a\n")
-    assert str(open_source(str(path)).problems[0]).endswith("line 4 repeats 0.png of line 2")
+    assert str(source_at(path).problems[0]).endswith("line 4 repeats 0.png of line 2")
     path.write_text(path.read_text() + "1.png,\n")
     with pytest.raises(UserError, match=r"line 5: 1.png has label none, in line 3 b"):
-        open_source(str(path))
+        source_at(path)
 
 
 def test_a_packed_file_keeps_sets_and_is_packed_again_the_same(tmp_path):
-    source = open_source(str(csv_of(tmp_path, list(map(";".join, LISTS)))))
+    source = source_at(csv_of(tmp_path, list(map(";".join, LISTS))))
     first = pack(source, tmp_path / "x.lmdb").meta
     assert (first.sets, first.histogram, first.by_class, first.labels) == (SETS, [1, 1, 1, 2, 1], [1, 4, 4], 5)
     hot = first.multi_hot[NUMBERS]
     assert hot.tolist() == [[name in labels for name in first.classes] for labels in LISTS]
-    again = pack(open_source(str(tmp_path / "x.lmdb")), tmp_path / "again.lmdb").meta
+    again = pack(source_at(tmp_path / "x.lmdb"), tmp_path / "again.lmdb").meta
     assert (again.sets, again.content_hash) == (first.sets, first.content_hash)
     with LMDBReader(tmp_path / "x.lmdb") as reader:
         assert not inspect.verify(reader)
@@ -126,14 +125,14 @@ def test_a_packed_file_keeps_sets_and_is_packed_again_the_same(tmp_path):
 
 
 def test_a_file_of_one_label_says_nothing_of_sets(tmp_path):
-    meta = pack(open_source(str(csv_of(tmp_path, ["a", "b", "a"]))), tmp_path / "x.lmdb").meta
+    meta = pack(source_at(csv_of(tmp_path, ["a", "b", "a"])), tmp_path / "x.lmdb").meta
     assert b"sets" not in meta.to_json()
     assert (meta.labels, meta.by_class, meta.label_names) == (2, [2, 1], ["a", "b"])
     assert np.array_equal(meta.multi_hot, np.eye(2, dtype=bool))
 
 
 def test_inspect_counts_labels_and_images_with_none_or_several(tmp_path, capsys):
-    pack(open_source(str(csv_of(tmp_path, list(map(";".join, LISTS))))), tmp_path / "x.lmdb")
+    pack(source_at(csv_of(tmp_path, list(map(";".join, LISTS)))), tmp_path / "x.lmdb")
     inspect.main([str(tmp_path / "x.lmdb"), "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["labels_an_image"] == {"none": 1, "one": 2, "several": 3}
@@ -147,7 +146,7 @@ def test_inspect_counts_labels_and_images_with_none_or_several(tmp_path, capsys)
 
 @pytest.mark.parametrize("sets", [[[0, 0]], [[1, 0]], [[3]], [[0], [1]]])
 def test_metadata_that_contradicts_itself_is_refused(tmp_path, sets):
-    meta = pack(open_source(str(csv_of(tmp_path, ["a;b", "b;c", "a"]))), tmp_path / "x.lmdb").meta
+    meta = pack(source_at(csv_of(tmp_path, ["a;b", "b;c", "a"])), tmp_path / "x.lmdb").meta
     document = json.loads(meta.to_json()) | {"sets": sets, "histogram": [3]}
     with pytest.raises(ValueError, match=r"sets has|histogram has"):
         Meta.from_json(json.dumps(document).encode())
@@ -163,6 +162,6 @@ def test_sets_that_are_frequent_are_held_out_evenly_and_rare_ones_together(tmp_p
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
     cells = ["a;b", "a", "", "b", "a"] * 12
     (tmp_path / "l.csv").write_text("path,label\n" + "".join(f"{n}.png,{cell}\n" for n, cell in enumerate(cells)))
-    summary = pack(open_source(str(tmp_path / "l.csv")), tmp_path / "x.lmdb", val_share="0.25")
+    summary = pack(source_at(tmp_path / "l.csv"), tmp_path / "x.lmdb", val_share="0.25")
     assert (summary.meta.histogram, summary.held_out.histogram) == ([9, 18, 9, 9], [3, 6, 3, 3])
     assert summary.held_out.sets == summary.meta.sets

@@ -1,5 +1,6 @@
-"""Images of any depth and number of channels, from their files to what a network is given, and what is refused."""
+"""Images of any depth and number of channels, from their files to batches, and what is refused."""
 
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ from duetgan.data.errors import ImageError
 from duetgan.data.images import fit
 from duetgan.data.pack import main, pack
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.loader import InfiniteLoader, read_batch
+from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.sources import open_source
-from duetgan.data.values import Values, bring, decode_image, kind, native
+from duetgan.data.values import Values, bring, kind, native
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.images import visible
 from tests.conftest import assert_raises
 from tests.data.conftest import as_file
-from tests.data.values_files import FLOATS, NUMBERS, ODD, npy, pages, png, tiff
+from tests.data.values_files import FLOATS, NUMBERS, ODD, npy, pages, png
 
 MOST = {"uint8": 255, "uint16": 65535, "float32": 1}
 
@@ -58,17 +59,6 @@ def slow_half(image: np.ndarray, alpha: bool) -> np.ndarray:
         total = weights.sum()
         smaller[c, y, x] = (four * weights).sum() / total if total else 0
     return smaller
-
-
-def slow_floats(image: np.ndarray, spec: ImageSpec) -> np.ndarray:
-    """[C, H, W] as the network is given it."""
-    floats = np.zeros(image.shape)
-    for c, y, x in np.ndindex(image.shape):
-        share = (float(image[c, y, x]) - spec.low) / (spec.high - spec.low)
-        if spec.alpha and c < len(image) - 1:
-            share *= (float(image[-1, y, x]) - spec.low) / (spec.high - spec.low)
-        floats[c, y, x] = 2 * share - 1
-    return floats
 
 
 @st.composite
@@ -126,10 +116,7 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
         for _ in range(3):
             batch, (indices, _) = next(with_loader), expected.next_batch()
             assert torch.equal(batch.images, torch.from_numpy(np.ascontiguousarray(wanted[indices])))
-        floats = reader.spec.to_float(read_batch(reader, order).images).double().numpy()
-        slow = np.stack([slow_floats(image, reader.spec) for image in read])
-        scale = max(1.0, np.abs(slow).max())
-        np.testing.assert_allclose(floats, slow, atol=4e-7 * scale, rtol=0)
+
         if smallest is not None:
             with Dataset(place.with_suffix(".lmdb"), resolution=f"{width // 2}x{height // 2}") as smaller:
                 half = smaller.read(range(len(images)))[0]
@@ -139,32 +126,10 @@ def test_packed_and_read_as_an_obvious_implementation_has_it(
             unit = 0 if depth == "float32" else 0.5001
             np.testing.assert_allclose(half, slow, atol=unit + np.abs(slow).max() * 1e-6, rtol=0)
         if depth == "uint16" and not alpha:
-            low, high = reader.spec.low, reader.spec.high
-            assert low == 0
-            assert images.max() <= high <= 2 * int(images.max())
+            assert (reader.spec.low, reader.spec.high) == (0, (1 << int(images.max()).bit_length()) - 1)
         share = (wanted.astype(float) - reader.spec.low) / (reader.spec.high - reader.spec.low)
         np.testing.assert_allclose(reader.meta.mean, share.mean((0, 2, 3)), rtol=1e-6, atol=1e-9)
         np.testing.assert_allclose(reader.meta.std, share.std((0, 2, 3)), rtol=1e-5, atol=1e-7)
-
-
-RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
-
-
-@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.npy"])
-@pytest.mark.parametrize("encoding", ["raw", "png"])
-def test_a_ramp_of_12_bits_keeps_its_levels_to_the_network(tmp_path: Path, name: str, encoding: str) -> None:
-    write: Any = {"a.png": lambda ramp: png(ramp[:, :, None]), "a.tif": tiff, "a.npy": npy}[name]
-    files = {name: write(RAMP), f"b{name[1:]}": write(RAMP[::-1].copy())}
-    with packed(tmp_path / "ramp", files, channels=1, depth="16", encoding=encoding) as reader:
-        assert reader.spec == ImageSpec.of(1, 64, {"depth": "uint16", "high": 4095.0})
-        loader = InfiniteLoader(reader, GlobalSampler(2, batch_size=2, seed=0), device="cpu")
-        batch = next(loader)
-        loader.close()
-        for image in reader.spec.to_float(batch.images):
-            levels = image.flatten().sort().values
-            assert (levels.diff() > 0).all()
-            assert (levels[0], levels[-1]) == (-1, 1)
-        assert torch.equal(reader.spec.from_float(reader.spec.to_float(batch.images)), batch.images)
 
 
 # --- what is asked for, and what is found
@@ -181,12 +146,9 @@ def test_a_ramp_of_12_bits_keeps_its_levels_to_the_network(tmp_path: Path, name:
             "RGB, 16 bits",
             "1 of grey, 16",
         ),
-        ({"a.png": png((NUMBERS >> 8).astype(np.uint8))}, {"channels": "auto", "depth": "auto"}, "RGB", "taken as RGB"),
         ({"a.npy": npy(FLOATS)}, {}, "5 channels, floats", "1 of 5 channels, floats: taken as"),
         ({"a.npy": npy(FLOATS)}, {"value_range": (-4.0, 4.0)}, "5 channels, floats (-4 to 4)", ""),
-        ({"a.npy": npy(FLOATS[..., :4])}, {"channels": 4}, "4 channels, floats", ""),
         ({"a.png": png(np.zeros((8, 8, 3), np.uint8))}, {"channels": 4}, "RGB + alpha", ""),
-        ({"a.png": png(np.zeros((8, 8, 2), np.uint16))}, {"channels": 2, "depth": "auto"}, "grey + alpha, 16 bits", ""),
         ({"a.png": png(np.zeros((8, 8, 2), np.uint8)), "b.png": png(NUMBERS)}, {"channels": "auto"}, "RGB + alpha", ""),
         ({"a.tif": pages(NUMBERS.transpose(2, 0, 1).copy())}, {"depth": "16"}, "RGB, 16 bits", ""),
         ({"a.npy": npy(NUMBERS), "b.png": png(NUMBERS)}, {}, "RGB", ""),  # beside images arrays are something else
@@ -213,18 +175,15 @@ def test_what_is_packed(
         ({"a.npy": npy(FLOATS), "b.npy": npy(FLOATS[..., :2])}, {"channels": 5}, "2 channels where 5 channels, floats"),
         ({"a.npy": npy(FLOATS)}, {"depth": "8"}, "floating-point pixels; .* or pack it with --depth float"),
         ({"a.npy": npy(FLOATS)}, {"encoding": "png"}, "png does not keep images of 5 channels, floats: take raw"),
-        ({"a.npy": npy(FLOATS)}, {"encoding": "jpeg"}, "encoding jpeg does not keep"),
         ({"a.npy": npy(FLOATS)}, {"value_range": (3.0, 3.0)}, "--range 3,3: .* do not fit float32"),
         ({"a.png": png(NUMBERS)}, {"value_range": (0.0, 9.0)}, "--range 0,9: .* do not fit uint8"),
         ({"a.png": png(NUMBERS)}, {"channels": 4, "encoding": "source"}, "encoding source does not keep images of RGB"),
         ({"a.npy": npy(NUMBERS)}, {"encoding": "source"}, "has no files to keep: choose --encoding raw or png"),
         ({"a.png": png(NUMBERS)}, {"channels": 7}, "has 3 channels where 7 channels was expected; pass --channels 3"),
-        ({"a.tif": tiff(FLOATS[..., 0].copy())}, {}, "floating-point pixels; .* or pack it with --depth float"),
     ],
 )
 def test_what_does_not_go_together_is_refused(files: dict[str, bytes], options: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=told):
-        packed(tmp_path / "x", files, **options)
+    assert_raises(UserError, told, packed, tmp_path / "x", files, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
 
 
@@ -313,13 +272,7 @@ def test_odd_files_are_refused_in_one_line(name: str, tmp_path: Path, refused: A
         tracemalloc.stop()
     assert peak < (32 << 20) + 4 * len(content)
     assert name in line
-    with pytest.raises(ImageError, match=told):
-        decode_image(
-            content,
-            ImageSpec.of(5, 0, {"depth": "float32"})
-            if name.endswith("npy")
-            else ImageSpec.of(3, 0, {"depth": "uint16"}),
-        )
+    assert re.search(told, line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
     good = {"npy": npy(FLOATS), "tif": png(NUMBERS), "png": png(NUMBERS)}[name[-3:]]
     for number in range(2):

@@ -6,10 +6,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
-from PIL import Image
 
 RNG = np.random.default_rng(11)
 NUMBERS = RNG.integers(0, 60_000, (8, 8, 3)).astype(np.uint16)
@@ -23,9 +21,6 @@ def npy(array: np.ndarray, **options: Any) -> bytes:
 
 def png(pixels: np.ndarray) -> bytes:
     """Of [H, W, C], 8 or 16 bits; 2 channels are grey and alpha."""
-    if pixels.dtype == np.uint16 and pixels.shape[2] != 2:
-        order = [2, 1, 0, 3][: pixels.shape[2]] if pixels.shape[2] > 1 else [0]
-        return bytes(cv2.imencode(".png", np.ascontiguousarray(pixels[:, :, order]))[1].tobytes())
     height, width, channels = pixels.shape
     kind, bits = {1: 0, 2: 4, 3: 2, 4: 6}[channels], pixels.itemsize * 8
     rows = pixels.astype(pixels.dtype.newbyteorder(">")).reshape(height, -1)
@@ -36,6 +31,13 @@ def png(pixels: np.ndarray) -> bytes:
 
 def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def clear_png(pixels: np.ndarray, value: int) -> bytes:
+    """Without an alpha channel, but with a value that is transparent."""
+    content = png(pixels)
+    values = struct.pack(">H", value) * pixels.shape[2]
+    return content[:33] + chunk(b"tRNS", values) + content[33:]
 
 
 def tiff(array: np.ndarray, **options: Any) -> bytes:
@@ -89,19 +91,6 @@ def of_16_bits(**options: Any) -> bytes:
     return tiff(NUMBERS, photometric="rgb", **options)
 
 
-def clear_rgb_16() -> bytes:
-    """A PNG of 16 bits in which one colour is transparent."""
-    content = png(NUMBERS)
-    return content[:33] + chunk(b"tRNS", struct.pack(">HHH", *NUMBERS[0, 0].tolist())) + content[33:]
-
-
-def turned() -> bytes:
-    content = tiff(NUMBERS, photometric="rgb", extratags=[(274, 3, 1, 6, True)])
-    assert Image.open(io.BytesIO(png(NUMBERS))).mode == "RGB"
-    return content
-
-
-GREY = NUMBERS[:, :, 0]
 FLOATS = RNG.normal(size=(8, 8, 5)).astype(np.float32)
 GOOD = npy(FLOATS)
 
@@ -115,33 +104,26 @@ def with_value(value: float, dtype: Any = np.float32) -> bytes:
 # name -> what the file is, made when it is asked for, and what is told of it
 ODD: dict[str, tuple[Callable[[], bytes], str]] = {
     "pickled.npy": (lambda: npy(np.array([[1, "x"], [None, 2]], object), allow_pickle=True), "an array of object"),
-    "fields.npy": (lambda: npy(np.zeros((8, 8), [("a", "u1"), ("b", "u2")])), "an array of"),
     "objects in fields.npy": (lambda: npy_of("{'descr':[('a','O')],'fortran_order':False,'shape':(8,8)}"), "array of"),
     "text.npy": (lambda: npy(np.full((8, 8), "a")), "an array of <U1"),
-    "complex.npy": (lambda: npy(np.zeros((8, 8, 5), np.complex64)), "an array of complex64"),
     "truth.npy": (lambda: npy(np.zeros((8, 8, 5), bool)), "an array of bool"),
-    "dates.npy": (lambda: npy(np.zeros((8, 8), "datetime64[s]")), "an array of datetime64"),
     "nan.npy": (lambda: with_value(np.nan), "not finite"),
     "inf.npy": (lambda: with_value(-np.inf), "not finite"),
     "too large.npy": (lambda: with_value(1e300, np.float64), "no float of 32 bits holds"),
     "too exact.npy": (lambda: with_value(2**40 + 1, np.int64), "whole numbers above 16,777,216"),
     "none.npy": (lambda: npy(np.zeros((0, 8, 8), np.uint8)), "bytes of values"),
     "number.npy": (lambda: npy(np.array(3, np.float32)), "bytes of values"),
-    "row.npy": (lambda: npy(np.zeros(64, np.uint8)), "is of shape"),
     "five axes.npy": (lambda: npy(np.zeros((2, 2, 8, 8, 3), np.uint8)), "is of shape"),
     "channels.npy": (lambda: npy(np.zeros((40, 8, 40), np.uint8)), "is of shape"),
     "small.npy": (lambda: npy(np.zeros((3, 8, 5), np.float32)), "only 8x3 px"),
     "promised.npy": (lambda: npy_of("{'descr':'<f4','fortran_order':False,'shape':(1000000,1000000)}"), "bytes of v"),
     "negative.npy": (lambda: npy_of("{'descr':'<f4','fortran_order':False,'shape':(-8,-8)}"), "bytes of values"),
-    "more.npy": (lambda: GOOD + b"\0", "bytes of values"),
     "less.npy": (lambda: GOOD[:-100], "bytes of values"),
     "header.npy": (lambda: npy_of("{'descr': __import__('os').system('true')}"), "no array of NumPy's"),
     "deep.npy": (lambda: npy_of("(" * 5000), "no array of NumPy's"),
-    "keys.npy": (lambda: npy_of("{'shape':(8,8)}"), "no array of NumPy's"),
     "version.npy": (lambda: npy_of("{}", version=b"\x09\0"), "no array of NumPy's"),
     "magic.npy": (lambda: b"\x93NUMPY", "no array of NumPy's"),
     "empty.npy": (lambda: b"", "is an empty file"),
-    "other.npy": (lambda: b"hello", "is not an image"),
     "beyond.tif": (lambda: tagged(of_16_bits(), {273: 10_000}), "lies beyond its end"),
     "long.tif": (lambda: tagged(of_16_bits(), {279: 2**31}), "lies beyond its end"),
     "wide.tif": (lambda: tagged(of_16_bits(), {256: 60_000, 257: 60_000}), "more than 89,478,485 pixels"),
@@ -154,10 +136,8 @@ ODD: dict[str, tuple[Callable[[], bytes], str]] = {
     "pages.tif": (lambda: pages(np.zeros((65_535, 4, 4), np.uint8)), "more than 32 pages"),
     "loop.tif": (lambda: looped(pages(NUMBERS.transpose(2, 0, 1).copy())), "pages|damaged|TIFF"),
     "cut.tif": (lambda: of_16_bits()[:-200], "lies beyond its end"),
-    "head.tif": (lambda: of_16_bits()[:6], "TIFF|not an image|damaged"),
     "bomb.tif": (bomb, "holds more than it declares|several"),
     "sizes.tif": (lambda: tagged(pages(NUMBERS.transpose(2, 0, 1).copy()), {257: 7}, 1), "of several sizes or kinds"),
-    "complex.tif": (lambda: tiff(np.zeros((8, 8), np.complex64)), "type complex64"),
     "nan.tif": (lambda: tiff(np.full((8, 8), np.nan, np.float32)), "not finite"),
     "premultiplied.tif": (
         lambda: tiff(np.zeros((8, 8, 4), np.uint16), photometric="rgb", extrasamples=["assocalpha"]),
@@ -167,9 +147,8 @@ ODD: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: tiff(np.zeros((2, 8, 8), np.uint16), photometric="miniswhite", metadata=None),
         "save grey or RGB",
     ),
-    "turned.tif": (turned, "stored turned"),
+    "turned.tif": (lambda: of_16_bits(extratags=[(274, 3, 1, 6, True)]), "stored turned"),
     "cut.png": (lambda: png(NUMBERS)[:120], "truncated or damaged"),
     "checksum.png": (lambda: png(NUMBERS)[:60] + b"\x55" + png(NUMBERS)[61:], "truncated or damaged"),
-    "clear.png": (clear_rgb_16, "one is transparent"),
     "no bits.png": (lambda: bytes(bytearray(png(NUMBERS)[:24]) + b"\0" + png(NUMBERS)[25:]), "not an image|damaged"),
 }

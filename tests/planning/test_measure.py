@@ -15,6 +15,7 @@ from duetgan.planning.plan import GAN, choose
 from duetgan.utils import threads
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
+from tests.conftest import assert_raises
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 
 
@@ -80,8 +81,7 @@ def test_weights_of_no_known_network_are_refused(tmp_path, nothing_at_hand):
     save_file({"a.weight": torch.zeros(1)}, tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="is no ResNet, ConvNeXt or EfficientNet"):
         weights_at_hand([str(tmp_path / "w.safetensors")])
-    with pytest.raises(UserError, match="no such file"):
-        weights_at_hand([str(tmp_path / "missing.safetensors")])
+    assert_raises(UserError, "no such file", weights_at_hand, [str(tmp_path / "missing.safetensors")])
 
 
 def test_speeds_are_measured_once_on_noise_of_the_images_shape(tmp_path, nothing_at_hand, monkeypatch, capsys):

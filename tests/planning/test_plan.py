@@ -277,12 +277,6 @@ def test_where_sixteen_channels_would_see_too_few_images_eight_stay():
         assert f"--generator.channel-base {32 * channels} --generator.channel-max {8 * channels}" in given
 
 
-def test_quick_plans_need_no_speeds_and_are_the_smallest():
-    made = choose(SAMPLE, Fast(), minutes=15, quick=True)
-    assert made.quick
-    assert (made.gan.config, made.gan.resolution) == (PAIRS, 16)
-
-
 def before_gan(made: Plan, pace: float) -> dict[str, float]:
     """Seconds that the parts before the GAN take on a machine that has become `pace` times as slow."""
     return {part: pace * made.seconds[part] for part in ("pack", "train classifier") if part in made.seconds}

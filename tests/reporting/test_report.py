@@ -114,18 +114,23 @@ def make_classifier(folder: Path) -> Path:
     return folder
 
 
-def test_report_of_a_gan_run_shows_everything(tmp_path):
-    write(make_gan(tmp_path / "gan") / "eval" / "command.txt", "python evaluate.py --seed 4 && echo done")
+def test_report_of_a_gan_run_shows_everything_and_is_self_contained_and_escaped(tmp_path):
+    write(make_gan(tmp_path / "gan") / "eval" / "command.txt", f"python evaluate.py --seed 4 && echo {EVIL}")
     report = write_report(tmp_path / "gan")
     assert report == tmp_path / "gan" / "report.html"
     found = page(report)
     assert found.tags.count("svg") == 3  # adversarial losses together, r1, speed
     assert found.tags.count("img") == 3 + 1  # three grids over time, one of the evaluation
     shown = ["finished", "87.2 %", "0.438", "1,869", "60.9", "90.0 %", "step 20", "3,200", "seed: 3", "a note"]
-    shown += ["Evaluation at step 20,000", "python evaluate.py --seed 4 && echo done", environment()["torch"]]
+    shown += ["Evaluation at step 20,000", f"python evaluate.py --seed 4 && echo {EVIL}", environment()["torch"]]
     shown += [f"step-00020000.pt, 2,000 images, data test {EVIL}.lmdb, seed 4", "no sign of copies"]
     shown.append(f"1.2 % of the samples unusually near to training images, 1.0 % expected; p 0.25 (pixels {EVIL}")
     assert [text for text in shown if text not in found.text] == []
+    assert "script" not in found.tags
+    assert "link" not in found.tags
+    assert found.text.count(EVIL) == 6  # command, config, class, note, data, extractor: as text
+    assert [address for address in found.addresses if not address.startswith("data:image/png;base64,")] == []
+    assert "url(" not in report.read_text()
 
 
 @pytest.mark.parametrize(
@@ -137,16 +142,6 @@ def test_accuracy_says_how_many_views_it_is_of(tmp_path, tta, told):
     write(path, json.loads(path.read_text()) | more)
     words = f"share of the test images predicted correctly (95 % interval 89.0 to 90.5 %{told})"
     assert words in page(write_report(tmp_path)).text
-
-
-def test_report_is_self_contained_and_escaped(tmp_path):
-    write(make_gan(tmp_path / "gan") / "eval" / "command.txt", EVIL)
-    found = page(write_report(tmp_path / "gan"))
-    assert "script" not in found.tags
-    assert "link" not in found.tags
-    assert found.text.count(EVIL) == 6  # command, config, class, note, data, extractor: as text
-    assert [address for address in found.addresses if not address.startswith("data:image/png;base64,")] == []
-    assert "url(" not in (tmp_path / "gan" / "report.html").read_text()
 
 
 def test_names_that_a_run_chose_are_escaped_in_titles_and_charts(tmp_path):
@@ -196,18 +191,14 @@ def test_empty_folder_gives_a_report_that_says_so(tmp_path):
         ("status.json", "{", "status.json cannot be read"),
         ("status.json", "[]", "status.json cannot be read: it does not hold an object"),
         ("metrics.jsonl", '{"step": 1, "loss/r1": 2.0}\n{"step": 2, "lo', "1 line(s) of metrics.jsonl cannot be read"),
-        ("metrics.jsonl", '{"step": 1, "loss/r1": null}\n', "loss/r1: not one finite value"),
         ("metrics.jsonl", f'{{"step": 1, "loss/r1": {10**400}}}\n', "loss/r1: not one finite value"),
-        ("metrics.jsonl", f'{{"step": 1, "loss/r1": {"9" * 5000}}}\n', "loss/r1: not one finite value"),
         ("metrics.jsonl", f'{{"step": {10**400}, "loss/r1": 1}}\n', "1 line(s) of metrics.jsonl cannot be read"),
         ("metrics.jsonl", '{"step": 1, "x": 1.7e308}\n{"step": 2, "x": -1.7e308}\n', "x: not one finite value"),
         ("metrics.jsonl", '{"step": 1e308, "x": 1.0}\n{"step": 2, "x": 1.7e308}\n', "1 line(s) of metrics.jsonl"),
-        ("metrics.jsonl", '{"step": 1, "x": 1.0}\n{"step": 2, "x": -1.7e308}\n', "Training"),
         ("status.json", f'{{"state": "running", "step": {10**400}}}', "not finite"),
         ("samples/step-00000050.png", "no image", "step-00000050.png cannot be shown"),
         ("eval/metrics.json", '{"distances": 3, "per_class": [1], "accuracy": "x", "notes": []}', "Evaluation"),
         *(("eval/metrics.json", odd, "Evaluation") for odd in ('{"step": "7", "n": null}', '{"memorisation": []}')),
-        ("eval/metrics.json", '{"memorisation": {}}', "Evaluation"),
         ("config.yaml", "\t: [", "Resolved configuration"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 from duetgan.data.decode import stored_image
 from duetgan.data.errors import DamageError, ImageError
 from duetgan.data.lmdb.environment import acquire
-from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, INDEX_KEY, META_KEY
+from duetgan.data.lmdb.format import COMPLETE_KEY, ENTRY, INDEX_HEAD, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import make_plan, pack_arrays
@@ -83,22 +83,16 @@ def test_a_lie_is_an_error_of_one_line(tmp_path: Path, encoding: str) -> None:
         ({"count": 10**9}, "histogram counts 20 images, but count is 1000000000"),
         ({"count": 10**9, "histogram": [10**9, 0, 0]}, "more than a file of .* bytes and 6 records holds"),
         ({"count": -1}, r"count is -1, but must be a whole number at least 1 and below 10,000,000,000"),
-        ({"count": True}, "count is true"),
         ({"blocks": [0]}, r"blocks\[0\] is 0"),
         ({"blocks": [1], "count": 21, "histogram": [21, 0, 0]}, "6 records"),
-        ({"resolutions": [-8]}, r"resolutions\[0\] is -8"),
         ({"resolutions": [0]}, "do not fit encoding 'raw'"),
         ({"resolutions": [8, 24], "blocks": [4096, 4096]}, "do not fit"),
         ({"resolutions": [8192]}, "more than a file"),
         ({"classes": ["a"] * 100_000}, "histogram has 3 values, but must have 100000"),
-        ({"classes": ["a", 3, None]}, r"classes\[1\] is 3, but must be text"),
         ({"mean": [0.5]}, "mean has 1 values, but must have 3"),
-        ({"std": [0.5, float("nan"), 0]}, r"std\[1\] is nan"),
-        ({"encoding": "jpeg2000"}, "encoding is 'jpeg2000', but must be one of raw"),
         ({"channels": 33}, "channels is 33"),
         ({"version": 2}, "version is 2"),
         ({"split": {"part": "train"}}, "split.share is missing"),
-        ({"split": 3}, "split is 3, but must be a mapping"),
     ],
 )
 def test_the_field_is_named(packed: Path, lie: dict[str, Any], message: str) -> None:
@@ -127,23 +121,6 @@ def test_the_completion_record_must_agree_and_a_version_must_be_one(packed: Path
         assert_raises(UserError, "pack", LMDBReader, packed)
 
 
-@pytest.mark.parametrize(
-    ("field", "odd", "reason"),
-    [
-        *(("label", label, f"label {label} has no class, the file has 3 classes") for label in (3, -1, 2**62)),
-        ("height", 2**32 - 1, "size"),
-    ],
-)
-def test_an_entry_that_cannot_be_is_named(packed: Path, field: str, odd: int, reason: str) -> None:
-    with LMDBReader(packed) as reader, reader.handle().environment.begin(buffers=True) as transaction:
-        head, entries = reader.index_record(transaction, 0)
-        head = head.copy()
-    entries[field][7] = odd
-    head["checksum"] = zlib.crc32(entries.tobytes())
-    change(packed, INDEX_KEY % (0, 8), head.tobytes() + entries.tobytes())
-    assert_raises(DamageError, rf"record 7 is damaged: .*{reason}", Dataset(packed).read, [3])
-
-
 def test_a_size_that_could_not_be_read_back_is_not_packed() -> None:
     source = ArraySource("x", np.zeros((1, 8, 8, 3), np.uint8), np.zeros(1, np.int64), [])
     with pytest.raises(UserError, match="at most 9459 px: lower --size"):
@@ -151,13 +128,6 @@ def test_a_size_that_could_not_be_read_back_is_not_packed() -> None:
 
 
 LABEL_OFFSET = 8  # of the label in an entry: checksum and size stand before it
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
-def test_truncated_file_is_refused(packed: Path, share: float) -> None:
-    content = packed.read_bytes()
-    packed.write_bytes(content[: int(share * len(content))])
-    assert_raises(UserError, r"packed\.lmdb.*(truncated|empty)", LMDBReader, packed)
 
 
 def test_flipped_bit_in_a_label_is_refused(packed: Path, tmp_path: Path) -> None:

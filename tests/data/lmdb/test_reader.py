@@ -13,7 +13,7 @@ import pytest
 
 from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.lmdb.record import Layout, mean_and_std
+from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import add_image, pack_arrays, pixel_sums
@@ -23,38 +23,6 @@ from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
 
 GREY = Layout.of(ImageSpec(1, 8, 8))
-
-
-@pytest.mark.parametrize("encoding", ["raw", "png"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_round_trip_is_exact(tmp_path: Path, encoding: str, channels: int) -> None:
-    images, labels = sample_images(11, channels), np.arange(11) % 3
-    pack_arrays(tmp_path / "x.lmdb", images, labels, CLASSES, encoding=encoding)
-    reader = Dataset(tmp_path / "x.lmdb")
-    order = [7, 0, 7, 10, 3]
-    read, read_labels = reader.read(order)
-    np.testing.assert_equal((read, read_labels), (images[order], labels[order]))
-    assert (str(read.dtype), str(read_labels.dtype)) == ("uint8", "int64")
-    np.testing.assert_equal(reader.image(4), (images[4].transpose(1, 2, 0), 1))
-    np.testing.assert_array_equal(reader.labels(), labels)
-
-
-def test_metadata_also_of_unlabelled_images(tmp_path: Path) -> None:
-    images = sample_images(10)
-    meta = pack_arrays(tmp_path / "x.lmdb", images, [0] * 4 + [1] * 5 + [2], CLASSES, source="mine")
-    reader = Dataset(tmp_path / "x.lmdb")
-    assert reader.meta == meta
-    assert (meta.version, meta.count, meta.channels, meta.resolutions, meta.encoding) == (1, 10, 3, [8], "raw")
-    assert (meta.classes, meta.histogram, meta.source, meta.resize_filter) == (CLASSES, [4, 5, 1], "mine", "none")
-    assert (len(reader), reader.classes, reader.resolution) == (10, CLASSES, 8)
-    unit = images / 255
-    np.testing.assert_allclose(meta.mean, unit.mean((0, 2, 3)), rtol=1e-12)
-    np.testing.assert_allclose(meta.std, unit.std((0, 2, 3)), rtol=1e-10)
-    pack_arrays(tmp_path / "y.lmdb", sample_images(3))
-    reader = Dataset(tmp_path / "y.lmdb")
-    assert not reader.classes
-    assert not reader.meta.histogram
-    assert reader.read([0, 2])[1].tolist() == [0, 0]
 
 
 def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None) -> None:
@@ -91,12 +59,7 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["other.lmdb"]
 
 
-def test_existing_file_needs_overwrite_and_one_writer(packed: Path, tmp_path: Path) -> None:
-    before = packed.read_bytes()
-    assert_raises(UserError, r"packed\.lmdb exists.*--overwrite", pack_arrays, packed, sample_images(2))
-    assert packed.read_bytes() == before
-    pack_arrays(packed, sample_images(2), overwrite=True)
-    assert len(Dataset(packed)) == 2
+def test_a_file_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "x.lmdb"
     with LMDBWriter(path, GREY, classes=[]) as writer:
         assert_raises(UserError, "another process", LMDBWriter, path, GREY, classes=[])
@@ -169,16 +132,6 @@ def test_sums_are_exact(channels: int, size: tuple[int, int]) -> None:
         values = image.reshape(-1, channels).astype(np.int64)
         np.testing.assert_array_equal(sums, [values.sum(0), (values**2).sum(0)])
         assert sums.dtype == np.int64
-
-
-def test_mean_and_std_of_images_of_different_sizes() -> None:
-    draws = np.random.default_rng(0)
-    parts = [draws.integers(0, 256, (side, 2 * side, 3), dtype=np.uint8) for side in (2, 5, 9)]
-    sums = np.sum([pixel_sums(part) for part in parts], axis=0)
-    values = np.concatenate([part.reshape(-1, 3) for part in parts]) / 255
-    mean, std = mean_and_std(sums, len(values))
-    np.testing.assert_allclose(mean, values.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(std, values.std(0), rtol=1e-10)
 
 
 def test_numbers_that_packed_files_store_stay():

@@ -13,8 +13,7 @@ from duetgan.data.inspect import verify
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.pack import main, pack
 from duetgan.data.sources import open_source
-from duetgan.utils.errors import EXIT_OK
-from duetgan.utils.script import run_cli
+from tests.data.conftest import succeed
 from tests.data.test_duplicates import photos as photo_like
 
 
@@ -60,9 +59,9 @@ def test_no_image_of_the_other_file_and_no_look_alike_is_there(pets, tmp_path, o
 
 def test_command_line_and_refusals(pets: Path, tmp_path: Path, refused: Any, capsys) -> None:
     test, out = str(tmp_path / "test.lmdb"), str(tmp_path / "out.lmdb")
-    assert run_cli(main, [str(pets / "test"), test]) == EXIT_OK
+    succeed(main, pets / "test", test)
     command = [str(pets / "more"), out, "--classes-from", "none", "--apart", test]
-    assert run_cli(main, command) == EXIT_OK
+    succeed(main, *command)
     told = capsys.readouterr().out
     assert "13 images that the file of --apart holds, or that look like one of its" in told
     assert "also in" not in told  # they are not

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,13 +11,11 @@ from PIL import Image
 
 from duetgan.data import pack as pack_module
 from duetgan.data.lmdb.format import CODEC_JPEG
-from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.pack import main, pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import make_plan
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
 from tests.data.conftest import save
 
@@ -71,7 +68,6 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
     image.paste("blue", (16, 0, 32, 16))
     image.save(tmp_path / "photos" / "wide.png")
     save(tmp_path / "photos" / "small.png", side=4)
-    Image.fromarray(np.full((8, 8), 515, np.uint16)).save(tmp_path / "photos" / "x.png")
     Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "photos" / "y.png")
     reader = packed(tmp_path / "photos", "--size", "8")
     assert reader.read([1])[0][0].reshape(3, -1).T.tolist() == [[0, 0, 255]] * 64
@@ -79,11 +75,7 @@ def test_size_crops_and_scales_or_pads(tmp_path: Path, capsys: pytest.CaptureFix
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["enlarged", "1"] in [words[:2] for words in told]
     assert not any(words[:1] == ["colour"] for words in told)
-    dark = " ".join(next(words for words in told if "--depth" in words))
-    assert dark.startswith(
-        "warning 1 images have 16 bits a value: the high 8 are kept; --depth 16 keeps all; their values"
-    )
-    assert dark.endswith("end at 1,023, so they are dark: --depth 16 --range 0,1023 makes 1,023 white")
+
     assert "alpha 1 transparent images are put on white; --channels 4 keeps alpha".split() in told  # noqa: SIM905 (U11)
     Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
     reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
@@ -117,19 +109,6 @@ def test_grey_images_in_colour_are_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--channels 1" not in capsys.readouterr().out
 
 
-def test_sample_is_padded_to_32(tmp_path: Path) -> None:
-    dest = tmp_path / "test.lmdb"
-    main(["sample", str(dest), "--size", "32", "--split", "test"])
-    reader, source = Dataset(dest), open_source("sample", split="test")
-    images, labels = reader.read(range(2000))
-    full = np.stack([np.asarray(source.content(index)) for index in range(2000)])[:, :, :, 0]
-    np.testing.assert_array_equal(images[:, 0, 2:30, 2:30], full)
-    assert images.sum(dtype=int) == full.sum(dtype=int)  # zeros around
-    np.testing.assert_array_equal(labels, source.labels())
-    assert (reader.meta.resize_filter, reader.meta.channels, reader.meta.histogram) == ("zero-pad", 1, [200] * 10)
-    assert reader.classes[0] == "T-shirt/top"
-
-
 def test_auto_pads_only_what_is_near() -> None:
     scaled, source = "centre-crop+lanczos", open_source("sample", split="test")
     for size, expected in {None: "none", 28: "none", 32: "zero-pad", 64: scaled, 16: scaled}.items():
@@ -137,23 +116,12 @@ def test_auto_pads_only_what_is_near() -> None:
         assert plan.resize_filter == expected
 
 
-def test_empty_class(photos: Path) -> None:
-    (photos / "emu").mkdir()
-    refused(photos, r"photos/emu is a class folder without images \(it is empty\): .*--on-error skip")
-    assert packed(photos, "--on-error", "skip").classes == ["cat", "dog"]
-
-
-def test_skipped_images_are_counted_and_listed(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_images_and_other_files(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "cat" / "aa.jpg").write_text("text")
-    (photos / "dog" / "empty.png").write_bytes(b"")
     (photos / "dog" / "notes.txt").write_text("text")
     reader = packed(photos, "--on-error", "skip")
-    assert len(reader) == 4
     np.testing.assert_array_equal(reader.image(1)[0], np.asarray(Image.open(photos / "cat" / "b.png")))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if line.startswith("skipped")] == [["skipped", "2"]]
-    assert any(line.strip().endswith("cat/aa.jpg is not an image (it begins with b'text')") for line in lines)
-    assert any("dog/empty.png is an empty file" in line for line in lines)
     assert [line.split() for line in lines if line.startswith("ignored")] == [["ignored", "1"]]
     assert any(line.strip() == "dog/notes.txt" for line in lines)
     assert ["cat", "2"] in [line.split() for line in lines]
@@ -216,28 +184,13 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("path,label,split\nphotos/dog/a.png,dog,train\nphotos/dog/b.png,cat,val\n")
     refused(tmp_path / "list.csv", "class dog has no images; add some, or --against TRAIN.lmdb", "--split", "val")
     assert packed(tmp_path / "list.csv", "--split", "val", *against).meta.histogram == [1, 0]
-    (tmp_path / "cat").rename(photos / "cat")
-    save(photos / "emu" / "a.png")
-    refused(photos, r"photos: its classes are not those of .*train\.lmdb: emu only here; labels would", *against)
     (tmp_path / "flat").mkdir()
     save(tmp_path / "flat" / "a.png")
     assert packed(tmp_path / "flat", *against).classes == []
-    refused(photos, "nowhere.lmdb: no such file", "--against", str(tmp_path / "nowhere.lmdb"))
+
     with pytest.raises(UserError, match="is the file to be written"):
         main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
     assert Dataset(tmp_path / "train.lmdb").classes == ["cat", "dog"]
-
-
-def test_duplicates_go_by_the_names_of_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
-    (tmp_path / "photos").mkdir()
-    for name, pixels in (("a", noise[0]), ("c", noise[1]), ("d", noise[0]), ("e", noise[1] // 10 * 10)):
-        Image.fromarray(pixels).save(tmp_path / "photos" / f"{name}.png")
-    (tmp_path / "photos" / "b.png").write_text("no image")  # records are not numbers of files
-    packed(tmp_path / "photos", "--on-error", "skip", "--similar")
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert f"{tmp_path}/photos/a.png, {tmp_path}/photos/d.png" in lines
-    assert any(line.startswith(f"{tmp_path}/photos/c.png ~ {tmp_path}/photos/e.png, correl") for line in lines)
 
 
 def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, capsys):
@@ -268,24 +221,10 @@ def test_sources_and_targets_that_do_not_fit(photos: Path, tmp_path: Path) -> No
     assert_raises(UserError, "is a folder: DEST is one file", main, [str(photos), str(tmp_path)])
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
     refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
-    assert_raises(UserError, "has no files to keep", main, ["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
+
     (tmp_path / "tall").mkdir()
     Image.new("RGB", (8, 12)).save(tmp_path / "tall" / "a.png")
     refused(tmp_path / "tall", "8x12 px, not square: pass --size N")
-
-
-def test_interrupt_leaves_nothing_and_an_existing_file_is_kept(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(LMDBWriter, "finish", Mock(side_effect=KeyboardInterrupt))
-    before = sorted(tmp_path.rglob("*"))
-    assert run_cli(main, [str(photos), str(tmp_path / "new" / "x.lmdb")]) == 130
-    assert sorted(tmp_path.rglob("*")) == before
-    dest = tmp_path / "packed.lmdb"
-    dest.write_bytes(b"precious")
-    assert_raises(UserError, r"packed\.lmdb exists", main, [str(photos), str(dest)])
-    (photos / "cat" / "bad.jpg").write_text("text")
-    assert_raises(UserError, r"bad\.jpg", main, [str(photos), str(dest), "--overwrite"])
-    assert dest.read_bytes() == b"precious"
-    assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == []
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

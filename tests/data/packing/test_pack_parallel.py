@@ -31,8 +31,8 @@ from duetgan.data.sources.base import ArraySource, Source
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import replace_file
 from duetgan.utils.image_spec import ImageSpec
-from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
+from tests.data.conftest import save, source_at, succeed
 from tests.watch.isolation import on_path
 
 RNG = np.random.default_rng(0)
@@ -131,14 +131,6 @@ def test_what_is_read_in_order_is_read_by_one_thread() -> None:
     assert shades == [row % 256 for row in range(300)]
 
 
-def test_images_in_memory(tmp_path: Path) -> None:
-    images = RNG.integers(0, 256, (200, 8, 8, 3), dtype=np.uint8)
-    source = ArraySource("arrays", images, np.arange(200) % 3, ["a", "b", "c"])
-    metas = [pack(source, tmp_path / f"{n}.lmdb", size=16, workers=n, duplicates=False).meta for n in (0, 2)]
-    assert metas[0] == metas[1]
-    assert metas[0].histogram == [67, 67, 66]
-
-
 @pytest.mark.parametrize(
     ("source", "cores", "workers", "expected"),
     [
@@ -223,10 +215,10 @@ def test_fingerprint_is_of_the_source_alone_or_of_images_in_memory(tmp_path: Pat
     expected = fingerprint_of((label, path.read_bytes()) for label, path in files)
     ways: list[dict[str, Any]] = [{"encoding": "source"}, {"workers": 2, "encoding": "jpeg", "size": 16}, {"size": 8}]
     for way in ways:
-        summary = pack(open_source(str(folder)), tmp_path / "x.lmdb", overwrite=True, duplicates=False, **way)
+        summary = pack(source_at(folder), tmp_path / "x.lmdb", overwrite=True, duplicates=False, **way)
         assert summary.meta.fingerprint == expected
     os.rename(folder / "cat" / "000.jpg", folder / "dog" / "000.jpg")
-    moved = pack(open_source(str(folder)), tmp_path / "y.lmdb", size=8, duplicates=False)
+    moved = pack(source_at(folder), tmp_path / "y.lmdb", size=8, duplicates=False)
     assert moved.meta.fingerprint != expected
 
 
@@ -253,11 +245,11 @@ def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused, cap
         if target == "real.lmdb":
             error = refused(main, photos, tmp_path / name, "--size", "8")
             assert "exists: choose another name or add --overwrite" in error
-        assert run_cli(main, [str(photos), str(tmp_path / name), "--size", "8", "--overwrite"]) == 0
+        succeed(main, photos, tmp_path / name, "--size", "8", "--overwrite")
         assert f"a link: {tmp_path}/disk/{target} was written" in capsys.readouterr().out
         assert (tmp_path / name).is_symlink()
         with LMDBReader(tmp_path / "disk" / target) as reader:
-            assert len(reader) == len(open_source(str(photos)))
+            assert len(reader) == len(source_at(photos))
     (tmp_path / "x.json").symlink_to("disk/x.json")
     replace_file(tmp_path / "x.json", b"{}")
     assert (tmp_path / "x.json").is_symlink()
@@ -268,7 +260,7 @@ def test_h4_a_link_stays_and_its_file_is_replaced(photos, tmp_path, refused, cap
 @pytest.mark.parametrize("module", ["data.pack", "data.inspect"])
 def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
     """Not even for the first page; what is seen of a full disk before packing begins, and of a grid that fails."""
-    assert run_cli(main, [str(photos), str(tmp_path / "x.lmdb"), "--size", "64"]) == 0
+    succeed(main, photos, tmp_path / "x.lmdb", "--size", "64")
     before = sorted(tmp_path.iterdir())
     arguments = {
         "data.pack": [str(photos), str(tmp_path / "y.lmdb"), "--size", "8", "--workers", "0"],
@@ -294,7 +286,7 @@ def test_h18_no_room_at_all(photos: Path, tmp_path: Path, module: str) -> None:
     ids=["link", "pipe", "deep"],
 )
 def test_h19_h23_dataset_json_that_is_none(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    save(tmp_path / "a.png")
     make(tmp_path / "dataset.json")
     assert_raises(UserError, rf"dataset\.json {message}", open_source, str(tmp_path))
 
@@ -307,13 +299,13 @@ def test_h23_tree_that_is_too_deep(tmp_path: Path, depth: int) -> None:
         for _ in range(depth):
             os.mkdir("d")
             os.chdir("d")
-        Image.new("RGB", (8, 8)).save("a.png")
+        save(Path("a.png"))
     try:
         if depth == 1100:
-            assert len(open_source(str(tmp_path / "in"))) == 1
+            assert len(source_at(tmp_path / "in")) == 1
         else:
             with pytest.raises(UserError, match=r"File name too long.*move its files") as refused:
-                open_source(str(tmp_path / "in"))
+                source_at(tmp_path / "in")
             assert len(str(refused.value)) < 400
     finally:
         subprocess.run(["rm", "-rf", str(tmp_path / "in")], check=True)  # shutil's own would recurse
@@ -324,14 +316,14 @@ def test_h25_all_skipped_files_are_listed(tmp_path: Path, capsys: pytest.Capture
     bad = [tmp_path / "in" / f"bad{number:02d}.png" for number in range(12)]
     for path in bad:
         path.touch()
-    Image.new("RGB", (8, 8)).save(tmp_path / "in" / "good.png")
+    save(tmp_path / "in" / "good.png")
     command = [str(tmp_path / "in"), str(tmp_path / "x.lmdb"), "--on-error", "skip", "--overwrite"]
-    assert run_cli(main, command) == 0
+    succeed(main, *command)
     assert f"all of them: {tmp_path}/x.skipped.txt" in capsys.readouterr().out
     assert (tmp_path / "x.skipped.txt").read_text() == "".join(f"{path} is an empty file\n" for path in bad)
     for path in bad[2:]:
         path.unlink()
-    assert run_cli(main, command) == 0
+    succeed(main, *command)
     assert "all of them" not in capsys.readouterr().out
     assert not (tmp_path / "x.skipped.txt").exists()
-    assert run_cli(inspect, [str(tmp_path / "x.lmdb"), "--json"]) == 0
+    succeed(inspect, tmp_path / "x.lmdb", "--json")

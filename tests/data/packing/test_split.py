@@ -17,15 +17,13 @@ from duetgan.data.lmdb.format import Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.pack import main, pack
-from duetgan.data.packing import draw, look_alikes, quotas, to_share, val_path
-from duetgan.data.records import pack_arrays
+from duetgan.data.packing import draw, quotas, to_share, val_path
 from duetgan.data.sources import open_source
-from duetgan.utils.errors import EXIT_OK, EXIT_USER, UserError
+from duetgan.utils.errors import EXIT_USER, UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import seed_of
-from tests.data.conftest import sample_images
+from tests.data.conftest import sample_images, save, source_at, succeed
 from tests.data.test_duplicates import photos as photo_like
-from tests.data.test_duplicates import saved
 
 TENTH = Fraction(1, 10)
 SHARES = st.fractions(min_value=Fraction(1, 100), max_value=Fraction(1, 2))
@@ -66,15 +64,6 @@ def contents(count: int) -> list[bytes]:
     return [b"image %d" % number for number in range(count)]
 
 
-@given(st.permutations(range(40)), st.integers(0, 3))
-def test_the_draw_does_not_depend_on_order(order: list[int], seed: int) -> None:
-    labels, digests = np.arange(40) % 3, contents(40)
-    held = draw(alone(40), labels, digests, TENTH, seed)
-    moved = draw(alone(40), labels[order], [digests[place] for place in order], TENTH, seed)
-    np.testing.assert_array_equal(moved, held[order])
-    assert np.bincount(labels[held]).tolist() == quotas(np.bincount(labels).tolist(), TENTH)
-
-
 def test_the_draw_is_the_smallest_keys_and_images_that_are_added_move_few() -> None:
     few, many = (draw(alone(n), np.zeros(n, int), contents(n), TENTH, 0) for n in (1000, 1100))
     assert (few.sum(), many.sum()) == (100, 110)
@@ -105,15 +94,6 @@ def test_groups_are_never_divided(records: list[tuple[int, int]], share: Fractio
             assert not need[label] or (need >= kept)[need > 0].any()
 
 
-def test_a_chain_of_look_alikes_is_one_group(tmp_path: Path) -> None:
-    base = photo_like(12)
-    again = saved(base[[3, 4]])
-    pack_arrays(tmp_path / "x.lmdb", np.concatenate([base, again, base[[3]], saved(again[[1]], 50)]))
-    reader = LMDBReader(tmp_path / "x.lmdb")
-    found = {tuple(group.tolist()) for group in look_alikes(len(reader), find(reader, similar=True))}
-    assert found == {(3, 12, 14), (4, 13, 15), *((number,) for number in range(12) if number not in (3, 4))}
-
-
 @pytest.fixture
 def pets(tmp_path: Path) -> Path:
     """20 cats and 12 dogs; cats 0 and 1 with a copy and a JPEG of theirs under other names, dog 11 a copy of dog 10."""
@@ -133,7 +113,7 @@ def halves(dest: Path) -> tuple[LMDBReader, LMDBReader]:
 
 @pytest.mark.parametrize("options", [{}, {"encoding": "png"}, {"encoding": "source"}, {"smallest": 8}])
 def test_two_files_hold_every_image_once(pets: Path, tmp_path: Path, options: dict[str, object]) -> None:
-    source = open_source(str(pets))
+    source = source_at(pets)
     whole = pack(source, tmp_path / "whole.lmdb", **options).meta  # type: ignore[arg-type]
     summary = pack(source, tmp_path / "x.lmdb", val_share=0.25, **options)  # type: ignore[arg-type]
     training, held_out = halves(tmp_path / "x.lmdb")
@@ -159,7 +139,7 @@ def test_two_files_hold_every_image_once(pets: Path, tmp_path: Path, options: di
 
 def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
     for seed in range(4):
-        pack(open_source(str(pets)), tmp_path / "x.lmdb", val_share=0.4, seed=seed, overwrite=True, duplicates=False)
+        pack(source_at(pets), tmp_path / "x.lmdb", val_share=0.4, seed=seed, overwrite=True, duplicates=False)
         training, held_out = halves(tmp_path / "x.lmdb")
         report = find(training, held_out, similar=True)
         assert (report.exact, report.near) == ([], [])
@@ -174,7 +154,7 @@ def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
 
 
 def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
-    source = open_source(str(pets))
+    source = source_at(pets)
     whole = pack(source, tmp_path / "whole.lmdb").meta
     first = pack(source, tmp_path / "x.lmdb", workers=0, **QUARTER)
     split = Split(part="train", share=0.25, seed=0, whole=whole.fingerprint, images=36)
@@ -190,16 +170,15 @@ def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
     # Another place and other names of the same files: the same images.
     for path in sorted(pets.rglob("*.*g")):
         path.rename(path.with_name(f"z{99 - len(path.name)}{path.name}"))
-    pack(open_source(str(pets)), tmp_path / "x.lmdb", **QUARTER)
+    pack(source_at(pets), tmp_path / "x.lmdb", **QUARTER)
     renamed = {Path(name).name[3:] for name in halves(tmp_path / "x.lmdb")[1].names()}
     assert renamed == {Path(name).name for name in names}
 
 
 def test_command_line(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    (pets / "emu").mkdir()
-    Image.new("RGB", (32, 32), "red").save(pets / "emu" / "only.png")
+    save(pets / "emu" / "only.png", side=32)
     command = [str(pets), str(tmp_path / "new" / "x.lmdb"), "--val-share", "0.1"]
-    assert run_cli(main, command) == EXIT_OK
+    succeed(main, *command)
     told = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
     held_out = tmp_path / "new" / "x-val.lmdb"
     assert ["held", "out", f"{held_out} ({held_out.stat().st_size:,} bytes)"] in told
@@ -209,7 +188,7 @@ def test_command_line(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.C
     assert "x.lmdb exists: choose another name or add --overwrite" in refused(main, *command)
     (tmp_path / "new" / "x.lmdb").unlink()
     assert "x-val.lmdb exists" in refused(main, *command)
-    assert run_cli(main, [*command, "--overwrite", "--val-dest", str(tmp_path / "v.lmdb")]) == EXIT_OK
+    succeed(main, *command, "--overwrite", "--val-dest", tmp_path / "v.lmdb")
     assert len(LMDBReader(tmp_path / "v.lmdb")) == 4
     assert "is the file of the training images" in refused(main, *command, "--val-dest", command[1], "--overwrite")
     assert "--val-dest is for --val-share" in refused(main, pets, tmp_path / "y.lmdb", "--val-dest", "z.lmdb")
@@ -238,7 +217,7 @@ def test_refusals(pets: Path, tmp_path: Path, refused: Any, capsys: pytest.Captu
     ):
         assert message in refused(main, tmp_path / folder, tmp_path / "new" / "x.lmdb", *options.split(), alone=True)
         assert sorted(tmp_path.rglob("*")) == before
-    assert run_cli(main, [str(tmp_path / "splits"), str(tmp_path / "x.lmdb"), "--val-share", "0.25"]) == EXIT_OK
+    succeed(main, tmp_path / "splits", tmp_path / "x.lmdb", "--val-share", "0.25")
     assert "holds out a part of its training images" in capsys.readouterr().err
     assert [len(reader) for reader in halves(tmp_path / "x.lmdb")] == [3, 1]
 
@@ -250,7 +229,7 @@ def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, cap
         assert run_cli(main, [str(pets), str(dest), "--val-share", "0.1"]) == 130
     assert not dest.parent.exists()
     capsys.readouterr()
-    pack(open_source(str(pets)), dest, val_share=0.1)
+    pack(source_at(pets), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]
     for fault in ("duetgan.data.packing.draw", "duetgan.data.packing.publish_both"):
         with monkeypatch.context() as patch:
@@ -263,7 +242,7 @@ def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, cap
 
 def test_between_the_two_names_there_is_no_training_file(pets, tmp_path, monkeypatch):
     dest = tmp_path / "x.lmdb"
-    pack(open_source(str(pets)), dest, val_share=0.1)
+    pack(source_at(pets), dest, val_share=0.1)
     old, publish = LMDBReader(dest).meta, LMDBWriter.publish
     published = []
 

@@ -15,17 +15,15 @@ import pytest
 import torch
 from PIL import Image
 
-from duetgan.data.decode import RandomCrop, decode_crop, stored_image
+from duetgan.data.decode import RandomCrop, decode_crop
 from duetgan.data.lmdb import environment
 from duetgan.data.lmdb.format import CODEC_JPEG
-from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.pack import pack
 from duetgan.data.reading import dataset as dataset_module
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
-from duetgan.data.reading.loader import InfiniteLoader
-from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
+from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import add_image, make_record, pack_arrays
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
@@ -86,9 +84,6 @@ def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path
         dataset = Dataset(path, resolution=side)
         assert dataset.gathers
         levels[side] = dataset.read(range(5))[0]
-        reader = LMDBReader(path, resolution=side)
-        alone = np.stack([stored_image(reader, record)[0].transpose(2, 0, 1) for record in range(5)])
-        np.testing.assert_array_equal(levels[side], alone)
     assert (levels[16] != levels[32][:, :, ::2, ::2]).any()
     for side, source in ((12, 16), (4, 8), (20, 32)):
         for workers in (0, 2):
@@ -123,43 +118,26 @@ def keys(epochs: int | list[int], count: int = 9, seed: int = 3) -> SampleKeys:
     return SampleKeys(seed, np.broadcast_to(np.asarray(epochs, np.int64), count), np.zeros(count, np.int64))
 
 
-def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path: Path) -> None:
-    pixels, crop = own_sizes(tmp_path / "x.lmdb"), RandomCrop(area=(0.3, 1.0))
-    images, _ = Dataset(tmp_path / "x.lmdb", resolution=16, crop=crop).read([7, 2], keys=keys([4, 0], 2))
-    for image, record, epoch in zip(images, (7, 2), (4, 0), strict=True):
+@pytest.mark.parametrize("encoding", ["source", "raw", "png"])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path: Path, encoding: str, workers: int) -> None:
+    """In whatever place of a batch, and in another process; without keys the middle is taken."""
+    path, crop = tmp_path / "x.lmdb", RandomCrop(area=(0.3, 1.0))
+    if encoding == "source":
+        pixels = own_sizes(path)
+    else:
+        pixels = [smooth(32, 32, seed) for seed in range(9)]
+        pack_arrays(path, np.stack(pixels).transpose(0, 3, 1, 2), encoding=encoding, smallest=16)
+    dataset = pickle.loads(pickle.dumps(Dataset(path, resolution=16, crop=crop, workers=workers)))
+    np.testing.assert_array_equal(dataset.read(range(9))[0], [middle(image, 16) for image in pixels])
+    records, epochs = [7, 2, 2, 8], [4, 0, 1, 2]
+    images, _ = dataset.read(records, keys=keys(epochs, 4))
+    for image, record, epoch in zip(images, records, epochs, strict=True):
         height, width = pixels[record].shape[:2]
         top, left, h, w = crop.box(height, width, numpy_generator(3, "augment", epoch, record))
         expected = scaled(pixels[record][top : top + h, left : left + w], 16)
         # libjpeg interpolates the edge of what it decodes a little differently
         assert np.abs(image.astype(int) - expected).max() <= 2
-
-
-@pytest.mark.parametrize("encoding", ["source", "raw", "png"])
-def test_crops_do_not_depend_on_who_reads_them(tmp_path: Path, encoding: str) -> None:
-    path, crop, records = tmp_path / "x.lmdb", RandomCrop(), np.arange(9)
-    if encoding == "source":
-        own_sizes(path)
-    else:
-        images = np.stack([smooth(32, 32, seed) for seed in range(9)]).transpose(0, 3, 1, 2)
-        pack_arrays(path, images, np.arange(9) % 3, CLASSES, encoding=encoding, smallest=16)
-    dataset = Dataset(path, resolution=16, crop=crop)
-    expected, _ = dataset.read(records, keys=keys(1))
-    for workers in (1, 3):
-        dataset.workers = workers
-        np.testing.assert_array_equal(dataset.read(records, keys=keys(1))[0], expected)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(dataset)).read(records, keys=keys(1))[0], expected)
-    for record in (8, 0, 3):  # alone, and in another place of another batch
-        np.testing.assert_array_equal(dataset.read([record], keys=keys(1, 1))[0][0], expected[record])
-        batch, _ = dataset.read([5, 5, record, 1], keys=keys([0, 2, 1, 7], 4))
-        np.testing.assert_array_equal(batch[2], expected[record])
-        assert (batch[0] != batch[1]).any()
-    for other in (keys(2), keys(1, seed=4)):
-        different = dataset.read(records, keys=other)[0] != expected
-        assert different.any(axis=(1, 2, 3)).all()
-    whole, _ = Dataset(path, resolution=16, crop=crop).read(records)
-    pixels = [dataset.image(record)[0] for record in range(9)]
-    np.testing.assert_array_equal(whole, [middle(sample_image, 16) for sample_image in pixels])
-    assert (whole != expected).any(axis=(1, 2, 3)).all()
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
@@ -184,7 +162,6 @@ def test_decoded_images_may_lie_in_memory_channels_last(tmp_path: Path) -> None:
         for side in (24, 16):
             dataset = Dataset(tmp_path / f"{encoding}.lmdb", resolution=side, workers=2)
             expected, _ = dataset.read(range(5))
-            np.testing.assert_array_equal(expected, [middle(one.transpose(1, 2, 0), side) for one in images])
             out = np.zeros((5, side, side, 3), np.uint8).transpose(0, 3, 1, 2)
             if dataset.gathers:
                 assert_raises(ValueError, "out is", dataset.read, range(5), out=out)
@@ -286,7 +263,6 @@ def test_torch_data_loader(tmp_path: Path) -> None:
     expected = batches(dataset)
     np.testing.assert_array_equal(torch.cat([images for images, _ in expected]), sample_images(COUNT))
     np.testing.assert_array_equal(torch.cat([labels for _, labels in expected]), LABELS)
-    assert len(expected) == 5
     for method, count in (("fork", 2), ("spawn", 1), ("forkserver", 1)):  # the last two import torch in each worker
         found = batches(dataset, num_workers=count, multiprocessing_context=method)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -340,13 +316,6 @@ def test_many_readers_of_one_file(tmp_path: Path, encoding: str) -> None:
             if not np.array_equal(dataset.read(order)[0], sample_images(COUNT)[order]):
                 wrong.append(number)
 
-    samplers = [GlobalSampler(COUNT, batch_size=4, seed=1) for _ in range(2)]
-    loaders = [InfiniteLoader(Dataset(whole), samplers[n], device="cpu", prefetch=2 * n) for n in (0, 1)]
     with ThreadPoolExecutor(4) as pool:
-        work_done = pool.map(work, range(4))
-        for _ in range(12):
-            first, second = (next(loader) for loader in loaders)
-            assert torch.equal(first.images, second.images)
-    for loader in loaders:
-        loader.close()
-    assert (list(work_done), wrong) == ([None] * 4, [])
+        assert list(pool.map(work, range(4))) == [None] * 4
+    assert wrong == []

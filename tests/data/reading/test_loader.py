@@ -82,7 +82,7 @@ def test_batches_on_an_accelerator(packed: Path, prefetch: int) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed: Path, prefetch: int) -> None:
-    """On any number of ranks; half of the images, by the seed, are mirrored first; a resume goes on alike."""
+    """On any number of ranks; half of the images, by the seed, are mirrored first."""
     samplers = [GlobalSampler(20, batch_size=4, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
     how: dict[str, Any] = {"device": "cpu", "prefetch": prefetch, "alternating": True}
     loaders = [InfiniteLoader(Dataset(packed), sampler, **how) for sampler in samplers]
@@ -98,11 +98,6 @@ def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed: P
     assert 4 <= sum(seen[0].values()) <= 16
     for first, second in pairwise(seen):
         assert {index: not way for index, way in first.items()} == second
-    loaders[1].load_state_dict(loaders[0].state_dict())
-    found = sampler.next_batch()[0][2:]
-    sides = [seen[0][index] for index in found]
-    for image, index, side in zip(next(loaders[1]).images.numpy(), found, sides, strict=True):
-        assert np.array_equal(image, originals[index][:, :, :: -1 if side else 1])
     for loader in loaders:
         loader.close()
     repeats = torch.arange(6, dtype=torch.uint8).view(3, 1, 1, 2)  # within an epoch they alternate, too
@@ -202,10 +197,9 @@ def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject
 def test_one_span_is_the_infinite_loader_and_spans_may_change(grown: Path) -> None:
     staged = make(grown, [(0, 32, 6)])
     plain = InfiniteLoader(Dataset(grown), GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=0)
-    for _ in range(8):
-        torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
-    assert staged.state_dict() == plain.state_dict() | {"step": 8, "batch": 0}
+    next(staged)
     plain.load_state_dict(staged.state_dict())  # growth may be switched off: the order goes on
+    torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
     # the step says which stage it is, the order goes on
     first = make(grown)
     for _ in range(4):
@@ -217,19 +211,6 @@ def test_one_span_is_the_infinite_loader_and_spans_may_change(grown: Path) -> No
     same(next(again), records, sample_images(COUNT, side=SIDE)[records])
 
 
-def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Path) -> None:
-    loader = make(grown, prefetch=3, batches_per_step=2)
-    for _ in range(7):  # in the middle of the step in which the second stage begins
-        next(loader)
-    all_read_ahead()
-    state = loader.state_dict()
-    loader.close()
-    assert state["consumed"] == loader.sampler.consumed == 6 * 8 + 12
-    assert (state["step"], state["batch"]) == (3, 1)
-    torch.save(state, tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
-
-
 def test_states_and_spans_that_do_not_fit_are_refused(grown: Path) -> None:
     loader = make(grown)
     next(loader)
@@ -238,7 +219,7 @@ def test_states_and_spans_that_do_not_fit_are_refused(grown: Path) -> None:
     for other, message in (
         (plain, r"without progressive growing; set progressive\.start to null"),
         (state | {"batch": 1}, r"more than 1 batches; use the same loss\.objective"),
-        (state | {"seed": 7}, "seed was 7 and is 1"),
+        *((state | {key: 7}, f"{key} was 7 and is ") for key in ("seed", "count", "shuffle")),
     ):
         assert_raises(UserError, message, loader.load_state_dict, other)
     assert loader.state_dict() == state

@@ -1,6 +1,5 @@
 """Real and synthetic images in one batch: counts, orders, ranks, resume, what is read."""
 
-import copy
 from collections import deque
 from fractions import Fraction
 from pathlib import Path
@@ -90,16 +89,9 @@ def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs() -> None:
     assert keys._replace(synthetic=True).of(0, 9) == (3, "synthetic", "augment", 4, 9)
 
 
-def test_the_order_goes_on_in_a_copy_and_from_its_state_with_other_ranks_and_batches() -> None:
-    straight, resumed = sampler_of("0.37"), sampler_of("0.37", rank=1, world=2)
-    copied = copy.copy(straight)
-    first = copied.next_batch()[0]
-    assert (straight.taken, copied.taken) == (0, 12)
-    np.testing.assert_array_equal(straight.next_batch()[0], first)
-    straight.advance(6)
-    resumed.load_state_dict(straight.state_dict())
-    np.testing.assert_array_equal(resumed.next_batch()[0], straight.next_batch()[0][6:])
-    larger = sampler_of("0.37", batch=24)
+def test_the_order_goes_on_from_its_state_with_other_batches() -> None:
+    straight, larger = sampler_of("0.37"), sampler_of("0.37", batch=24)
+    straight.advance(8)
     larger.load_state_dict(straight.state_dict())
     assert larger.taken == 8 * 12
     drawn = int((larger.next_batch()[0] >= REAL).sum())

@@ -57,22 +57,6 @@ def test_every_epoch_holds_every_sample_once(count: int, batch: int, seed: int, 
 
 
 @settings(derandomize=True, deadline=None)
-@given(count=sizes, share=shares, before=starts, first=worlds, then=worlds, is_weighted=st.booleans(), seed=sizes)
-def test_resume_at_any_point_with_any_ranks(count, share, before, first, then, is_weighted, seed):
-    size = share * 12  # divisible by every number of ranks
-    options: dict[str, Any] = {"batch_size": size, "seed": seed}
-    if is_weighted:
-        options |= {"weights": 0.1 + np.random.default_rng(seed).random(count), "groups": np.arange(count) % 3}
-    straight = take(GlobalSampler(count, **options), before + 3)
-    one = GlobalSampler(count, rank=first - 1, world_size=first, **options)
-    one.advance(before)
-    ranks = [GlobalSampler(count, rank=rank, world_size=then, **options) for rank in range(then)]
-    for sampler in ranks:
-        sampler.load_state_dict(one.state_dict())
-    np.testing.assert_array_equal(np.concatenate([take(sampler, 3) for sampler in ranks], axis=1), straight[before:])
-
-
-@settings(derandomize=True, deadline=None)
 @given(count=sizes, share=shares, world=worlds, seed=st.integers(0, 9), before=st.integers(0, 9))
 def test_no_two_draws_of_an_epoch_have_one_key(count: int, share: int, world: int, seed: int, before: int) -> None:
     """With weights a sample may come several times in an epoch: each time it is augmented anew."""

@@ -30,15 +30,6 @@ def weighted(weights: list[float] | np.ndarray, seed: int = 0, groups: np.ndarra
     return GlobalSampler(len(weights), batch_size=1, seed=seed, weights=np.array(weights, np.float64), groups=groups)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [(n, {n: v}) for n, v in {"count": 9, "seed": 1, "shuffle": False}.items()]
-)
-def test_another_order_cannot_be_resumed(name: str, options: dict[str, Any]) -> None:
-    state = GlobalSampler(8, batch_size=2, seed=0).state_dict()
-    with pytest.raises(UserError, match=f"{name} was"):
-        GlobalSampler(**{"count": 8, "batch_size": 2, "seed": 0} | options).load_state_dict(state)
-
-
 def test_copies_draw_an_epoch_once() -> None:
     sampler = GlobalSampler(10, batch_size=2, seed=0)
     with patch("duetgan.data.reading.sampler.numpy_generator", side_effect=numpy_generator) as drawn:
@@ -52,15 +43,7 @@ def test_copies_draw_an_epoch_once() -> None:
         sampler.order(1)[0] = 0
 
 
-def test_groups_matter_and_rounding_errors_of_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = np.repeat([0, 1], 20)
-    weights = balanced_weights(labels, ["a", "b"]) * np.tile([0.5, 1.5], 20)
-    totals = {
-        name: {np.sum(labels[weighted(weights, 0, groups).order(epoch)]) for epoch in range(50)}
-        for name, groups in (("with", labels), ("without", None))
-    }
-    assert totals["with"] == {20}
-    assert len(totals["without"]) > 1
+def test_rounding_errors_of_weights_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duetgan.data.reading.weighted_sampling.FRACTION_BITS", 1)
     labels = np.repeat([0, 1, 2], [3, 5, 7])
     weights = balanced_weights(labels, ["a", "b", "c"])
@@ -102,12 +85,10 @@ def test_weighted_state_names_its_order() -> None:
     ]
     assert len({state["weights"] for state in states}) == len(states)
     assert all(int(state["weights"], 16) for state in states[1:])
+    for state in states[:1] + states[2:]:
+        assert_raises(UserError, r"data\.sampling changed", weighted(weights).load_state_dict, state)
     plain = GlobalSampler(6, batch_size=2, seed=0)
-    others = [(plain, state) for state in states[1:]] + [
-        (weighted(weights), state) for state in states[:1] + states[2:]
-    ]
-    for sampler, state in others:
-        assert_raises(UserError, r"data\.sampling changed", sampler.load_state_dict, state)
+    assert_raises(UserError, r"data\.sampling changed", plain.load_state_dict, states[1])
     weighted(weights * 2).load_state_dict(states[1])  # weights are relative: the same order
     weighted(weights, groups=labels.astype(np.int32) + 5).load_state_dict(states[3])  # so are the groups' numbers
 
@@ -135,8 +116,6 @@ def test_orders_of_other_versions_go_on() -> None:
         ({"weights": [1, 2, 3], "shuffle": False}, ValueError, "shuffle"),
         ({"weights": [1, -1, -2]}, UserError, "index 1 is -1.0"),
         ({"weights": [1, 1, math.nan]}, UserError, "index 2 is nan"),
-        ({"weights": [math.inf, 1, 1]}, UserError, "index 0 is inf"),
-        ({"weights": [0, 0, 0]}, UserError, "all weights are 0"),
         ({"weights": [1, 2]}, UserError, r"shape \(2,\), expected \(3,\)"),
         ({"weights": [[1, 2, 3]]}, UserError, r"shape \(1, 3\), expected \(3,\)"),
     ],
@@ -157,7 +136,6 @@ def test_what_makes_no_order_is_named(options: dict[str, Any], error: type[Excep
         (lambda: few_labels(np.arange(90) % 3, 0, 0), "give 1 or more"),
         (lambda: rated({"dgo": 2.0}), r"no class 'dgo' \(did you mean 'dog'\?\)"),
         (lambda: rated({"cat": -0.5}), "rate of 'cat' is -0.5"),
-        (lambda: rated({"cat": math.nan}), "rate of 'cat' is nan"),
         (lambda: rated({"cat": 0.0, "dog": 0.0}), "class_rates: all weights are 0"),
     ],
 )
@@ -201,7 +179,6 @@ def test_weights_from_files(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"1\n2\n", "has 2 weights, the data set 3 images"),
-        (b"1\n2\n3\n4\n", "has 4 weights"),
         (b"", "has 0 weights"),
         (b"1\n\n3\n", "line 2: '' is not a number"),
         (b"1\n2\nthree\n", "line 3: 'three' is not a number"),
@@ -209,13 +186,11 @@ def test_weights_from_files(tmp_path: Path) -> None:
         (b"1\n2\nnan\n", "line 3 is nan"),
         (b"\xff\xfe1\n2\n3\n", "line 1: "),
         (b"0\n0\n0\n", "all weights are 0"),
-        (np.ones(2), "has 2 weights"),
         (np.ones((3, 1)), r"float64 \[3, 1\]"),
         (np.ones(3, np.complex128), "complex128"),
         (np.array(["1", "2", "3"]), "U1"),
         (np.array([1, None, 3], object), "not a NumPy file of numbers"),
         (np.array([1, np.inf, 3]), "index 1 is inf"),
-        (np.zeros(3), "all weights are 0"),
     ],
 )
 def test_bad_weights_in_a_file_are_named(tmp_path: Path, content: bytes | np.ndarray, message: str) -> None:

@@ -1,6 +1,5 @@
 """Files of every kind that a source reads, made by tests."""
 
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +13,12 @@ from duetgan.data.errors import ImageError
 from duetgan.data.sources import Source, open_source
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
-from tests.data.conftest import save
+from tests.data.conftest import as_file, save
 
 
 def content_of(shade: int) -> bytes:
     """A PNG of one colour."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (shade, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return as_file(Image.new("RGB", (8, 8), (shade, 0, 0)))
 
 
 def contents(source: Source) -> list[Any]:

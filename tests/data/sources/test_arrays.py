@@ -11,10 +11,10 @@ import pytest
 from duetgan.data.errors import ImageError
 from duetgan.data.pack import pack
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.sources import open_source
 from duetgan.data.values import channels_last
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
+from tests.data.conftest import source_at
 from tests.data.sources.source_files import refused
 from tests.data.values_files import npy, pages, png
 
@@ -23,7 +23,7 @@ IMAGES = RNG.integers(0, 4000, (6, 8, 10, 5)).astype(np.uint16)
 
 
 def packed(path: Path, **options: Any) -> Dataset:
-    with open_source(str(path), **options) as source:
+    with source_at(path, **options) as source:
         pack(source, path.with_suffix(".lmdb"), size="10x8", duplicates=False)
     return Dataset(path.with_suffix(".lmdb"))
 
@@ -43,7 +43,7 @@ def test_an_array_of_images(order: Any, axes: tuple[int, ...], kind: str, tmp_pa
     """Channels last or first, in either order of memory and of bytes, or strides that go backwards."""
     images = np.repeat(IMAGES, 5, axis=1)[:, :40].repeat(4, axis=2) if axes[1] == 3 else IMAGES
     (tmp_path / "x.npy").write_bytes(npy(np.asarray(images.transpose(axes)[::-1].astype(kind), order=order)))
-    with open_source(str(tmp_path / "x.npy")) as source:
+    with source_at(tmp_path / "x.npy") as source:
         assert (len(source), source.spec.size, source.spec.channels) == (6, images.shape[1:3], 5)
         for index in range(6):
             np.testing.assert_array_equal(np.asarray(source.content(index)), images[5 - index])
@@ -80,20 +80,20 @@ def test_arrays_of_splits_with_labels(tmp_path: Path) -> None:
         val_images=IMAGES[:2],
         val_labels=several[:2],
     )
-    with open_source(str(path)) as source:
+    with source_at(path) as source:
         assert (source.splits, source.classes) == (("train", "val"), ["0", "1", "2"])
         assert source.labels().tolist() == [0, 2, 1, 0, 2, 1]
         np.testing.assert_array_equal(source.content(3), IMAGES[3])
-    with open_source(str(path), split="test") as source:
+    with source_at(path, split="test") as source:
         assert source.sets is not None
         assert [source.sets[label] for label in source.labels()] == [[0, 2], []]
         assert source.classes == ["0", "1", "2"]
     with packed(path) as reader:
         np.testing.assert_array_equal(reader.read([2])[0][0].transpose(1, 2, 0), IMAGES[2])
     path = npz(tmp_path / "keras.npz", packed=False, x_train=IMAGES, x_test=IMAGES[:3], y_test=np.array([1, 0, 1]))
-    with open_source(str(path), split="test") as source:
+    with source_at(path, split="test") as source:
         assert (len(source), source.classes) == (3, ["0", "1"])
-    with open_source(str(path)) as source:
+    with source_at(path) as source:
         assert (len(source), source.classes) == (6, [])
 
 
@@ -121,7 +121,7 @@ def test_pages_are_images(tmp_path: Path) -> None:
     path = tmp_path / "stack.tif"
     for options in ({}, {"compression": "zlib", "predictor": True}, {"tile": (16, 16)}, {"bigtiff": True}):
         path.write_bytes(pages(IMAGES[..., 0].copy(), **options))
-        with open_source(str(path)) as source:
+        with source_at(path) as source:
             assert source.remarks == ["stack.tif: each of its 6 pages is an image"]
             assert source.item_name(5).endswith("stack.tif: page 6")
             for index in (5, 0, 3):
@@ -130,8 +130,7 @@ def test_pages_are_images(tmp_path: Path) -> None:
         np.testing.assert_array_equal(reader.read(range(6))[0][:, 0], IMAGES[..., 0])
         assert reader.spec.words == "grey, 16 bits (0 to 4095)"
     path.write_bytes(b"II*\0 and no more")
-    with pytest.raises(UserError, match="holds no page"):
-        packed(path)
+    assert_raises(UserError, "holds no page", packed, path)
 
 
 def test_without_tifffile_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +146,7 @@ def test_a_file_a_channel(tmp_path: Path) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(png(IMAGES[number, :, :, :1] + (name == "a")))
     pattern = "{name}_{channel}.png"
-    with open_source(str(tmp_path / "cells"), stack=pattern, classes_from="none") as source:
+    with source_at(tmp_path / "cells", stack=pattern, classes_from="none") as source:
         assert source.remarks[-1] == "cells: 2 stacks of the channels dapi, gfp, red"
         assert [source.item_name(index) for index in range(2)] == ["wild/a", "wild/b/c"]
         np.testing.assert_array_equal(source.content(1), np.moveaxis(IMAGES[[1, 2, 0], :, :, 0], 0, 2))
@@ -162,7 +161,7 @@ def test_a_file_a_channel(tmp_path: Path) -> None:
     (tmp_path / "cells/wild/a_gfp.png").unlink()
     refused(tmp_path / "cells", "wild/a has no file of channel gfp", stack=pattern, classes_from="none")
     (tmp_path / "cells/wild/a_gfp.png").write_bytes(png(IMAGES[0, :, :, :3]))
-    with open_source(str(tmp_path / "cells"), stack=pattern, classes_from="none") as source:
+    with source_at(tmp_path / "cells", stack=pattern, classes_from="none") as source:
         assert_raises(ImageError, "channels of several sizes or kinds", source.content, 0)
     (tmp_path / "x.npy").write_bytes(npy(IMAGES))
     refused(tmp_path / "x.npy", "--stack does not apply", stack=pattern)

@@ -17,7 +17,7 @@ from duetgan.data.sources import named, open_source
 from duetgan.data.sources.named import DEBIAN, SAMPLE, cache_folder, find_idx, read_idx
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
-from tests.data.sources.make_sample import choose, idx_gz, main, sample_files
+from tests.data.sources.make_sample import idx_gz, sample_files
 from tests.data.sources.source_files import refused
 
 
@@ -242,15 +242,3 @@ def test_files_are_what_the_script_makes() -> None:
         assert gzip.decompress(content) == gzip.decompress(committed), name
         if "ng" not in zlib.ZLIB_RUNTIME_VERSION:  # zlib-ng compresses to other bytes
             assert content == committed, name
-
-
-def test_script_takes_the_first_of_each_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for prefix in ("train", "t10k"):
-        write_idx(tmp_path / "full", prefix, IMAGES, LABELS)
-    main(["--root", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
-    first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert len(first) == 4
-    assert "train-images-idx3-ubyte.gz" in capsys.readouterr().out
-    main(["--root", str(tmp_path / "full"), "--out", str(tmp_path / "out")])
-    assert first == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert choose(np.array([2, 0, 2, 1, 0, 0, 2, 1, 1]), 2).tolist() == [0, 1, 2, 3, 4, 7]

@@ -18,10 +18,9 @@ import pytest
 
 from duetgan.data.errors import ImageError
 from duetgan.data.pack import main, pack
-from duetgan.data.sources import open_source, tables
+from duetgan.data.sources import tables
 from duetgan.utils.errors import UserError
-from duetgan.utils.script import run_cli
-from tests.data.conftest import flip, save
+from tests.data.conftest import flip, save, source_at, succeed
 from tests.data.sources.source_files import arrow, cells, content_of, contents, item_refused, parquet, refused
 
 pa = pytest.importorskip("pyarrow")
@@ -32,7 +31,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PIECE_ROWS", 2)
     table = {"image": cells(*range(9)), "label": [0, 1, 1] * 3}
     path = parquet(tmp_path / "x.parquet", table, names=["b", "a"], rows=5)
-    with open_source(str(path)) as source:
+    with source_at(path) as source:
         assert (source.name, source.classes, len(source)) == ("x.parquet", ["b", "a"], 9)
         for index in (0, 8, 3, 4, 5, 1, 0, 7, 6, 2):
             assert source.content(index) == content_of(index)
@@ -43,15 +42,13 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parquet_column_of_bytes_text_labels_and_names_that_no_image_has(tmp_path: Path) -> None:
     table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["dog", "cat", "dog"], "n": [1, 2, 3]}
-    with open_source(str(parquet(tmp_path / "x.parquet", table))) as source:
+    with source_at(parquet(tmp_path / "x.parquet", table)) as source:
         assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
         assert source.content(2) == content_of(3)
-    assert open_source(str(parquet(tmp_path / "y.parquet", {"img": table["img"]}))).classes == []
-    numbers = {"img": table["img"], "target": [2, 0, 1]}
-    assert open_source(str(parquet(tmp_path / "z.parquet", numbers))).classes == ["0", "1", "2"]
+    assert source_at(parquet(tmp_path / "y.parquet", {"img": table["img"]})).classes == []
     table = {"image": cells(1, 2, 3, 4), "label": [3, 1, -1, 3]}
     path = parquet(tmp_path / "x.parquet", table, names=["ant", "bee", "cat", "dog", "emu"])
-    with open_source(str(path)) as source:
+    with source_at(path) as source:
         assert (source.classes, source.labels().tolist()) == (["bee", "dog"], [1, 0, 1])
         assert source.remarks == ["left out: ant, cat, emu: classes of x.parquet that no image belongs to"]
         assert len(source.problems) == 1
@@ -65,20 +62,20 @@ def test_parquet_shards(tmp_path: Path) -> None:
     for name, labels in {**shards, "validation-00000-of-00001": {6: "a"}}.items():
         parquet(folder / f"{name}.parquet", {"image": cells(*labels), "label": list(labels.values())})
     (folder / "README.md").write_text("about")
-    with open_source(str(folder)) as source:
+    with source_at(folder) as source:
         assert (source.classes, source.ignored) == (["a", "b", "c"], ["README.md"])
         assert source.labels().tolist() == [2, 0, 2, 1, 2]
         assert contents(source) == [content_of(shade) for shade in (1, 2, 3, 4, 5)]
         assert source.item_name(3).endswith("train-00001-of-00002.parquet: row 0")
-    assert open_source(str(folder), split="test").content(0) == content_of(6)
+    assert source_at(folder, split="test").content(0) == content_of(6)
     only = folder / "validation-00000-of-00001.parquet"
-    assert len(open_source(str(only))) == len(open_source(str(only), split="test")) == 1
+    assert len(source_at(only)) == len(source_at(only, split="test")) == 1
     (folder / "train-00001-of-00002.parquet").unlink()
     refused(folder, r"train-00001-of-00002\.parquet is missing")
     parquet(folder / "more.parquet", {"image": cells(1)})
     refused(folder, r"names a split, more\.parquet does not")
     save(folder / "cat" / "a.png")
-    assert open_source(str(folder)).classes == ["cat"]  # a folder of images with Parquet files beside them
+    assert source_at(folder).classes == ["cat"]  # a folder of images with Parquet files beside them
 
 
 def test_parquet_splits_labels_and_names_that_do_not_fit(tmp_path: Path) -> None:
@@ -119,7 +116,7 @@ def test_wrong_parquet(tmp_path: Path, table: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("labels", [[0, None, 1, -1, 0], ["a", None, "b", "", "a"]])
 def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]) -> None:
     rows = [*cells(1, 2, 3, 4), {"bytes": None, "path": "elsewhere.png"}]
-    source = open_source(str(parquet(tmp_path / "x.parquet", {"image": rows, "label": labels})))
+    source = source_at(parquet(tmp_path / "x.parquet", {"image": rows, "label": labels}))
     assert [str(problem)[-22:] for problem in source.problems] == [f"et: row {row} has no label" for row in (1, 3)]
     assert source.labels().tolist() == [0, 1, 0]
     assert source.content(1) == content_of(3)
@@ -142,7 +139,7 @@ def plain(tmp_path: Path) -> Callable[..., Path]:
 
 def test_damaged_parquet(plain: Callable[..., Path]) -> None:
     path = plain()
-    source = open_source(str(path))
+    source = source_at(path)
     assert source.content(1) == content_of(1)
     for index in (2, 3, 2):
         item_refused(source, index, r"cannot be read.*CRC")
@@ -155,7 +152,7 @@ def test_damaged_parquet(plain: Callable[..., Path]) -> None:
 
 def test_damage_between_pieces_of_a_row_group(plain: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PIECE_ROWS", 1)
-    source = open_source(str(plain(rows=4, write_batch_size=1, data_page_size=1)))  # a page for each row
+    source = source_at(plain(rows=4, write_batch_size=1, data_page_size=1))  # a page for each row
     for index in (0, 1, 2, 2, 3, 1, 2, 0):
         if index < 2:
             assert source.content(index) == content_of(index)
@@ -168,7 +165,7 @@ def test_parquet_memory_is_flat(tmp_path: Path, rows: int) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (1000, 20_000), dtype=np.uint8)
     # Small pages: a page is the least that can be read.
     path = parquet(tmp_path / "x.parquet", {"image": [row.tobytes() for row in noise]}, rows=rows, write_batch_size=16)
-    source = open_source(str(path))
+    source = source_at(path)
     tracemalloc.start()
     for index in range(1000):
         assert source.content(index) == noise[index].tobytes()
@@ -198,7 +195,7 @@ def saved(folder: Path, *shards: dict[str, Any], names: Sequence[str] = ()) -> P
 def test_a_saved_data_set(tmp_path: Path) -> None:
     shards = [{"image": cells(*range(5)), "label": [0, 1, 1, 0, 0]}, {"image": cells(5, 6), "label": [1, 0]}]
     folder = saved(tmp_path / "pets", *shards, names=["dog", "cat"])
-    with open_source(str(folder)) as source:
+    with source_at(folder) as source:
         assert (source.name, source.classes, source.splits, source.ignored) == ("pets", ["dog", "cat"], (), [])
         assert source.labels().tolist() == [0, 1, 1, 0, 0, 1, 0]
         for index in (0, 6, 3, 5, 2, 0):
@@ -217,14 +214,14 @@ def test_a_dictionary_of_data_sets_says_which_split_is_packed(tmp_path, capsys):
     for split, labels in (("train", {1: "b", 2: "a"}), ("test", {3: "a"}), ("odd", {4: "a"})):
         saved(root / split, {"image": cells(*labels), "label": list(labels.values())})
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "odd"]}))
-    assert run_cli(main, [str(root), str(tmp_path / "x.lmdb"), "--workers", "0"]) == 0
+    succeed(main, root, tmp_path / "x.lmdb", "--workers", "0")
     assert (
         "pets train: only its training images are packed; for the others run this again with --split (of odd, test, "
         in capsys.readouterr().err
     )
-    assert run_cli(main, [str(root), str(tmp_path / "y.lmdb"), "--workers", "0", "--split", "test"]) == 0
+    succeed(main, root, tmp_path / "y.lmdb", "--workers", "0", "--split", "test")
     assert "its training" not in capsys.readouterr().err
-    with open_source(str(root), split="val") as source:  # test stands for it, as everywhere
+    with source_at(root, split="val") as source:  # test stands for it, as everywhere
         assert (source.name, contents(source)) == ("pets test", [content_of(3)])
     shutil.rmtree(root / "test")
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
@@ -234,19 +231,19 @@ def test_a_dictionary_of_data_sets_says_which_split_is_packed(tmp_path, capsys):
 def test_single_files_and_columns_of_bytes(tmp_path: Path) -> None:
     table = {"img": [content_of(1), content_of(2), content_of(3)], "fine_label": ["cafe\u0301", "caf\u00e9", "b"]}
     path = arrow(tmp_path / "x.arrow", table)
-    with open_source(str(path)) as source:
+    with source_at(path) as source:
         assert (source.classes, source.labels().tolist()) == (["b", "caf\u00e9"], [1, 1, 0])
         assert "written in two ways" in source.remarks[1]
         assert contents(source) == table["img"]
-    assert open_source(str(path), label_column="none").classes == []
+    assert source_at(path, label_column="none").classes == []
     made = pa.table(table)
     with pa.OSFile(str(tmp_path / "y.arrow"), "wb") as file, pa.ipc.new_file(file, made.schema) as writer:
         writer.write_table(made)
-    assert contents(open_source(str(tmp_path / "y.arrow"))) == table["img"]  # the kind with an index
+    assert contents(source_at(tmp_path / "y.arrow")) == table["img"]  # the kind with an index
     (tmp_path / "cache").mkdir()
     for split in ("train", "validation"):
         shutil.copy(path, tmp_path / "cache" / f"{split}-00000-of-00001.arrow")
-    assert open_source(str(tmp_path / "cache")).splits == ("train", "validation")
+    assert source_at(tmp_path / "cache").splits == ("train", "validation")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +269,7 @@ def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pyte
     refused(nulls, r"cannot be read|says that it holds")
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     big = {"image": [np.random.default_rng(0).bytes(2 << 20), b"x"]}
-    with open_source(str(arrow(tmp_path / "big.arrow", big))) as source:
+    with source_at(arrow(tmp_path / "big.arrow", big)) as source:
         item_refused(source, 0, "more than the 1 MiB for an image file")
         assert source.content(1) == b"x"
 
@@ -281,7 +278,7 @@ def test_compressed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """They are read; one that unpacks to more than the memory of the process that reads is refused."""
     table = {"image": cells(1, 2), "label": pa.array(["b", "a"]).dictionary_encode()}
     path = arrow(tmp_path / "x.arrow", table, compression="zstd")
-    with open_source(str(path)) as source:
+    with source_at(path) as source:
         assert (contents(source), source.classes) == ([content_of(1), content_of(2)], ["a", "b"])
         monkeypatch.setattr(tables, "_child", tables._Child())
         monkeypatch.setattr(tables, "available_bytes", lambda: 300 << 20)
@@ -312,7 +309,7 @@ def try_damage(folder: Path) -> dict[str, int]:
         odd = draw.choice((b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff", b"\0\0\0\0", draw.randbytes(4)))
         path.write_bytes(content[:at] + odd + content[at + 4 :])
         try:
-            with open_source(str(path)) as source:
+            with source_at(path) as source:
                 contents(source)
             outcomes["read"] += 1
         except (UserError, ImageError) as error:

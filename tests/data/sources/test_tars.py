@@ -19,6 +19,7 @@ from duetgan.data.sources import open_source, remote, tars
 from duetgan.utils import bounded
 from duetgan.utils.bounded import FileLimit
 from duetgan.utils.errors import UserError
+from tests.data.conftest import source_at
 from tests.data.sources.source_files import content_of, contents, item_refused, refused
 
 
@@ -46,7 +47,7 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
     tar(tmp_path / "set" / "birds-train-000000.tar", samples(1, 0, 1))
     tar(tmp_path / "set" / "birds-val-000000.tar", samples(2, 1, 0, first=9))
     (tmp_path / "set" / "README.md").write_text("about")
-    with open_source(str(tmp_path / "set")) as source:
+    with source_at(tmp_path / "set") as source:
         assert (source.classes, source.splits, source.ignored) == (["0", "1", "2"], ("train", "val"), ["README.md"])
         assert source.labels().tolist() == [1, 0, 1, 0, 2]
         assert contents(source) == [content_of(shade) for shade in range(5)]
@@ -55,7 +56,7 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
         parts = [pack(source, tmp_path / f"{n}.lmdb", workers=n).meta for n in (0, 2)]
     assert parts[0].content_hash == parts[1].content_hash
     assert parts[0].histogram == [2, 2, 1]
-    with open_source(str(tmp_path / "set"), split="val") as source:
+    with source_at(tmp_path / "set", split="val") as source:
         assert source.labels().tolist() == [2, 1, 0]
     tar(tmp_path / "set" / "more.tar", samples(1))
     refused(tmp_path / "set", r"birds-train-000000\.tar names a split, more\.tar does not")
@@ -69,25 +70,13 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
         (["dog", "cat", "dog", "cat"], "txt", ["cat", "dog"], 'labels from column "txt", one per image'),
         (["a dog", "a cat", "two", "three"], "txt", [], None),  # captions
         ([json.dumps({"label": label, "url": "x"}) for label in "abab"], "json", ["a", "b"], None),
-        (
-            [json.dumps({"class": n % 2}) for n in range(4)],
-            "json",
-            ["0", "1"],
-            'labels from column "class", one per image',
-        ),
         ([json.dumps({"kind": n % 2, "deep": [1]}) for n in range(4)], "json", [], "--label-column kind"),
-        (
-            [json.dumps({"label": label}) for label in (["b"], ["a", "b"], [], ["a"])],
-            "json",
-            ["a", "b"],
-            'labels from column "label", lists of several per image',
-        ),
         ([json.dumps({"label": n % 2 / 1}) for n in range(4)], "json", ["0.0", "1.0"], None),
         (["cafe\u0301", "caf\u00e9", "cafe\u0301", "b"], "cls", ["b", "caf\u00e9"], "written in two ways"),
     ],
 )
 def test_labels(tmp_path: Path, told: list[object], suffix: str, classes: list[str], remark: str | None) -> None:
-    with open_source(str(tar(tmp_path / "x.tar", samples(*told, suffix=suffix)))) as source:
+    with source_at(tar(tmp_path / "x.tar", samples(*told, suffix=suffix))) as source:
         assert source.classes == classes
         assert len(source) == 4
         assert bool(source.remarks) == (remark is not None), source.remarks
@@ -118,7 +107,7 @@ def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
     members |= {"dir/4.jpg": content_of(5), "dir/4.seg.png": content_of(9), "dir/4.cls": "1"}
     members |= {"5.jpg": content_of(6), "__meta__": "1", "plain": "x"}
     members |= {"6.jpg": content_of(7), "6.json": "[" * 5000, "6.cls": "0"}
-    with open_source(str(tar(tmp_path / "x.tar", members))) as source:
+    with source_at(tar(tmp_path / "x.tar", members)) as source:
         assert source.labels().tolist() == [0, 1, 1, 0]
         assert source.content(2) == content_of(5)
         assert source.ignored == ["plain"]
@@ -140,8 +129,8 @@ def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
         assert contents(source) == [content_of(1), content_of(0)]
     assert open_source(path, split="val").content(0) == content_of(2)
     flat = tar(tmp_path / "flat.tar", {f"cat.{n}.jpg": content_of(n) for n in range(3)})
-    assert open_source(str(flat)).classes == []
-    assert open_source(str(flat), classes_from="name").classes == ["cat"]
+    assert source_at(flat).classes == []
+    assert source_at(flat, classes_from="name").classes == ["cat"]
     tar(tmp_path / "hub" / "train" / "0.tar", samples(1, 0))
     refused(tmp_path / "hub", f"its tar files lie below: give {tmp_path}/hub/train$")
 
@@ -157,7 +146,7 @@ def test_links_and_special_members_are_not_followed(tmp_path: Path) -> None:
         outside = tarfile.TarInfo("../../etc/a.jpg")
         outside.size = len(content_of(8))
         archive.addfile(outside, io.BytesIO(content_of(8)))
-    with open_source(str(tmp_path / "x.tar"), label_column="none") as source:
+    with source_at(tmp_path / "x.tar", label_column="none") as source:
         reasons = [str(problem).partition(" ")[2] for problem in source.problems]
         assert contents(source) == [content_of(0), content_of(8)]
     kinds = ["a link"] * 2 + ["not a regular file"] * 2
@@ -192,7 +181,7 @@ def test_damage_is_one_line_and_loses_nothing_in_silence(tmp_path, how, refused)
     assert f"{path} is damaged or was cut off (" in error
     assert list(tmp_path.glob("*.lmdb*")) == []
     if how not in ("compressed", "empty"):
-        with open_source(str(path)) as source:
+        with source_at(path) as source:
             assert len(source) >= 20
 
 
@@ -200,9 +189,9 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tar(tmp_path / "x.tar", samples(0, 1) | {"9.cls": "1" * (tars.NOTE_BYTES + 1)})
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     noise = np.random.default_rng(0).bytes(2 << 20)
-    with open_source(str(path)) as source:
+    with source_at(path) as source:
         assert "more than a label has" in str(source.problems[0])
-    with open_source(str(tar(tmp_path / "y.tar", {"a.jpg": noise, "b.jpg": b"x"}))) as source:
+    with source_at(tar(tmp_path / "y.tar", {"a.jpg": noise, "b.jpg": b"x"})) as source:
         item_refused(source, 0, r"more than the 1 MiB for an image file: make it smaller or set DUET")
         os.truncate(tmp_path / "y.tar", 1 << 20)
         item_refused(source, 1, "is cut off: 0 of 1 bytes")

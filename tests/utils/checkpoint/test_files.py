@@ -2,7 +2,6 @@ import collections
 import hashlib
 import json
 import os
-import resource
 import zipfile
 from pathlib import Path
 
@@ -121,19 +120,6 @@ def test_killed_after_the_rename_the_new_one_counts(tmp_path, monkeypatch, step,
     assert value_of(latest(tmp_path)[1]) == value
 
 
-def test_a_full_disk_is_an_os_error_and_the_old_one_stays(tmp_path):
-    first = save(tmp_path, content(5))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    big = content(6, state={"w": torch.zeros(1_000_000)})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-    try:
-        assert_raises(OSError, "File too large", save, tmp_path, big)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert names(tmp_path) == [first.name, f"{first.name}.sha256"]
-    assert value_of(load(first)) == 1.0
-
-
 def test_a_file_that_is_no_checkpoint_gets_words_for_people(tmp_path):
     """J30: `--init-from /etc/passwd` was answered with "list index out of range"."""
     (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
@@ -164,17 +150,8 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, value, kind):
     assert names(tmp_path) == []
 
 
-def test_keys_are_checked_and_torchs_own_containers_pass(tmp_path):
-    with pytest.raises(TypeError, match="key of checkpoint"):
-        save(tmp_path, content(state={np.int64(1): 2}))
-    module = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(module.parameters())
-    module(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    good = {"module": module.state_dict(), "parameters": dict(module.named_parameters())}
-    good |= {"adam": optimizer.state_dict()}
-    found = load(save(tmp_path, content(state=good)))
-    assert found["state"]["adam"]["param_groups"] == optimizer.state_dict()["param_groups"]
+def test_keys_are_checked(tmp_path):
+    assert_raises(TypeError, "key of checkpoint", save, tmp_path, content(state={np.int64(1): 2}))
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):

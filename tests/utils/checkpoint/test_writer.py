@@ -1,6 +1,4 @@
 import copy
-import os
-import pickle
 import zipfile
 from collections import namedtuple
 
@@ -165,63 +163,13 @@ def test_a_disk_that_cannot_be_read_is_damage_too(tmp_path, monkeypatch):
     assert "Input/output error" in fallback(tmp_path, first)
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped", "malicious", "newer"])
-def test_the_latest_falls_back_loudly(tmp_path, kind):
-    first, second = save(tmp_path, content(5)), save(tmp_path, content(6))
-    if kind == "truncated":
-        damage(second, keep=0.5)
-    elif kind == "flipped":
-        damage(second, flip=0.5)
-    elif kind == "malicious":
-        sign(malicious(second, tmp_path / "marker"))
-    else:
-        second = save(tmp_path, content(6, schema=checkpoints.SCHEMA + 1))
+def test_the_latest_falls_back_loudly_where_it_is_newer(tmp_path):
+    first, second = save(tmp_path, content(5)), save(tmp_path, content(6, schema=checkpoints.SCHEMA + 1))
     warning = fallback(tmp_path, first)
     assert str(second) in warning
     assert "falling back to the previous one" in warning
     with pytest.raises(CorruptCheckpoint):
         load(second)  # named explicitly it is an error
-
-
-class Bomb:
-    """Unpickled freely, it makes a folder."""
-
-    def __init__(self, marker):
-        self.marker = str(marker)
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
-def malicious(path, marker, plain=False):
-    bad = content()
-    bad["state"]["model"]["w"] = Bomb(marker)
-    if plain:
-        path.write_bytes(pickle.dumps(bad, protocol=2))
-    else:
-        torch.save(bad, path)
-    return path
-
-
-def sign(path):
-    path.with_name(path.name + ".sha256").write_text(f"{checkpoints.file_sha256(path)}  {path.name}\n")
-    return path
-
-
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("signed", [False, True])
-def test_a_malicious_checkpoint_is_refused_and_nothing_executed(tmp_path, plain, signed):
-    marker = tmp_path / "marker"
-    path = malicious(tmp_path / "step-00000007.pt", marker, plain)
-    if signed:
-        sign(path)
-    with pytest.raises(CorruptCheckpoint, match="nothing in it was executed") as error:
-        load(path)
-    assert str(path) in str(error.value)
-    assert_raises(CorruptCheckpoint, "none of its 1 checkpoints", load_latest, tmp_path, warn=lambda _: None)
-    assert not marker.exists()
-    pickle.loads(pickle.dumps(Bomb(marker)))
-    assert marker.exists()  # the test itself works: unpickled freely, the bomb goes off
 
 
 @pytest.mark.parametrize("other", [[1], {"step": 3}, {"state": {}}, torch.zeros(3), "a text file"])

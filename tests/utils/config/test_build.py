@@ -5,7 +5,7 @@ import pytest
 
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan.config import GanConfig
-from duetgan.utils.config.build import build, differences, to_tree
+from duetgan.utils.config.build import build, to_tree
 from duetgan.utils.config.cli import UnknownKey
 from duetgan.utils.config.model import Config
 from duetgan.utils.config.yaml_files import near_file, read_yaml, save_yaml
@@ -122,37 +122,29 @@ def test_values_of_all_kinds(tree, overrides, expected):
     [
         ({"stpes": 1}, [], "f.yaml: unknown key 'stpes' (did you mean 'steps'?)"),
         ({"inner": {"rat": 1}}, [], "f.yaml: unknown key 'inner.rat' (did you mean 'inner.rate'?)"),
-        ({"inner": {3: 1}}, [], "f.yaml: unknown key 'inner.3' (did you mean 'inner'?)"),
         ({"ratee": 1}, [], "f.yaml: unknown key 'ratee' (did you mean 'inner.rate'?)"),
         ({"zzz": 1}, [], "f.yaml: unknown key 'zzz'"),
-        ({3: 1}, [], "f.yaml: unknown key '3'"),
         ({"steps": 1.5, "zzz": 1}, [], "f.yaml: unknown key 'zzz'"),  # before others
         ({}, ["--stpes", "1"], "command line: unknown key 'stpes' (did you mean 'steps'?)"),
-        ({}, ["--innr.rate=1"], "command line: unknown key 'innr.rate' (did you mean 'inner.rate'?)"),
         ({}, ["--step", "1"], "command line: unknown key 'step' (did you mean 'steps'?)"),  # no abbreviations
         ({}, ["--inner", "{rat: 1}"], "command line: unknown key 'inner.rat' (did you mean 'inner.rate'?)"),
-        ({"steps": 1.5}, [], "f.yaml: steps 1.5: must be a whole number"),
         ({"steps": True}, [], "f.yaml: steps true: must be a whole number"),
         ({"steps": None}, [], "f.yaml: steps null: must be a whole number"),
         ({"steps": [1]}, ["--steps", "2.5"], "command line: steps 2.5: must be a whole number"),
         ({"inner": {"rate": "fast"}}, [], "f.yaml: inner.rate 'fast': must be a number"),
         ({"inner": {"names": "a"}}, [], "f.yaml: inner.names 'a': must be a list of: text, written \"[a]\""),
         ({"inner": {"names": [["a"]]}}, [], "f.yaml: inner.names[0] list: must be text"),
-        ({"path": [1]}, [], "f.yaml: path list: must be text, or null"),
         ({"task": "three"}, [], "f.yaml: task 'three': must be one of one, two"),
-        ({}, ["--steps", "many"], "command line: steps 'many': must be a whole number"),
         ({}, ["--steps"], "command line: --steps has no value; write --steps VALUE"),
         ({}, ["--steps", "--path", "x"], "command line: --steps has no value; write --steps VALUE"),
         *(
             ({}, tokens, f"command line: {tokens[-1]!r} belongs to no option; write overrides as --section.key value")
             for tokens in (["5"], ["--steps", "5", "6"], ["--steps=5", "6"], ["-s"])
         ),
-        ({"inner": 3}, [], f"f.yaml: inner 3: must be {SECTION}"),
         ({"inner": 3}, ["--inner.rate=1"], f"f.yaml: inner 3: must be {SECTION}"),
         ({"inner": None}, [], f"f.yaml: inner null: must be {SECTION}"),
         ({"inner": {"rate": -1}}, [], "inner.rate must be positive"),
         ({}, ["--other_inner.rate", "-1"], "other_inner.rate must be positive"),
-        ({"task": "two", "steps": 101}, [], "steps above 100 need task one"),
         ({"steps": 101}, ["--task", "two"], "steps above 100 need task one"),
     ],
 )
@@ -176,19 +168,6 @@ def test_a_saved_config_builds_the_equal_config(tmp_path, config):
     assert tree == to_tree(config)
     assert build(type(config), tree) == config
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_differences():
-    before = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 5, "e": {"f": 1}}
-    after = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "new": None, "more": 4, "e": 7}
-    assert differences(before, after) == {
-        "b.c": (2, 3),
-        "b.d": ([1], [1, 2]),
-        "e": ({"f": 1}, 7),
-        "gone": (5, None),
-        "more": (None, 4),
-    }
-    assert differences(before, before) == {}
 
 
 def test_a_recipe_of_another_size_is_not_near(tmp_path):

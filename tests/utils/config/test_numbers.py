@@ -8,7 +8,6 @@ import pytest
 from annotated_types import Ge
 
 from duetgan.training.base.config import RunConfig
-from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build, to_tree
@@ -36,13 +35,9 @@ class Whole(Config):
 
 WRONG = [
     ({"rate": 0.0}, "rate 0.0: must be a number above 0"),
-    ({"rate": math.nan}, "rate nan: must be a finite number below 2^63"),
-    ({"rate": math.inf}, "rate inf: must be a finite number below 2^63"),
     ({"plain": math.nan}, "plain nan: must be a finite number below 2^63"),
     ({"plain": -math.inf}, "plain -inf: must be a finite number below 2^63"),
     ({"whole": 2**63}, "whole 9223372036854775808: must be a finite number below 2^63"),
-    ({"steps": [3.0]}, "steps[0] 3.0: must be a whole number above 0"),
-    ({"count": 2.0}, "count 2.0: must be a whole number at least 2, or one of auto, all, or null"),
     ({"count": 1}, "count 1: must be a whole number at least 2, or one of auto, all, or null"),
     ({"pair": (0.5, 1.0)}, "pair[1] 1.0: must be a number at least 0 and below 1"),
     ({"steps": [3, 0]}, "steps[1] 0: must be a whole number above 0"),
@@ -73,10 +68,6 @@ def test_numbers_in_their_ranges_stay_plain_and_the_message_has_the_key() -> Non
     assert type(build(Whole, {}, ["--part.rate", "2"]).part.rate) is float
     with pytest.raises(UserError, match=r"^command line: generator_optimizer\.lr 0: must be a number above 0$"):
         build(GanConfig, {}, ["--generator_optimizer.lr", "0"])
-    with pytest.raises(
-        UserError, match=r"^configuration: optimizer\.momentum -1: must be a number at least 0 and below 1$"
-    ):
-        build(ClassifierConfig, {"optimizer": {"momentum": -1}})
 
 
 def config_classes(config_class: type[Any] = Config) -> set[type[Any]]:
@@ -121,16 +112,6 @@ def test_no_key_of_any_config_takes_what_is_no_number_of_this_world(number: Any)
     assert checked > (140 if isinstance(number, int) else 70)
 
 
-@pytest.mark.parametrize("text", [".nan", ".inf", "-.inf", "1" + "0" * 400, "1" + "0" * 5000, "0x" + "f" * 5000])
-@pytest.mark.parametrize("key", ["optimizer.lr", "seed", "data.class_rates", "optimizer.milestones", "ema.decay"])
-def test_the_command_line_takes_no_such_number_either(key: str, text: str) -> None:
-    value = {"data.class_rates": f"{{a: {text}}}", "optimizer.milestones": f"[{text}]"}.get(key, text)
-    with pytest.raises(UserError) as error:
-        build(ClassifierConfig, {}, [f"--{key}={value}"])
-    assert key in str(error.value)
-    assert len(str(error.value)) < 300
-
-
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
@@ -163,5 +144,4 @@ def test_numbers_that_are_too_long(tmp_path: Any) -> None:
             read_yaml(path)
     with pytest.raises(UserError, match=r"seed \(of 1329 bits\): must be a finite number"):
         build(GanConfig, {"seed": int("9" * 400)})
-    with pytest.raises(UserError, match=r"schedule_kimg"):
-        build(GanConfig, {"schedule_kimg": int("9" * 400)})
+    assert_raises(UserError, r"schedule_kimg", build, GanConfig, {"schedule_kimg": int("9" * 400)})

@@ -11,6 +11,7 @@ from duetgan.utils.distributed import launch as launcher
 from duetgan.utils.distributed.launch import launch, parse_gpus, under_launcher
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
+from tests.conftest import assert_raises
 from tests.watch.isolation import on_path
 
 # Python 3.12 warns of a fork where torch has threads; train.py launches before it imports torch
@@ -81,8 +82,7 @@ def test_parse_gpus():
     for text, expected in (("0", ["0"]), ("0,1", ["0", "1"]), (" 3 , 10", ["3", "10"])):
         assert parse_gpus(text) == expected
     for text in ("", "a", "0,", "0,0", "-1", "0;1", "cuda:0", "1.5"):
-        with pytest.raises(UserError, match=r"--gpus .*0,1"):
-            parse_gpus(text)
+        assert_raises(UserError, r"--gpus .*0,1", parse_gpus, text)
 
 
 def test_under_launcher(monkeypatch):
