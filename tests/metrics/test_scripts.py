@@ -1,4 +1,4 @@
-"""evaluate.py, predict.py and generate.py through their command lines, on untrained runs."""
+"""evaluate.py and predict.py through their command lines, on untrained runs."""
 
 import csv
 import json
@@ -16,7 +16,6 @@ from PIL import Image
 
 import duetgan.inference.predictions
 import evaluate
-import generate
 import predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.inputs import Input, file_input
@@ -89,18 +88,7 @@ class TestEvaluate:
         assert found == read_json(tmp_path / "a" / "metrics.json")
         names = [row["extractor"] for row in found["distances"]]
         assert names == ["pixels", f"classifier:{runs['classifier']}", f"classifier:{resolve(runs['classifier'])}"]
-        assert all(row["n"] == 40 and row["floor"] is not None for row in found["distances"])
         assert found["distances"][1]["frechet"] == found["distances"][2]["frechet"]
-        assert set(found["diversity_by_class"]) == set(found["recognised_by_class"]) == set(CLASSES)
-        drawn = {"samples.png", "real.png", "neighbours.png", "recognised_best.png", "recognised_worst.png"}
-        assert drawn | {"truncation.png", "mixing.png"} == set(found["images"])
-        height, width = pixels(tmp_path / "a" / "samples.png").shape
-        assert pixels(tmp_path / "a" / "real.png").shape == (height, width)
-        assert height == 3 * 64
-        assert width > 10 * 64  # the names of the classes beside their rows
-        assert found["memorisation"]["extractor"] == "pixels"  # not the classifier, which may have seen them
-        assert found["memorisation"]["searched"] == 90
-        assert pixels(tmp_path / "a" / "neighbours.png").shape[1] == 6 * (17 * 14 + 12)
         command = (tmp_path / "a" / "command.txt").read_text()
         assert command.startswith("python evaluate.py --checkpoint ")
         assert "--seed 3" in command
@@ -292,8 +280,6 @@ class TestPredict:
         assert "5 of 5 images" in printed.err
         assert "error: 1 of 5 images could not be read, the first: " in printed.err
         rows = self.rows(tmp_path / "out.csv")
-        assert list(rows[0]) == ["file", "label", "probability", "label_2", "probability_2"]
-        assert float(rows[0]["probability"]) > float(rows[0]["probability_2"])
         assert list(rows[2].values()) == [str(photos / "broken.jpg"), "", "", "", ""]
         (bad,) = self.rows(tmp_path / "bad.csv")
         assert bad["file"] == str(photos / "broken.jpg")
@@ -400,33 +386,6 @@ class TestPredict:
     def test_refusals(self, runs, capsys):
         assert "'classifier' checkpoint is needed" in refused(capsys, predict, "--checkpoint", runs["gan"], "x.png")
         assert "required: IMAGES" in refused(capsys, predict, "--checkpoint", runs["classifier"])
-
-
-class TestGenerate:
-    """The grid; the other commands: tests/inference/test_generate_commands.py."""
-
-    def grid(self, run, out, *options):
-        assert call(generate, "grid", "--checkpoint", run, "--out", out, *options) == 0
-        return pixels(out)
-
-    def test_n_is_the_number_of_images(self, runs, tmp_path):
-        found = self.grid(runs["gan"], tmp_path / "a.png", "--n", 7)  # 3, 2 and 2
-        assert found.shape == (3 * 64, 3 * 64)
-        assert (found[64:, 128:] == 255).all()
-        assert self.grid(runs["gan"], tmp_path / "b.png", "--n", 2).shape == (2 * 64, 64)
-        run = gan_run(tmp_path / "run", classes=[])
-        assert self.grid(run, tmp_path / "c.png", "--n", 11).shape == (2 * 64, 8 * 64)
-
-    def test_refusals(self, runs, tmp_path, capsys):
-        base = ["grid", "--checkpoint", runs["gan"], "--out", tmp_path / "x.png"]
-        for argv, told in (
-            ([*base, "--classes", "dark,dark"], "named twice"),
-            ([*base, "--noise-mode", "some"], "--noise-mode: invalid choice: 'some'"),
-            ([*base, "--sed", "1"], "unknown argument --sed"),
-            ([], "COMMAND"),
-        ):
-            assert told in refused(capsys, generate, *argv)
-        assert not (tmp_path / "x.png").exists()
 
 
 def test_a_file_with_a_damaged_record_is_told(runs, tmp_path, capsys):

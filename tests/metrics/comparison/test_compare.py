@@ -13,7 +13,7 @@ from duetgan.metrics.figures import CLASSIFIER
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.metrics.classification.test_answers import answers, given
-from tests.metrics.conftest import classifier_run, gan_run, read_json
+from tests.metrics.conftest import classifier_run, read_json
 from tests.metrics.test_scripts import call, refused
 
 NAMES = [f"c{label}" for label in range(7)]
@@ -149,26 +149,6 @@ def test_gans_are_compared_by_sample_and_by_their_intervals(tmp_path):
     document = compare([first, other])
     assert rows_of(document) == {}
     assert "--classifier" in document["notes"]["recognised"]
-
-
-def test_gans_by_the_command_line(runs, files, tmp_path, capsys):
-    """A generator beside itself, and beside another one; both with the same judge."""
-    other = gan_run(tmp_path / "other", data=files, seed=1)
-    how = ["--classifier", runs["classifier"], "--extractor", "pixels", "--n", 40, "--per-class", 5, "--searched", 0]
-    folders = [tmp_path / name for name in ("a", "b")]
-    for run, folder in zip((runs["gan"], other), folders, strict=True):
-        assert call(evaluate, "--checkpoint", run, "--out", folder, *how) == 0
-    capsys.readouterr()
-    assert call(evaluate, "--compare", folders[0], folders[0], folders[1], "--json") == 0
-    document = json.loads(capsys.readouterr().out)
-    same, found = rows_of(document), rows_of(document, 1)
-    assert {row["verdict"] for row in same.values()} == {"cannot tell"}
-    assert {"recognised", "frechet pixels", "kernel pixels"} <= set(found)
-    figures = read_json(folders[1] / "metrics.json")
-    assert found["recognised"]["second"] == figures["recognised"]
-    assert found["frechet pixels"]["second"] == figures["distances"][0]["frechet"]
-    interval = figures["distances"][0].get("frechet_interval")
-    assert (found["frechet pixels"]["interval"] is None) == (interval is None)
 
 
 def test_classifiers_that_were_evaluated_by_other_options_are_refused(tmp_path):
