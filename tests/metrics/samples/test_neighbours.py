@@ -103,11 +103,11 @@ def oracle(samples, real):
     return min(1.0, np.mean(held) / np.mean(best)), share
 
 
-def clusters(seed, *, n=3000, kinds=10, dim=16):
-    """n images of so many kinds out of ten, far from one another, all equally often."""
+def clusters(seed, *, n, dim=16):
+    """n images of ten kinds, far from one another, all equally often."""
     draw = torch.Generator().manual_seed(seed)
     centres = torch.randn(10, dim, generator=torch.Generator().manual_seed(0)) * 10
-    return centres[torch.arange(n) % kinds] + torch.randn(n, dim, generator=draw)
+    return centres[torch.arange(n) % 10] + torch.randn(n, dim, generator=draw)
 
 
 def figures(samples, real):
