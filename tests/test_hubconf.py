@@ -128,22 +128,11 @@ def hub():
     return lambda entry, **options: torch.hub.load(str(ROOT), entry, source="local", **options)
 
 
-def test_the_entry_points_and_nothing_else_are_listed_and_explained(monkeypatch):
-    monkeypatch.setattr(torch.hub, "_get_cache_or_reload", lambda *_, **__: str(ROOT))  # instead of a download
-    names = torch.hub.list("someone/duet")
-    assert names == ["dcgan", "r3gan", "resnet_classifier", "stylegan2"]
-    for text in (torch.hub.help("someone/duet", name) for name in names):
-        assert "->" in text
-        assert "checkpoint" in text or "Arguments" in text
-
-
 def test_a_new_network_has_the_sizes_asked_for_and_its_seeds_weights(hub):
     state = torch.get_rng_state()
     model = hub("resnet_classifier", name="resnet18", stem="small", classes=4, channels=1, resolution=8)
     assert model.network.conv1.weight.shape == (64, 1, 3, 3)
     assert model(torch.zeros(1, 1, 8, 8)).shape == (1, 4)
-    other = hub("resnet_classifier", stem="small", classes=4, channels=1, resolution=8, seed=1)
-    assert not model.network.fc.weight.equal(other.network.fc.weight)
     generator = hub("stylegan2", resolution=16, classes=2, **TINY)
     assert generator(torch.zeros(1, 8), torch.tensor([1])).shape == (1, 3, 16, 16)
     assert hub("stylegan2", **TINY).classes == 0

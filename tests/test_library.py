@@ -147,21 +147,6 @@ def test_a_classifier_is_its_network_and_warns_of_another_range(classifier):
     assert slope.abs().max() > 0
 
 
-def test_samples_keep_their_class_unless_they_are_truncated_towards_all(generator):
-    of_class, of_all = (
-        generator.sample(1, seed=3, psi=0.0, truncation_mean=mean, classes="light").images
-        for mean in ("class", "global")
-    )
-    assert not of_all.equal(of_class)
-
-
-def test_a_projection_is_nearer_than_its_start(generator, photo):
-    found = generator.project(photo, steps=30, features="pixels", space="w", seed=1)
-    again = generator.project(photo, steps=1, features="pixels", space="w", seed=1)
-    assert found.ws.shape == (generator.network.num_ws, generator.network.w_dim)
-    assert found.rmse < again.rmse
-
-
 @pytest.mark.parametrize(
     ("z", "labels", "message"),
     [

@@ -6,13 +6,10 @@ from benchmarks import predictions
 from benchmarks.scaling import PRESETS, recipe
 from duetgan.training.engine import on_paper
 from duetgan.training.engine.on_paper import GIB
+from tests.benchmarks.test_scaling import rows_of
 from tests.conftest import REPOSITORY
 
 DOCS = (REPOSITORY / "docs" / "measurements" / "predictions.md").read_text().splitlines()
-
-
-def rows_of(text: str) -> list[str]:
-    return [row for row in text.splitlines() if row.startswith("| ") and "---" not in row]
 
 
 def check_docs(names: list[str]) -> None:

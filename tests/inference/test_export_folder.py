@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import export as script
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export.check import CheckFailed
-from duetgan.inference.export.folder import described, figures, readme
+from duetgan.inference.export.folder import described, readme
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.subject import classifier_subject, generator_subject
 from duetgan.inference.samples import Sampler
@@ -167,25 +167,6 @@ GAN = {"task": "gan", "step": 7, "n": 500, "data_hash": "f" * 64, "distances": [
 GAN |= {"recognised": 0.9, "recognised_interval": [0.88, 0.92]}
 
 
-def test_figures_have_n_extractor_interval_and_floor():
-    first, *rows = figures(GAN)
-    assert first == {
-        "name": "frechet",
-        "value": 12.5,
-        "interval": None,
-        "n": 500,
-        "extractor": "resnet50",
-        "floor": 2.5,
-    }
-    assert (rows[0]["name"], rows[0]["extractor"]) == ("kernel", "resnet50")
-    assert [row["name"] for row in rows if row["extractor"] == "classifier"] == [
-        "frechet",
-        "diversity_ratio",
-        "recognised",
-    ]
-    assert (len(rows), rows[-1]["interval"]) == (4, [0.88, 0.92])
-
-
 def test_the_card_is_read_by_the_hubs_own_reader(checkpoint, tmp_path):
     """Its online validator cannot be asked; its classes of cards and results are the next best."""
     hub = pytest.importorskip("huggingface_hub")
@@ -202,6 +183,8 @@ def test_the_card_is_read_by_the_hubs_own_reader(checkpoint, tmp_path):
     assert "/home" not in text
     assert "| frechet | 12.5 |  | 2.5 | 500 | resnet50 |" in text
     assert "| kernel | 0.01 | 0.008 to 0.012 |  | 500 | resnet50 |" in text
+    assert r"| diversity\_ratio | 0.7 |  |  | 500 | classifier |" in text
+    assert "| recognised | 0.9 | 0.88 to 0.92 |  | 500 | classifier |" in text
     assert "`sha256:12`" in text
     held["step"] = 8
     assert described(held, licence="unknown", more={})["figures"] == []  # they are those of another step

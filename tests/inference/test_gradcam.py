@@ -45,8 +45,8 @@ def slow_cam(before: nn.Module, after: nn.Module, image: torch.Tensor, label: in
     return np.maximum(heat, 0)
 
 
-def resnet_parts(net=None):
-    net = net or classifier().network
+def resnet_parts():
+    net = classifier().network
     before = nn.Sequential(net.conv1, net.bn1, net.relu, net.layer1, net.layer2, net.layer3, net.layer4)
     return before, nn.Sequential(net.avgpool, nn.Flatten(), net.fc)
 
@@ -70,56 +70,13 @@ def test_the_map_is_the_papers(parts, layer):
         np.testing.assert_allclose(heat.numpy(), expected, rtol=1e-6, atol=1e-8 * expected.max())
 
 
-def test_at_the_last_stage_it_is_cam_and_layers_without_maps_are_refused():
-    """With a mean and a linear head alpha is the class's weight over the number of places: CAM (1512.04150)."""
-    model, batch = classifier(), images()
-    maps = resnet_parts(model.network)[0](batch)
-    expected = (model.network.fc.weight[1][:, None, None] * maps).sum(1).relu() / maps[0, 0].numel()
-    torch.testing.assert_close(grad_cam(model, batch, torch.tensor([1, 1]), "layer4"), expected, rtol=1e-10, atol=1e-14)
+def test_layers_without_maps_are_refused():
     for layer, told in (
         ("fc", r"layer 'fc' gives no maps \(its output is \[2, 3\]\); choose a stage"),
         ("layer5", r"no layer is called 'layer5' \(did you mean 'layer[1-4]'\?\)"),
     ):
         with pytest.raises(UserError, match=told):
             grad_cam(classifier(), images(), torch.tensor([0, 1]), layer)
-
-
-def stripes(count: int, side: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images with one striped patch at a random place on noise; its direction is the class. Corners [n, 2]."""
-    draw = generator(0, "test", "stripes")
-    batch = 0.2 * torch.randn(count, 1, side, side, generator=draw)
-    labels = torch.arange(count) % 2
-    corners = torch.randint(0, side - 6, (count, 2), generator=draw)
-    for image, label, corner in zip(batch, labels.tolist(), corners.tolist(), strict=True):
-        put(image, label, *corner)
-    return batch, labels, corners
-
-
-def put(image: torch.Tensor, label: int, top: int, left: int) -> None:
-    patch = torch.tensor([1.0, -1.0] * 3).expand(6, 6)
-    image[0, top : top + 6, left : left + 6] = patch if label else patch.T
-
-
-def test_the_map_peaks_at_the_object_of_the_class_that_is_asked_for():
-    with forked(0, "init", "stripes"):
-        stem = [layer for n in (1, 8) for layer in (nn.Conv2d(n, 8, 3, padding=1), nn.ReLU(inplace=True))]
-        model = nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
-    batch, labels, _ = stripes(64)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch), labels).backward()
-        optimizer.step()
-    assert (model(batch).argmax(1) == labels).float().mean() > 0.95
-    both = 0.2 * torch.randn(8, 1, 24, 24, generator=generator(1, "test", "stripes"))
-    where = [(n, label, *[(2, 2), (14, 15)][(label + n) % 2]) for n in range(8) for label in (0, 1)]
-    for number, label, top, left in where:  # an object of each class; where it lies decides what the map must show
-        put(both[number], label, top, left)
-    heat = [grad_cam(model, both, torch.full((8,), label), "3") for label in (0, 1)]
-    for number, label, top, left in where:
-        row, column = divmod(int(heat[label][number].argmax()), 24)
-        assert top - 1 <= row <= top + 6, (label, number, row, column)
-        assert left - 1 <= column <= left + 6
 
 
 class ChannelsLast(nn.Module):
@@ -214,10 +171,6 @@ def test_predict_writes_an_image_for_each_readable_file(tmp_path, options, files
     written = ["cat-gradcam.png", None, "cat-gradcam-2.png", "dog-gradcam.png"]
     assert names == [name and str(out / name) for name in written]
     assert sorted(path.name for path in out.iterdir()) == sorted(filter(None, written))
-    for path in out.iterdir():
-        with Image.open(path) as sample_image:
-            assert abs(sample_image.width - 2 * (224 + 12)) < 20
-            assert abs(sample_image.height - (224 + 2 * 14 + 14)) < 10
 
 
 def test_refusals(tmp_path, options, files, refused):

@@ -1,5 +1,4 @@
 import tracemalloc
-import weakref
 
 import av
 import numpy as np
@@ -104,9 +103,6 @@ def test_an_mp4_shows_the_colours_in_bt709(tmp_path):
             assert luma[row, column] == pytest.approx(16 + 219 * y, abs=4)
             assert chroma[0, row // 2, column // 2] == pytest.approx(128 + 224 * u, abs=4)
             assert chroma[1, row // 2, column // 2] == pytest.approx(128 + 224 * v, abs=4)
-    found = mp4_frames(write(tmp_path / "x.mp4", [np.full((8, 8, 1), 200, np.uint8)] * 3, scale=4))
-    assert found[:, :32].astype(int) == pytest.approx(16 + 219 * 200 / 255, abs=2)
-    assert found[:, 32:].astype(int) == pytest.approx(128, abs=1)
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
@@ -123,22 +119,6 @@ def test_the_same_frames_give_the_same_bytes_and_memory_does_not_grow_with_the_f
 
     peak(2)
     assert peak(120) < peak(12) + 2 * 128 * 128 * 3
-
-
-@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_frames_are_let_go_and_written_as_they_come(tmp_path, suffix):
-    noise = np.random.default_rng(0)
-    seen, sizes = [], []
-    with film(tmp_path / f"x{suffix}", fps=30, scale=1) as add:
-        for _ in range(300):
-            frame = noise.integers(0, 256, (64, 64, 1), np.uint8)
-            seen.append(weakref.ref(frame))
-            add(frame)
-            del frame
-            (partial,) = tmp_path.iterdir()
-            sizes.append(partial.stat().st_size)
-    assert not any(reference() is not None for reference in seen)
-    assert 0 < sizes[-30] < sizes[-1]
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])

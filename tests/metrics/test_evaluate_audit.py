@@ -22,7 +22,7 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.faults.conftest import run_command
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
-from tests.metrics.test_scripts import call, pixels, refused
+from tests.metrics.test_scripts import call, pixels
 
 D_SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8}
 
@@ -188,7 +188,7 @@ def test_sides_have_one_mix_of_classes(tmp_path):
             choose_sides(train, train, conditional=True, searched=1000, seed=0)  # every test image is a member
 
 
-def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, capsys):
+def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, refused):
     with Dataset(sets["val_path"]) as reader:  # of one that was trained on the held-out images
         seen = {"trained_on": [reader.meta.content_hash], "synthetic": []}
     judge = classifier_run(tmp_path / "judge", data=sets)
@@ -206,7 +206,7 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, capsys):
         (run, ["--ood", "x.lmdb"], "is not for --audit"),
     ):
         common = ["--audit", "--extractor", "pixels", "--n", 30, "--out", tmp_path / "out"]
-        assert told in refused(capsys, evaluate, "--checkpoint", checkpoint, *common, *more)
+        assert told in refused(evaluate.main, "--checkpoint", checkpoint, *common, *more)
 
 
 def test_without_a_whole_discriminator_the_samples_alone_are_audited(sets, tmp_path):

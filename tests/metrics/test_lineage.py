@@ -16,7 +16,7 @@ from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
 from duetgan.utils.provenance import Lineage, recorded
 from tests.data.test_inspect import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
-from tests.metrics.test_scripts import answers, call, evaluated, refused
+from tests.metrics.test_scripts import answers, call, evaluated
 
 
 def judge_of(folder, *, data=None, **more):
@@ -82,19 +82,19 @@ def test_a_training_file_at_hand_is_searched_for_test_images(tmp_path, shared, r
         assert unfit(other, reader) == ""
 
 
-def test_evaluate_refuses_with_exit_code_2(tmp_path, runs, files, capsys):
+def test_evaluate_refuses_with_exit_code_2(tmp_path, runs, files, refused):
     options = ["--checkpoint", runs["gan"], "--extractor", "pixels", "--n", 20, "--out", tmp_path / "out"]
     synthetic = {"trained_on": [], "synthetic": [PASSPORT]}
     test = {"content_hash": hash_of(files["val_path"])}
     for name, more in (("samples", {"lineage": synthetic}), ("test images", test)):
         judge = classifier_run(tmp_path / name.replace(" ", "-"), data=files, **more)
-        told = refused(capsys, evaluate, *options, "--classifier", judge)
+        told = refused(evaluate.main, *options, "--classifier", judge)
         assert told.startswith(f"error: --classifier {judge} was trained on ")
         assert name in told
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 
-def test_a_ready_made_classifier_judges_and_names_images(tmp_path, runs, capsys):
+def test_a_ready_made_classifier_judges_and_names_images(tmp_path, runs, capsys, refused):
     """Row J5: a folder as timm writes it, in place of a run."""
     timm = pytest.importorskip("timm")
     theirs, about = tmp_path / "theirs", {"label_names": CLASSES}
@@ -104,7 +104,7 @@ def test_a_ready_made_classifier_judges_and_names_images(tmp_path, runs, capsys)
     assert evaluated(runs["gan"], tmp_path / "out", *judge)["judge"]["n"] == 20
     Image.new("RGB", (300, 200), "red").save(tmp_path / "x.png")
     assert set(answers(capsys, theirs, tmp_path / "x.png")[0]["probabilities"]) == set(CLASSES)
-    told = refused(capsys, evaluate, "--checkpoint", "timm:resnet10t", "--data", "x.lmdb")
+    told = refused(evaluate.main, "--checkpoint", "timm:resnet10t", "--data", "x.lmdb")
     assert "a name has no folder for the results; give one with --out DIR" in told
 
 
@@ -198,10 +198,10 @@ def test_files_that_hold_other_images_by_now_are_told(tmp_path, files, capsys):
     assert "warning" not in capsys.readouterr().err
 
 
-def test_a_judge_that_began_as_the_guide_is_refused_and_its_features_told(tmp_path, files, capsys):
+def test_a_judge_that_began_as_the_guide_is_refused_and_its_features_told(tmp_path, files, refused):
     began = {"trained_on": [], "synthetic": [], "teachers": ["sha256:0123456789ab"]}
     gan, judge = gan_run(tmp_path / "gan", data=files, lineage=began), classifier_run(tmp_path / "judge", lineage=began)
-    told = refused(capsys, evaluate, "--checkpoint", gan, "--classifier", judge, "--extractor", "pixels")
+    told = refused(evaluate.main, "--checkpoint", gan, "--classifier", judge, "--extractor", "pixels")
     assert "began as one, that supplied a loss to this generator" in told
     found = evaluated(gan, tmp_path / "out", "--n", 20, "--extractor", f"classifier:{judge}")
     assert "or one that taught it, supplied a loss" in found["notes"][f"classifier:{judge}"]

@@ -145,10 +145,6 @@ def test_what_arms_are_trained_on(made, images: Path) -> None:
         assert all(passes[arm][rule].all() for rule in rules)
         among = np.logical_and.reduce([passes["plain"][rule] for rule in rules])
         assert 0 < among.sum() < 200
-        for label in range(10):  # what passes of the plain ones, and then others
-            drawn, kept = (seen[name][0][seen[name][1] == label] for name in ("plain", arm))
-            first = drawn[among[seen["plain"][1] == label]]
-            np.testing.assert_array_equal(kept[: len(first)], first)
     figures = {row["name"]: row["figures"]["0"]["kept"] for row in document["arms"]}
     assert (figures[REAL], figures[PLAIN]) == (None, 1.0)
     assert 0.02 < figures[TOGETHER] < figures["recognised"] < 0.2 < 0.95 < figures["confidence"] < 1

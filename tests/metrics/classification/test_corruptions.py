@@ -3,11 +3,9 @@ import io
 import cv2
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
-from duetgan.metrics.intervals import wilson
+from duetgan.metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from duetgan.utils.seeding import numpy_generator
 
 
@@ -86,14 +84,3 @@ def test_jpeg_is_pillows(channels):
     assert distance(found, expected) < 2
     assert [round(CORRUPTIONS["jpeg"].amount(strength, 224)) for strength in (1, 5)] == [25, 12]
     assert CORRUPTIONS["jpeg"].amount(1, 16) == 95  # and not 121
-
-
-def test_robustness_is_a_table_of_shares():
-    hits = torch.arange(len(CORRUPTIONS) * STRENGTHS).view(len(CORRUPTIONS), STRENGTHS)
-    found = robustness(hits, 50, 64)
-    assert found["accuracy"] == pytest.approx(hits.double().mean().item() / 50)
-    row = found["corruptions"]["noise"]["strengths"][2]
-    place = list(CORRUPTIONS).index("noise")
-    assert row["accuracy"] == int(hits[place, 2]) / 50
-    assert row["accuracy_interval"] == wilson(int(hits[place, 2]), 50)
-    assert row["amount"] == CORRUPTIONS["noise"].amount(3, 64)

@@ -13,8 +13,8 @@ from duetgan.metrics.figures import CLASSIFIER
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.metrics.classification.test_answers import answers, given
-from tests.metrics.conftest import classifier_run, gan_run, read_json
-from tests.metrics.test_scripts import call, refused
+from tests.metrics.conftest import classifier_run, read_json
+from tests.metrics.test_scripts import call
 
 NAMES = [f"c{label}" for label in range(7)]
 
@@ -79,20 +79,6 @@ def test_a_figure_without_an_interval_gets_no_verdict_and_the_notes_say_so(tmp_p
     )  # each image's influence on nll is kept
 
 
-def test_equal_classifiers_cannot_be_told_apart(tmp_path):
-    """20 pairs of classifiers with noise of their own: at most two false verdicts of 5 % each."""
-    runs = [classified(tmp_path / str(noise), noise=noise) for noise in range(1, 41)]
-    wrong = dict.fromkeys(("accuracy", "auroc", "nll"), 0)
-    for pair in zip(runs[::2], runs[1::2], strict=True):
-        found = rows_of(compare(pair))
-        for name in wrong:
-            wrong[name] += found[name]["verdict"] != "cannot tell"
-    assert max(wrong.values()) <= 3, wrong
-    same = rows_of(compare([runs[0], runs[0]]))
-    assert {row["verdict"] for row in same.values()} == {"cannot tell"}
-    assert same["accuracy"]["difference"] == 0
-
-
 def test_several_are_compared_with_the_first_and_corrected(tmp_path):
     runs = [classified(tmp_path / str(place), noise=place) for place in range(4)]
     found = compare(runs)
@@ -149,26 +135,6 @@ def test_gans_are_compared_by_sample_and_by_their_intervals(tmp_path):
     document = compare([first, other])
     assert rows_of(document) == {}
     assert "--classifier" in document["notes"]["recognised"]
-
-
-def test_gans_by_the_command_line(runs, files, tmp_path, capsys):
-    """A generator beside itself, and beside another one; both with the same judge."""
-    other = gan_run(tmp_path / "other", data=files, seed=1)
-    how = ["--classifier", runs["classifier"], "--extractor", "pixels", "--n", 40, "--per-class", 5, "--searched", 0]
-    folders = [tmp_path / name for name in ("a", "b")]
-    for run, folder in zip((runs["gan"], other), folders, strict=True):
-        assert call(evaluate, "--checkpoint", run, "--out", folder, *how) == 0
-    capsys.readouterr()
-    assert call(evaluate, "--compare", folders[0], folders[0], folders[1], "--json") == 0
-    document = json.loads(capsys.readouterr().out)
-    same, found = rows_of(document), rows_of(document, 1)
-    assert {row["verdict"] for row in same.values()} == {"cannot tell"}
-    assert {"recognised", "frechet pixels", "kernel pixels"} <= set(found)
-    figures = read_json(folders[1] / "metrics.json")
-    assert found["recognised"]["second"] == figures["recognised"]
-    assert found["frechet pixels"]["second"] == figures["distances"][0]["frechet"]
-    interval = figures["distances"][0].get("frechet_interval")
-    assert (found["frechet pixels"]["interval"] is None) == (interval is None)
 
 
 def test_classifiers_that_were_evaluated_by_other_options_are_refused(tmp_path):
@@ -240,9 +206,9 @@ def test_damaged_evaluations_are_refused_in_one_line(tmp_path):
     assert_raises(UserError, r"evaluate it with evaluate\.py --checkpoint", compare, [first, str(other)])
 
 
-def test_by_the_command_line(files, tmp_path, capsys):
+def test_by_the_command_line(files, tmp_path, capsys, refused):
     runs = [classifier_run(tmp_path / str(seed), data=files, seed=seed) for seed in (0, 1)]
-    assert "evaluate it with" in refused(capsys, evaluate, "--compare", *runs)
+    assert "evaluate it with" in refused(evaluate.main, "--compare", *runs)
     for run in runs:
         assert call(evaluate, "--checkpoint", run) == 0
     capsys.readouterr()
@@ -254,5 +220,5 @@ def test_by_the_command_line(files, tmp_path, capsys):
     assert found["second"] == read_json(runs[1] / "eval" / "metrics.json")["accuracy"]
     assert call(evaluate, "--compare", *runs) == 0
     assert "the second is" in capsys.readouterr().out
-    assert "leave --n out" in refused(capsys, evaluate, "--compare", *runs, "--n", 3)
-    assert "required: --checkpoint" in refused(capsys, evaluate, "--n", 3)
+    assert "leave --n out" in refused(evaluate.main, "--compare", *runs, "--n", 3)
+    assert "required: --checkpoint" in refused(evaluate.main, "--n", 3)

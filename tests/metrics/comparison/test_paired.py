@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import norm, t, ttest_rel, wilcoxon
+from scipy.stats import norm, t, ttest_rel
 
 from duetgan.metrics.classification.answers import Ranking
 from duetgan.metrics.comparison import paired
@@ -36,35 +36,6 @@ def test_tango_gives_what_newcombe_lists(gained, lost, n, expected):
     assert paired.tango(gained, lost, n) == pytest.approx(expected, abs=5e-5)
 
 
-@pytest.mark.parametrize(("gained", "lost", "n"), [(12, 2, 50), (3, 9, 40), (5, 0, 60)])
-def test_tangos_limits_solve_the_score_equation_by_a_slow_search(gained, lost, n):
-    """With the shares that are the likeliest for a difference, found on a fine grid."""
-
-    def score(difference):
-        only_first = np.linspace(max(0, -difference), (1 - difference) / 2, 400_001)[1:-1]
-        only_second = only_first + difference
-        rest = 1 - only_first - only_second
-        likelihood = lost * np.log(only_first) + gained * np.log(only_second) + (n - gained - lost) * np.log(rest)
-        best = only_first[np.argmax(likelihood)]
-        return (gained - lost - n * difference) / math.sqrt(n * (2 * best + difference - difference**2))
-
-    low, high = paired.tango(gained, lost, n)
-    assert score(low) == pytest.approx(1.96, abs=2e-3)
-    assert score(high) == pytest.approx(-1.96, abs=2e-3)
-
-
-def test_paired_figures_of_a_mean_is_the_paired_test():
-    draw = np.random.default_rng(0)
-    first = draw.standard_normal(400)
-    second = first + 0.1 + 0.5 * draw.standard_normal(400)
-    found = paired.paired_figures(second.mean() - first.mean(), first - first.mean(), second - second.mean())
-    expected = ttest_rel(second, first)
-    assert found.p == pytest.approx(expected.pvalue, rel=0.2)
-    limits = expected.confidence_interval()
-    assert found.interval == pytest.approx([limits.low, limits.high], abs=2e-3)
-    assert wilcoxon(second - first).pvalue < 0.05  # a test of another kind sees it, too
-
-
 def test_paired_figures_of_auroc_is_delongs_test():
     """Against a slow loop over DeLong's placements, with 1/m instead of 1/(m - 1)."""
     draw = np.random.default_rng(0)
@@ -79,7 +50,9 @@ def test_paired_figures_of_auroc_is_delongs_test():
         rows.append(wins.mean(1))
         columns.append(wins.mean(0))
     variance = np.var(rows[1] - rows[0]) / len(rows[0]) + np.var(columns[1] - columns[0]) / len(columns[0])
-    assert found.p == pytest.approx(2 * norm.sf(abs(found.difference) / math.sqrt(variance)), rel=1e-9)
+    error = math.sqrt(variance)
+    assert found.p == pytest.approx(2 * norm.sf(abs(found.difference) / error), rel=1e-9)
+    assert found.interval == pytest.approx(norm.interval(0.95, found.difference, error), rel=1e-6)
 
 
 def test_independent_figures_cover_the_difference_of_two_shares():
@@ -96,7 +69,6 @@ def test_independent_figures_cover_the_difference_of_two_shares():
 
 
 def test_over_seeds_it_is_students_paired_test():
-    """Where all images of a run are right or all wrong in the same measure, the seeds are all that varies."""
     first, second = [0.81, 0.83, 0.79], [0.84, 0.85, 0.83]
     found, expected = paired.by_seeds(first, second), ttest_rel(second, first)
     assert found.p == pytest.approx(expected.pvalue)
@@ -105,13 +77,6 @@ def test_over_seeds_it_is_students_paired_test():
     assert paired.by_seeds(first, first).p is None
     equal = paired.by_seeds([0.525, 0.555], [0.535, 0.565])  # by 0.01, but for rounding: no spread to judge by
     assert (equal.p, equal.interval) == (None, None)
-    levels = np.array([[0.5, 0.6, 0.4, 0.5, 0.7], [0.7, 0.7, 0.6, 0.8, 0.7]])
-    hits = np.arange(1000) < np.round(1000 * levels)[..., None]
-    draw = np.random.default_rng(0)
-    one, other = (np.stack([draw.permutation(row) for row in rows]) for rows in hits)
-    both, by_seed = paired.by_seeds_and_images(one, other, np.full(1000, 1e-3)), paired.by_seeds(*levels)
-    assert both.difference == pytest.approx(by_seed.difference)
-    assert both.p == pytest.approx(by_seed.p, rel=0.1)
 
 
 def test_holm_by_a_slow_loop():
