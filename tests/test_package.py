@@ -165,7 +165,7 @@ for number, text in enumerate(json.loads(sys.argv[1])):
 """
 
 
-@pytest.mark.parametrize("where", ["checkout", "wheel"])
+@pytest.mark.parametrize("where", [pytest.param("checkout", marks=pytest.mark.slow), "wheel"])
 def test_the_library_and_the_examples_of_its_page_leave_the_users_modules_alone(where, request, things, mine):
     for name in ("runs", "photos", "folder", "photos.lmdb"):
         (mine / name).symlink_to(things / name)

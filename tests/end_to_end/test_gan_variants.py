@@ -134,7 +134,9 @@ MODELS = {
 FAST = "convnext_tiny"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in MODELS]
+)
 def test_from_training_to_the_hub(name, packed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(base, "make", lambda name, **options: SLIM[name]())
     config = write_config(tmp_path / "c.yaml", "classifier", packed)

@@ -80,8 +80,10 @@ def written(subjects, tmp_path_factory):
 # a program of StyleGAN2 takes seconds to make
 CASES = [
     *(("safetensors", name) for name in ("classifier", "grey", "plain", "r3", "dcgan", "growing")),
-    *(("torch-export", name) for name in ("classifier", "plain", "r3", "dcgan", "growing")),
-    *(("onnx", name) for name in ("classifier", "truncated", "r3", "dcgan")),
+    *(("torch-export", name) for name in ("classifier", "plain")),
+    *(("onnx", name) for name in ("classifier", "truncated")),
+    *(pytest.param("torch-export", name, marks=pytest.mark.slow) for name in ("r3", "dcgan", "growing")),
+    *(pytest.param("onnx", name, marks=pytest.mark.slow) for name in ("r3", "dcgan")),
     *(("executorch", name) for name in ("classifier", "dcgan")),
     pytest.param("executorch", "grey", marks=pytest.mark.slow),
 ]

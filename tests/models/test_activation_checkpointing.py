@@ -138,6 +138,7 @@ def live_tensors():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_200_steps_leave_memory_flat():
     generator = test_generator.build(8, 1, 3, z_dim=4)
     network = test_discriminator.build(8, 1, 3, activation_checkpointing=True)

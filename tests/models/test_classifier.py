@@ -145,6 +145,7 @@ def test_checkpointing_changes_no_gradient_and_no_statistic(frozen):
     assert {norm.momentum for norm in checkpointed.modules() if isinstance(norm, nn.BatchNorm2d)} == {0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_compiled_checkpointed_network_has_the_same_gradients_and_statistics():

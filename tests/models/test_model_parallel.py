@@ -99,7 +99,7 @@ def test_every_activation_and_gradient_is_where_its_part_is(devices: int, config
     assert images.grad.device == FAKE[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_reduced_precision_crosses_the_cut_as_it_is(dtype: torch.dtype) -> None:
     """cpu:1 and cpu:2 are devices to a faked tensor, and autocast knows their type."""
     model = build(split={"layer3": 1}).to(memory_format=torch.channels_last)

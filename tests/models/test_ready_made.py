@@ -90,7 +90,9 @@ def test_torchvisions_network(form, cache, resnet18, tmp_path):
     assert content["lineage"]["pretrained"][0].startswith("sha256:")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*FAMILIES[-4:], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[:-4])]
+)
 def test_timms_networks(name, tmp_path):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)

@@ -110,6 +110,7 @@ def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
         return folder, whole.run(), whole.subject.seen  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_controls_come_out_right(made) -> None:
     _, document, _ = made
     assert document["complete"]

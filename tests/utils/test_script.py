@@ -62,7 +62,7 @@ def test_a_refusal_keeps_its_exit_code(streams: str) -> None:
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", pytest.param(">/dev/full 2>/dev/full", marks=pytest.mark.slow)])
 def test_training_and_packing_need_no_stream(tmp_path: Path, packed: Path, streams: str) -> None:
     """Files do not get the numbers of closed streams: what is printed would end in them."""
-    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    recipe, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     training = ["--config", str(recipe), "--run-dir", str(run), "--device", "cpu", "--steps", "2"]
     code, *told = script("train.py", *training, streams=streams)
     assert (code, told) == (0, ["", ""])
@@ -72,7 +72,7 @@ def test_training_and_packing_need_no_stream(tmp_path: Path, packed: Path, strea
 
 
 def test_training_goes_on_where_the_terminal_is_gone(tmp_path: Path, packed: Path) -> None:
-    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    recipe, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     ours, theirs = pty.openpty()
     command = [sys.executable, "train.py", "--config", str(recipe), "--run-dir", str(run), "--device", "cpu"]
     command += ["--steps", "2"]

@@ -108,7 +108,7 @@ print(threads.most())
 IGNORED = "import tests.conftest, signal; print(*map(signal.getsignal, (signal.SIGINT, signal.SIGHUP)))"
 
 
-@pytest.mark.parametrize("version", ["cpu.max", "cpu/cpu.cfs_quota_us"])
+@pytest.mark.parametrize("version", ["cpu.max", pytest.param("cpu/cpu.cfs_quota_us", marks=pytest.mark.slow)])
 def test_a_containers_quota_counts_and_not_the_hosts_cores(tmp_path, monkeypatch, version):
     """Cgroup 2 and 1: torch alone would take as many threads as the host has cores."""
     file = tmp_path / version

@@ -291,7 +291,7 @@ def test_h19_h23_dataset_json_that_is_none(tmp_path: Path, make: Callable[[Path]
     assert_raises(UserError, rf"dataset\.json {message}", open_source, str(tmp_path))
 
 
-@pytest.mark.parametrize("depth", [1100, 2100])  # deeper than Python recurses; beyond a path
+@pytest.mark.parametrize("depth", [1100, pytest.param(2100, marks=pytest.mark.slow)])  # Python recurses less deep
 def test_h23_tree_that_is_too_deep(tmp_path: Path, depth: int) -> None:
     """A path has at most 4,096 bytes: up to there it is read, beyond it is refused by one line."""
     (tmp_path / "in").mkdir()

@@ -14,7 +14,7 @@ from duetgan.training.base.monitors import Pace
 from duetgan.training.engine import speed
 from duetgan.utils import threads
 from duetgan.utils.config.yaml_files import read_yaml
-from tests.end_to_end.helpers import TASKS, differing, rows, state_of, status, train_in_process, write_config
+from tests.end_to_end.helpers import differing, rows, state_of, status, train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def changing(monkeypatch) -> None:
     monkeypatch.setattr(threads, "fitting", lambda _: next(fits))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
 def test_a_run_that_adapted_is_repeated_from_its_record(recipe, tmp_path, changing, task):
     config, adapted, again, other = recipe(task), *(tmp_path / name for name in ("adapted", "again", "other"))
     assert train_in_process(config, adapted, "--threads", "adapt", "--max-steps", "4") == 0
@@ -140,7 +140,7 @@ def test_a_run_that_adapted_is_repeated_from_its_record(recipe, tmp_path, changi
 
 def test_the_number_is_recorded_and_kept_and_another_one_is_told(recipe, tmp_path, others, monkeypatch, capsys):
     """M3: a resume on a machine that would choose otherwise goes on in the run's number, to the bit."""
-    config, run, straight = recipe("gan"), tmp_path / "run", tmp_path / "straight"
+    config, run, straight = recipe("classifier"), tmp_path / "run", tmp_path / "straight"
     short = ["--steps", "4", "--evaluation.every", "0", "--log.samples-every", "0"]
     assert train_in_process(config, straight, *short) == 0
     assert train_in_process(config, run, *short, "--max-steps", "2") == 0

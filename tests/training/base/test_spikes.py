@@ -83,7 +83,7 @@ def run(config: Path, folder: Path, *more: str, spikes: str = "") -> int:
         return run_cli(train.main, ["--config", str(config), "--run-dir", str(folder), *STEPS, *more])
 
 
-@pytest.mark.parametrize("task", ["classifier", "gan"])
+@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
 def test_back_to_the_last_checkpoint_with_other_images(tmp_path, packed, task, capsys):
     """The run that rolled back equals one that stopped at that checkpoint and went on from it with the loader ahead."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)

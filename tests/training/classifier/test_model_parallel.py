@@ -64,9 +64,7 @@ def faked() -> Iterator[None]:
         ({"name": "adam"}, False),
         ({"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1}, True),
         ({"name": "sgd", "clip_adaptive": 0.01}, False),
-        ({"name": "sgd", "momentum": 0.0, "clip_value": 0.1}, True),
         ({"name": "adam", "scaled": True}, False),
-        ({"name": "schedulefree-sgd"}, True),
         ({"name": "schedulefree-adamw", "scaled": True, "weight_decay": 0.1}, False),
     ],
 )

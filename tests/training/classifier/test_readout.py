@@ -50,7 +50,7 @@ def largest(maps: torch.Tensor, most: int = 4) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("read", [{}, {"readout_stages": 2, "readout_parts": 1}, {"readout_stages": 9}])
-@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "airbench", *SIZES])
+@pytest.mark.parametrize("name", ["resnet18", "airbench", "r3gan"])
 def test_it_takes_the_largest_values_of_the_maps_of_the_last_stages(name, read):
     model = network(name, **read).eval()
     images, maps = torch.rand(3, *model.spec.shape) * 2 - 1, []
@@ -91,6 +91,7 @@ def config_of(few: Any, **more: Any) -> Any:
     return build_run_config(tree | more, [], "x")
 
 
+@pytest.mark.slow
 def test_a_run_of_it_is_evaluated_predicts_explains_and_is_exported(few, tmp_path, capsys):
     runtime: Any = pytest.importorskip("onnxruntime")
     still = {"finetune": {"freeze": ["backbone"], "probe": True}, "steps": 1, "optimizer": {"name": "sgd", "lr": 1e-12}}

@@ -116,7 +116,11 @@ def allocated(config: Any, samples: int, images: Images) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "samples"), [("cifar10_gan", 32), ("fashion_mnist_classifier_gpu", 32), ("r3gan_small", 16)]
+    ("name", "samples"),
+    [
+        ("fashion_mnist_classifier_gpu", 32),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("cifar10_gan", 32), ("r3gan_small", 16))),
+    ],
 )
 def test_the_peak_is_that_of_a_real_step(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duetgan.training.classifier.network.fit_first_filters", lambda *_: None)  # there are no images
@@ -131,6 +135,7 @@ def test_what_stays_is_weights_average_moments_and_gradients(counted: Count) -> 
     assert counted.held < counted.peak
 
 
+@pytest.mark.slow
 def test_what_saves_memory_does() -> None:
     config = small("fashion_mnist_classifier_gpu")
     images = reader(Images(32, 10))
@@ -150,6 +155,7 @@ def test_lazy_penalties_count_by_their_share_and_in_their_phase(counted: Count) 
     assert counted.phase in phases[1]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     config = small("fashion_mnist_classifier_gpu")
     counts = count(config, reader(), 64), count(config, reader(), 128)
@@ -167,10 +173,9 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
 
 
 def test_a_dry_run_tells_of_gpus_where_it_is_asked(tmp_path, packed, capsys) -> None:
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
-    assert (
-        train_in_process(config, tmp_path / "run", "--dry-run", "gpu", "--batch-size", "16", "--micro-batch", "8") == 0
-    )
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    options = ["--dry-run", "gpu", "--batch-size", "16", "--micro-batch", "8"]
+    assert train_in_process(config, tmp_path / "run", *options) == 0
     out = capsys.readouterr().out
     assert "on paper, 16 samples a GPU" in out
     lines = {gpu.name: next(line for line in out.splitlines() if line.startswith(gpu.name)) for gpu in EVERY_GPU}

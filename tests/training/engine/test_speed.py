@@ -264,7 +264,7 @@ def test_every_recipe_can_be_tried(recipe):
     assert config.precision == "auto" or "#" in line
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
 def test_nothing_is_left_of_it(chosen, task, monkeypatch):
     """No random number is used up, no setting changed, and the networks are gone."""
     made: list[weakref.ref[Any]] = []
@@ -366,7 +366,7 @@ def test_short_trainings_and_accelerators_are_not_measured(chosen, monkeypatch):
         assert forecast(chosen("gan", "--precision", "fp32", "--steps", str(steps), **how), 10**6) == ""
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
 def test_plan_has_the_time_and_the_run_no_trace_of_it(packed, tmp_path, monkeypatch, capfd, task):
     recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
     states = []
@@ -382,7 +382,9 @@ def test_plan_has_the_time_and_the_run_no_trace_of_it(packed, tmp_path, monkeypa
 # --- the run
 
 
-@pytest.mark.parametrize(("task", "name"), [("gan", "fp32"), ("classifier", "bf16")])
+@pytest.mark.parametrize(
+    ("task", "name"), [pytest.param("gan", "fp32", marks=pytest.mark.slow), ("classifier", "bf16")]
+)
 def test_auto_trains_what_the_same_precision_by_hand_does(packed, tmp_path, faster, task, name, capsys):
     config, last = write_config(tmp_path / "recipe.yaml", task, packed), ["--max-steps", "4"]
     compared = faster(name, really=True)
@@ -396,7 +398,7 @@ def test_auto_trains_what_the_same_precision_by_hand_does(packed, tmp_path, fast
     assert read_yaml(tmp_path / "auto" / "config.yaml")["precision"] == name
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_its_precision_on_another_machine(packed, tmp_path, faster, task, capsys):
     """The other machine's measurement would choose fp32: it is not made, and the run stays in bf16 to the bit."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)

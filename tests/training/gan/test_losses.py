@@ -114,7 +114,7 @@ class Of(torch.nn.Module):
         return self.penalty(self.network)
 
 
-@pytest.mark.parametrize(("channels", "classes"), [(1, 0), (3, 0), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("channels", "classes"), [(1, 0), (3, 2)])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_both_penalties_pass_gradcheck_by_the_parameters(channels, classes, samples):
     torch.manual_seed(0)

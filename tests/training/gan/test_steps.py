@@ -98,7 +98,7 @@ R3GAN = {key: GAN[key] for key in ("batch_size", "steps", "seed", "task")} | {
 @pytest.mark.parametrize(
     "tree",
     [
-        GAN | {"loss": LOSSES | {"gradients_every": 1}, "ada": ADA},
+        pytest.param(GAN | {"loss": LOSSES | {"gradients_every": 1}, "ada": ADA}, marks=pytest.mark.slow),
         R3GAN | {"loss": PAIRS, "ada": {"mode": "fixed", "p": 0.5}},
     ],
     ids=["stylegan2", "r3gan"],

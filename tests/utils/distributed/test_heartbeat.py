@@ -170,7 +170,7 @@ def start_of(store: dist.TCPStore, world_size: int, *, late: int | None = None) 
         return set(pool.map(rank, range(world_size)))
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_every_start_has_a_word_of_its_own(store: dist.TCPStore, late: int) -> None:
     words = [start_of(store, world_size, late=late) for world_size in (3, 3, 2, 4)]
     assert [len(found) for found in words] == [1, 1, 1, 1]

@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path, kept: type[Kept], capsys: pytest.CaptureFix
 
 
 @pytest.fixture
-def options(tmp_path: Path, packed: Path) -> list[str]:
+def options(tmp_path: Path, packed: Path, slim: None) -> list[str]:
     """Of a short training in tmp_path / "run" that sends its rows."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     return ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--log.tracker", "wandb"]
