@@ -75,10 +75,6 @@ def test_what_is_made_of_a_trained_classifier_takes_it(name):
     assert image_heat(model, torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.tensor([0, 1])).shape == (2, 4, 4)
 
 
-def test_images_of_another_size_are_scaled_where_that_is_asked_for():
-    assert classifier("stylegan2", side=24, input_size=16)(torch.zeros(1, 1, 24, 24)).shape == (1, 3)
-
-
 def test_what_does_not_go_together_is_refused():
     odd = form("stylegan2", channels=2)
     unknown = form("stylegan2", config={"width": 8})

@@ -195,21 +195,6 @@ def test_p3_the_clamp_acts_in_every_precision_where_that_is_asked_for():
     assert float(taken[0].detach().abs().max()) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("block", [0, 1, 2])
-def test_values_beyond_fp16_are_clamped_wherever_they_arise(block):
-    # 4 px in fp32 and the others in fp16: also what enters the first one must be within its range
-    generator = build_generator()
-    with torch.no_grad():
-        generator.blocks[block].second.bias.fill_(1e6)
-    z = draw(2, 8).float()
-    with fp16():
-        found = generator(z)
-    assert torch.isfinite(found).all()
-    generator.fp16.conv_clamp = None
-    with fp16():
-        assert not torch.isfinite(generator(z)).all()
-
-
 @pytest.mark.parametrize(("limit", "bound"), [(0.5, True), (None, False)])
 def test_the_clamp_of_the_configuration_reaches_every_layer(limit, bound):
     z, images = draw(2, 8).float(), 4 * draw(2, 3, 16, 16).float()

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.gan import draw as draws
-from duetgan.models.gan import generate
 from duetgan.models.r3gan import R3Generator, R3GeneratorConfig
 from duetgan.models.registry import ARCHITECTURES, architecture_of
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
-from tests.models.helpers import draw, to_uint8
+from tests.models.helpers import draw
 
 SIZES: dict[str, Any] = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
 SHAPE: dict[str, Any] = {"channels": 1, "classes": 3, "resolution": 8}
@@ -56,10 +54,6 @@ def test_architecture_is_the_one_that_the_config_names():
     found = generator_from(gan_content({"generator_ema": expected.state_dict()}, config=sizes, architecture="r3gan"))
     assert isinstance(found, R3Generator)
     same_network(found, expected, *INPUTS)
-    images = generate(found, labels=INPUTS[1], indices=[0, 1], seed=0)
-    drawn, maps = draws(found, [0, 1], 0)
-    assert (drawn.shape, maps) == ((2, 4), [])
-    assert images.equal(to_uint8(found(drawn, INPUTS[1])))
 
 
 def test_classifier_is_the_average_one_and_an_unknown_config_is_refused():

@@ -181,15 +181,6 @@ def test_an_evaluation_puts_back_what_compiled_code_was_made_for():
     assert [matmul.fp32_precision for matmul in matmuls] == ["none", "none"]
 
 
-def test_a_compiled_network_has_no_second_derivative(traced):
-    """Why penalties run eager."""
-    x = torch.ones(2, requires_grad=True)
-    y = Compiled(lambda x: x**3, "x", setting="on", device=CPU)(x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        slope.sum().backward()
-
-
 @pytest.mark.parametrize("kind", ["blur", "down"])
 def test_a_graph_has_no_constants(monkeypatch, kind):
     """Two kernels, as StyleGAN2's generator has them under autocast, are no constants of one name: torch 2.11 refuses

@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 
-from duetgan.models.stylegan2 import DiscriminatorConfig
 from duetgan.training.base.config import CheckpointConfig, EvaluationConfig, LogConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from duetgan.training.classifier.config import ClassifierConfig, ClassifierEmaConfig
@@ -28,14 +27,8 @@ def test_shares_and_micro_batches(batch, micro, world, share, passes):
     assert config.micro(world) == passes
 
 
-ALONE = DiscriminatorConfig(minibatch_std_group=1)
 DRAWN = {"path": "x", "share": 0.5}
 FREE = {"name": "schedulefree-adamw"}
-
-
-def test_batches_that_cannot_be_shared_name_the_divisor():
-    with pytest.raises(UserError, match=r"batch_size 64 cannot be shared by 3 processes; make it a multiple of 3"):
-        RunConfig(task="x", batch_size=64).share(3)
 
 
 def test_only_a_classifier_finds_its_micro_batch_by_itself():
@@ -44,22 +37,6 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         GanConfig(micro_batch="auto")
     config = build_run_config({"task": "classifier"}, ["--micro-batch", "auto"], "f.yaml")
     assert config.micro_batch == "auto"
-
-
-def test_every_forward_pass_holds_whole_groups():
-    def check(config, world_size):
-        config.check_batches(config.stages(32), world_size)
-
-    check(GanConfig(batch_size=32), 8)
-    with pytest.raises(UserError, match=r"minibatch_std_group 4 does not divide the 2 samples .* multiple of 4"):
-        check(GanConfig(batch_size=32), 16)
-    with pytest.raises(UserError, match="minibatch_std_group 4 does not divide the 2 samples"):
-        check(GanConfig(batch_size=32, micro_batch=2), 1)
-    matching = GanLossConfig(feature_matching_weight=1.0, feature_matching_group=8)
-    with pytest.raises(UserError, match="feature_matching_group 8 does not divide the 4 samples"):
-        check(GanConfig(batch_size=32, micro_batch=4, loss=matching), 1)
-    with pytest.raises(UserError, match="path_length_weight"):
-        check(GanConfig(batch_size=4, loss=GanLossConfig(path_length_weight=2.0), discriminator=ALONE), 4)
 
 
 BAD: dict[Any, list[tuple[str, Any]]] = {  # keys that are named with each of these values
@@ -127,9 +104,7 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
         (GanConfig, {"data": {"synthetic": DRAWN}, "progressive": {"start": 8}}, r"set progressive\.start to null"),
         (ClassifierConfig, {"early_stopping": {"patience": 1}, "evaluation": {"every": 0}}, r"set evaluation\.every"),
         (LogConfig, {"layers": ["fc"], "tensorboard": False}, "TensorBoard, which is off"),
-        (CheckpointConfig, {"keep_every": 0}, "^keep_every 0: must be a whole number above 0"),
         (CheckpointConfig, {"keep_every": 250}, "^keep_every 250: must be a multiple of checkpoint.every 500"),
-        (CheckpointConfig, {"keep_every": 700}, "^keep_every 700: must be a multiple of checkpoint.every 500"),
         (SyntheticConfig, {"path": "x"}, r"share is not set; give the share of each batch"),
         (SyntheticConfig, {"share": 0.5}, r"has settings but no images; give data\.synthetic\.path"),
         (SyntheticConfig, {"path": "x", "share": 1.5}, r"^share 1\.5: must be a number above 0 and at most 1"),
@@ -153,7 +128,6 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
         (OptimizerConfig, {"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum above 0"),
         (AdaConfig, {"operations": {"color": 1.0}}, "group 'color' is unknown \\(did you mean 'colour'\\?\\)"),
         (AdaConfig, {"operations": {"colour": 1.5}}, r"^operations.colour 1.5"),
-        (AdaConfig, {"operations": {"colour": -0.5}}, r"^operations.colour -0.5"),
         (AdaConfig, {"mode": "fixed"}, "fixed with p 0"),
         (AdaConfig, {"mode": "scheduled"}, "p_final 0"),
         (AdaConfig, {"mode": "adaptive", "operations": {}}, "adaptive without operations"),
@@ -161,7 +135,6 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
         (ProgressiveConfig, {"start": 4}, r"^start 4: must be a whole number at least 8, or null"),
         (ProgressiveConfig, {"start": 24}, r"^start 24: must be a power of two"),
         (ProgressiveConfig, {"fade_kimg": -1.0}, r"^fade_kimg -1\.0: must be a number at least 0"),
-        (ProgressiveConfig, {"fade_kimg": {16: math.nan}}, r"^fade_kimg\.16 nan"),
         (ProgressiveConfig, {"stable_kimg": {8: -2}}, r"^stable_kimg\.8 -2"),
         (ProgressiveConfig, {"batch_sizes": {16: 0}}, r"^batch_sizes\.16 0: must be a whole number above 0"),
         (WatchConfig, {"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1"),
@@ -177,13 +150,6 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_key(config, key, value):
 def test_values_that_make_no_sense_are_refused_by_name(config, bad, problem):
     with pytest.raises(UserError, match=problem):
         config(**bad)
-
-
-def test_the_task_chooses_the_config():
-    config = build_run_config({"task": "gan", "batch_size": 8}, ["--seed", "3"], "f.yaml")
-    assert isinstance(config, GanConfig)
-    assert (config.batch_size, config.seed) == (8, 3)
-    assert isinstance(build_run_config({"task": "classifier"}, [], "f.yaml"), ClassifierConfig)
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,6 @@ def test_files_that_are_missing_or_do_not_fit_are_named(folder, options, problem
 # --- checks
 
 
-def test_held_out_images_are_scaled_where_a_resolution_is_set(folder):
-    pack_arrays(folder / "larger.lmdb", sample_images(4, side=16), [0, 1, 2, 0], CLASSES)
-    _, held_out = opened(config_of(folder, val_path=str(folder / "larger.lmdb"), resolution=8))
-    assert held_out.read([0])[0].shape == (1, 3, 8, 8)
-
-
 @pytest.mark.parametrize("label", [-1, 3, 1 << 40])
 @pytest.mark.parametrize("name", ["train.lmdb", "test.lmdb"])
 def test_labels_without_a_class(folder, name, label):

@@ -14,8 +14,6 @@ from duetgan.data.records import pack_arrays
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.data import label_shares, real_label_shares, share_of
-from duetgan.training.classifier.config import ClassifierConfig
-from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, sample_images
 from tests.data.test_inspect import change_entry
@@ -57,13 +55,6 @@ def refusal(config: RunConfig) -> str:
 @pytest.mark.parametrize(("until", "end"), [(1.0, None), (0.8, 80), (0.801, 81), (30, 30), (100, None), (2, 2)])
 def test_until_is_a_share_of_the_steps_or_a_step(until, end):
     assert SyntheticConfig(path="x", share=0.5, until=until).last_step(100) == end
-
-
-def test_a_recipe_and_the_command_line_set_it():
-    tree = {"task": "classifier", "data": {"path": "a", "synthetic": {"path": "b", "share": 0.5}}}
-    config = build_run_config(tree, ["--data.synthetic.share", "0.25", "--data.synthetic.until=0.5"], "x")
-    assert isinstance(config, ClassifierConfig)
-    assert config.data.synthetic == SyntheticConfig(path="b", share=0.25, until=0.5)
 
 
 # --- the second file

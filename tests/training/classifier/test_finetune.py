@@ -11,7 +11,6 @@ import torchvision
 import train
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
-from duetgan.models.batchnorm import synchronise_batchnorm
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.training.base.config import DataConfig
 from duetgan.training.classifier.config import ClassifierConfig
@@ -110,25 +109,6 @@ def test_what_is_refused(options, told, network):
         trained_of(network, **options)
 
 
-def test_beginnings_in_steps_and_epochs(network):
-    found = trained_of(network, unfreeze={"backbone": 7, "head": 0, "layer4": 3}, freeze=["*.bn?.*"]).begins
-    for name, begin in found.items():
-        expected: int | None = {"head": 0, "layer4": 3}.get(stage_of(name), 7)
-        if ".bn" in name.removeprefix("network.bn1"):
-            expected = None
-        if not name.startswith("network.bn1"):  # `*.bn?.*` needs something before the dot
-            assert begin == expected, name
-    assert found["network.bn1.weight"] is None  # ... which `network` is
-    only = trained_of(network, unfreeze={"head": 0}).begins
-    assert {name for name, begin in only.items() if begin is not None} == {"network.fc.weight", "network.fc.bias"}
-    found = trained_of(network, unfreeze={"head": 0, "layer4": 1, "layer3": 2}, unfreeze_by="epoch")
-    assert [found.begins[f"network.{n}"] for n in ("fc.bias", "layer4.0.conv1.weight", "layer3.0.conv1.weight")] == [
-        0,
-        13,
-        25,
-    ]
-
-
 def names_of(group):
     return [name for name, _ in group["params"]]
 
@@ -151,14 +131,6 @@ def test_groups_hold_what_ever_trains_once_with_decay_first(network):
     assert [(g["lr_scale"], g["weight_decay"]) for g in groups] == expected
     # who begins later is in a group of its own: schedule-free optimizers count a group's updates
     assert [{trained.begins[name] for name in names_of(g)} for g in groups] == [{0}, {0}, {5}, {5}, {0}, {0}]
-    members = [name for group in groups for name in names_of(group)]
-    assert len(members) == len(set(members))
-    assert set(members) == {name for name, _ in network.named_parameters() if stage_of(name) != "stem"}
-    for group in groups:
-        assert {p.ndim > 1 for _, p in group["params"]} == {group["weight_decay"] > 0}
-        assert {stage_of(name) == "head" for name in names_of(group)} == {group["lr_scale"] == 10}
-    (decayed, free) = trained_of(network, freeze=["stem"]).groups(0.3)
-    assert (decayed["lr_scale"], free["weight_decay"]) == (1.0, 0.0)
 
 
 def test_no_gradient_is_computed_below_what_trains(packed, slim):
@@ -192,16 +164,6 @@ def test_a_norm_that_trains_in_part_keeps_counting(packed, slim):
     moved = changed(before, task.model)
     assert "network.bn1.weight" not in moved
     assert {"network.bn1.bias", "network.bn1.running_mean"} <= moved
-
-
-def test_synchronised_norms_freeze_too(network):
-    model = synchronise_batchnorm(copy.deepcopy(network), CPU).train()
-    trained = trained_of(model, unfreeze={"head": 0, "layer1": 1})
-    norms = [model.get_submodule(name) for name in ("network.bn1", "network.layer1.0.bn1")]
-    trained.at(0)
-    assert [norm.training for norm in norms] == [False, False]
-    trained.at(1)
-    assert [norm.training for norm in norms] == [False, True]
 
 
 def build(groups=None, model=None, **config):

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
 from duetgan.models import model_parallel as split
-from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.hooks import LayerStatistics
 from duetgan.models.restore import classifier_from
 from duetgan.training.engine.tasks import build_run_config
@@ -27,11 +24,10 @@ from duetgan.utils.distributed import collectives, gradients
 from duetgan.utils.distributed.collectives import Snapshot
 from duetgan.utils.distributed.launch import launch
 from duetgan.utils.errors import UserError
-from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.script import run_cli
-from duetgan.utils.seeding import forked
-from tests.conftest import assert_raises
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
+from tests.models.test_model_parallel import build
+from tests.models.test_model_parallel import faked as fake_tensors
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(2)]  # faked: their tensors have no values
@@ -58,14 +54,8 @@ class OneDevice(TorchDispatchMode):
 
 @contextmanager
 def faked() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True), OneDevice(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # a copy asks for it
+    with fake_tensors(), OneDevice():
         yield
-
-
-def build(**config: Any) -> Classifier:
-    with forked(0, "init", "test split"):
-        return Classifier(ModelConfig(**config), channels=3, classes=4, resolution=16).train()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +71,7 @@ def build(**config: Any) -> Classifier:
     ],
 )
 def test_an_update_is_made_on_each_device(options, frozen, slim):
-    model = build(split={"layer3": 1})
+    model = build(16, split={"layer3": 1})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "layer3" not in name and "fc" not in name))
     with faked():
@@ -110,12 +100,7 @@ def test_an_update_is_made_on_each_device(options, frozen, slim):
             assert ours.device == theirs.device
 
 
-def test_what_lies_elsewhere_or_does_not_go_with_it_is_refused():
-    """The test above would see it: faked tensors alone let the second pass."""
-    with faked():
-        here, there = torch.ones(2, device=GPUS[0]), torch.ones((), device=GPUS[1])
-        assert_raises(RuntimeError, r"cuda:0 and cuda:1", here.add, there)
-        assert_raises(RuntimeError, r"cuda:0 and cuda:1", torch._foreach_mul_, [here], there)
+def test_what_does_not_go_with_it_is_refused():
     tree = {"task": "classifier", "data": {"path": "x.lmdb"}, "compile": "on"}
     build_run_config(tree | {"model": {"split": "off"}}, [], "recipe")
     with pytest.raises(UserError, match="compile on cannot be combined with"):
@@ -149,7 +134,7 @@ def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch):
 
 
 def test_layers_on_both_devices_are_watched():
-    model = build(split={"layer3": 1})
+    model = build(16, split={"layer3": 1})
     watched = {name: model.get_submodule(f"network.{name}") for name in ("layer1.0.bn2", "layer3.0.bn2")}
     statistics = LayerStatistics(watched)
     cpus = [torch.device("cpu", 1), torch.device("cpu", 2)]  # devices to faked tensors
@@ -203,32 +188,12 @@ def test_a_split_run_is_the_whole_one_to_the_bit_and_goes_on(packed, tmp_path, t
     assert differing(state_of(tmp_path / "one", 3), state_of(tmp_path / "two", 3)) == []
 
 
-def test_the_plan_says_what_lies_where(packed, tmp_path, two_cpus, capsys):
-    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--model.split", "{layer3: 1}") == 0
-    (row,) = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("  split ")]
-    assert row[:8] == ["split", "cpu:", "stem", "to", "layer2.0,", "about", "0.00", "GiB;"]
-    assert row[8:12] == ["cpu:", "layer3.0", "to", "head,"]
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("setting", ["auto", "{layer3: 1}"])
 def test_one_device_is_not_enough(packed, tmp_path, setting, refused):
     run = ["--config", write_config(tmp_path / "recipe.yaml", "classifier", packed), "--run-dir", tmp_path / "run"]
     line = refused(train.main, *run, "--device", "cpu", "--model.split", setting)
     assert line.startswith(f"error: model.split {setting.strip('{}')}: needs two devices or more, but this process ")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_takes_another_split_and_no_other_network(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.save_config({"model": {"name": "resnet18", "split": "off"}})
-    for now in ("auto", {"layer3": 1}):
-        assert len(folder.accept_config({"model": {"name": "resnet18", "split": now}})) == 1
-    folder.save_config({"model": {"name": "resnet18", "split": {"layer2": 1}}})
-    assert len(folder.accept_config({"model": {"name": "resnet18", "split": {"layer3": 1}}})) == 2
-    with pytest.raises(UserError, match=r"model.name"):
-        folder.accept_config({"model": {"name": "resnet34", "split": {"layer3": 1}}})
 
 
 @pytest.mark.slow

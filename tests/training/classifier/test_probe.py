@@ -34,11 +34,17 @@ def clusters(n: int = 300, classes: int = 3, spread: float = 1.0) -> tuple[torch
     return views * torch.logspace(-2, 2, 12) + 5, labels
 
 
-def test_it_is_scikit_learns_regression_on_standardised_features():
+@pytest.mark.parametrize("few", [False, True])
+def test_it_is_scikit_learns_regression_on_standardised_features(few):
+    """Also of fewer images than features, standardised as others are."""
     features, labels = clusters()
-    found = probe.fit(features, labels, 3)
-    x, y = features.flatten(0, 1).double().numpy(), labels.repeat_interleave(2).numpy()
-    mean, deviation = x.mean(0), x.std(0)
+    others = features[:, 1] if few else None
+    if few:
+        features, labels = features[:9, :1], labels[:9]
+    found = probe.fit(features, labels, 3, like=others)
+    x, y = features.flatten(0, 1).double().numpy(), labels.repeat_interleave(features.shape[1]).numpy()
+    like = x if others is None else others.double().numpy()
+    mean, deviation = like.mean(0), like.std(0)
     theirs = LogisticRegression(C=1 / (found.strength * len(y)), max_iter=5000, tol=1e-8).fit((x - mean) / deviation, y)
     ours = (torch.from_numpy(x) @ found.weight.double().T + found.bias).softmax(1).numpy()
     assert np.abs(ours - theirs.predict_proba((x - mean) / deviation)).max() < 2e-3

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
 
 import evaluate
 import export
@@ -74,25 +73,6 @@ def test_parts_of_maps_that_four_does_not_divide():
         maps = torch.randn(2, 3, side, 8)
         assert torch.equal(read_out(maps, 4), largest(maps))
         assert read_out(maps, 4).shape == (2, 3 * parts * 4)
-
-
-def test_a_fit_is_scikit_learns_on_the_maps_of_all_stages_in_float64():
-    """Of fewer images than features, standardised as others are."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = network("stylegan2").double().eval()
-        images = [torch.from_numpy(sample_images(split, 12)[0]) for split in ("train", "test")]
-        labels = torch.from_numpy(sample_images("train", 12)[1]) % 3
-        with torch.no_grad():
-            x, like = (model.features(to_float(part)) for part in images)
-        found = fit(x[:, None], labels, 3, like=like)
-        assert len(x) < x.shape[1]
-        scaled = ((x - like.mean(0)) / like.std(0, correction=0).clamp_min(1e-6)).numpy()
-        theirs = LogisticRegression(C=1 / (found.strength * len(x)), max_iter=9000, tol=1e-10).fit(scaled, labels)
-        ours = F.linear(x, found.weight, found.bias).softmax(1).numpy()
-        assert np.abs(ours - theirs.predict_proba(scaled)).max() < 2e-4
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")

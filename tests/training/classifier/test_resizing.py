@@ -12,7 +12,6 @@ from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch
 from duetgan.models.classifier import Classifier, ModelConfig, scaled
-from duetgan.training.base import compiled
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.resizing import Resizing, ResizingConfig, side_at
 from duetgan.training.classifier.task import ClassifierTask
@@ -78,14 +77,6 @@ def test_sides_are_those_of_a_slow_count(steps, full, scale, delay, last):
     }
     assert sum(kinds.values()) == pytest.approx(1)
     assert list(kinds.values()) == sorted(kinds.values(), reverse=True)
-
-
-def test_sides_by_hand():
-    """Composer's defaults at 32 px and ten steps: five of 16 px, three that grow, two whole."""
-    config = ResizingConfig(initial_scale=0.5)
-    assert [side_at(config, step, 10, 32) for step in range(10)] == [16, 16, 16, 16, 16, 16, 20, 28, 32, 32]
-    assert {side_at(config, step, 1000, 224) for step in range(1000)} == {112, 140, 168, 196, 224}
-    assert {side_at(ResizingConfig(), step, 10, 32) for step in range(10)} == {32}
 
 
 @pytest.fixture
@@ -165,30 +156,3 @@ def test_sizes_that_a_network_cannot_take_are_refused(name, side, scale, told):
     model = Classifier(ModelConfig(name=name), channels=3, classes=2, resolution=side)
     with pytest.raises(UserError, match=told):
         Resizing(ResizingConfig(initial_scale=scale), model, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_compiled_network_is_compiled_for_every_size(packed, reader, monkeypatch):
-    original, made = torch.compile, [0]
-
-    def traced(function: Any, **options: Any) -> Any:
-        """Without a C++ compiler; counts the graphs."""
-
-        def backend(graph: Any, _inputs: Any) -> Any:
-            made[0] += 1
-            return graph
-
-        return original(function, backend=backend, **options)
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(compiled.torch, "compile", traced)
-    on, off = (task_of(packed, reader, compile=setting, steps=3) for setting in ("on", "off"))
-    for task in (on, off):
-        loader = make_loader(task.config, reader, CPU)
-        for step in (0, 1, 2, 2):
-            task.step(loader, step)
-    torch._dynamo.reset()
-    assert made == [2]  # of 8 px and 16 px
-    for found, expected in zip(on.model.parameters(), off.model.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -25,7 +25,8 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_png
 from tests.conftest import sample_images
-from tests.training.classifier.test_task import CPU, train
+from tests.training.classifier.test_frozen import train
+from tests.training.classifier.test_task import CPU
 
 pytestmark = pytest.mark.usefixtures("slim_module")
 NAMES = ["top", "trouser", "dark"]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import fingerprint
@@ -14,13 +13,10 @@ from duetgan.metrics.lineage import unfit
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier.task import ClassifierTask
-from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
-from duetgan.utils.config.build import to_tree
-from duetgan.utils.distributed import collectives
-from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
+from tests.training.classifier.test_frozen import train
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
@@ -49,21 +45,9 @@ def config_of(packed: Path, *overrides: str, **more: Any) -> Any:
     return build_run_config(TREE | {"data": data} | more, list(overrides), "x")
 
 
-def train(config: Any, folder: Path, max_steps: int | None = None) -> dict[str, Any]:
-    """As train.py does: resume if there is something, and go on. Returns the last checkpoint's state."""
-    run = RunFolder(folder)
-    loop = prepare(config, run, CPU)
-    run.open()
-    loop.resume()
-    run.save_config(to_tree(config))
-    loop.run(max_steps)
-    run.close()
-    return load(folder / "checkpoints" / f"step-{loop.step:08d}.pt")["state"]
-
-
 def test_a_run_that_had_a_number_can_go_on_with_auto(packed, tmp_path):
     train(config_of(packed), tmp_path / "run", max_steps=1)
-    state = train(config_of(packed, micro_batch="auto"), tmp_path / "run", max_steps=2)
+    _, state = train(config_of(packed, micro_batch="auto"), tmp_path / "run", max_steps=2)
     assert state["micro_batch"] == {"size": 48}
 
 
@@ -93,47 +77,6 @@ def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
     mixed, plain = (task_of(packed, augment=augment).sample_grid(0) for augment in ({"mixup": 8.0}, {}))
     assert mixed.shape == plain.shape
     assert (mixed != plain).mean() > 0.2
-
-
-def test_compile_is_asked_for_the_network(packed, monkeypatch):
-    compiled: list[Any] = []
-
-    def record(function: Any, **_: object) -> Any:
-        compiled.append(function)
-        return function
-
-    monkeypatch.setattr(torch, "compile", record)
-    for setting, expected in (("auto", 0), ("off", 0), ("on", 1)):
-        task = task_of(packed, compile=setting)
-        loader = make_loader(task.config, task.reader, CPU)
-        task.step(loader, 0)
-        assert len(compiled) == expected
-    assert compiled == [task.model]
-    calls: list[int] = []
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        calls.append(len(x))
-        return task.model(x)
-
-    monkeypatch.setattr(task, "forward", forward)
-    task.step(loader, 1)
-    assert calls == [48]
-
-
-@pytest.mark.parametrize(("setting", "converted"), [("auto", True), ("off", False)])
-def test_batchnorm_is_synchronised_where_there_are_several_processes(packed, monkeypatch, setting, converted):
-    seen: list[torch.device] = []
-
-    def convert(model: nn.Module, device: torch.device) -> nn.Module:
-        seen.append(device)
-        return model
-
-    monkeypatch.setattr("duetgan.training.classifier.task.synchronise_batchnorm", convert)
-    task_of(packed, sync_bn=setting)
-    assert not seen
-    monkeypatch.setattr(collectives, "world_size", lambda: 2)
-    task_of(packed, sync_bn=setting)
-    assert seen == [CPU] * converted
 
 
 FROZEN = ["--finetune.freeze", "[backbone]"]

@@ -119,25 +119,6 @@ def test_the_next_save_waits_and_both_are_written(tmp_path, held):
     assert steps(manager) == [2, 1]
 
 
-def test_both_ways_of_writing_leave_the_same_files(tmp_path):
-    for asynchronous in (True, False):
-        manager = keeper_of(tmp_path / str(asynchronous), asynchronous=asynchronous, keep_every=2)
-        for step in (1, 2, 3, 4, 5):
-            save(manager, step, best=0.5 if step == 1 else None, wait=False)
-            assert asynchronous or manager.saved_step == step
-        manager.wait()
-    one, other = (tmp_path / name / "checkpoints" for name in ("True", "False"))
-    assert (
-        names(one)
-        == names(other)
-        == sorted(
-            ["last.json", "best.json", *(f"step-0000000{n}.pt{end}" for n in (1, 2, 4, 5) for end in ("", ".sha256"))]
-        )
-    )
-    assert [value(path) for path in newest_first(one)] == [value(path) for path in newest_first(other)]
-    assert all(pointed(keeper_of(tmp_path / name), "best") == 1 for name in ("True", "False"))
-
-
 def test_what_is_kept_and_how_many_at_most(tmp_path):
     manager = keeper_of(tmp_path, keep=2, keep_every=4)
     for step in range(1, 12):
@@ -216,7 +197,7 @@ def test_leftovers_of_a_killed_write_are_gone_before_the_next_begins(tmp_path, h
 @pytest.mark.parametrize("setting", ["warn", "stop"])
 def test_a_disk_that_refuses(tmp_path, monkeypatch, capsys, asynchronous, setting):
     manager = keeper_of(tmp_path, asynchronous=asynchronous, on_disk_full=setting)
-    save(manager, 1)
+    save(manager, 1, wait=asynchronous)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
         save(manager, 2)

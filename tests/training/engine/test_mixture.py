@@ -16,7 +16,7 @@ from duetgan.utils.checkpoint import load
 from duetgan.utils.errors import UserError
 from tests.conftest import sample_images
 from tests.metrics.conftest import gan_run
-from tests.training.classifier.test_task import train
+from tests.training.classifier.test_frozen import train
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")

@@ -17,7 +17,6 @@ from duetgan.data.lmdb.format import COMPLETE_KEY, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
-from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
@@ -25,7 +24,6 @@ from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
 from duetgan.training.engine.speed import Choice
 from duetgan.training.engine.tasks import TASKS, build_run_config
-from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.yaml_files import read_yaml
 from tests.data.conftest import change
 from tests.end_to_end.helpers import train_in_process, write_config
@@ -122,7 +120,7 @@ def test_a_task_without_a_table_of_layers_has_torchinfos():
     assert "at 5 samples" in text
 
 
-def test_the_bytes_of_both_passes_also_with_activation_checkpointing():
+def test_the_bytes_of_both_passes():
     """Linear layers of 100 without biases: an input that is kept, an output, its gradient and the input's."""
     layers = [nn.Linear(100, 100, bias=False) for _ in range(3)]
     x, activations, weights = torch.zeros(8, 100), 8 * 100 * 4, 100 * 100 * 4
@@ -131,34 +129,6 @@ def test_the_bytes_of_both_passes_also_with_activation_checkpointing():
     layers[0].requires_grad_(False)
     layers[1].requires_grad_(False)
     assert weights + 2 * activations <= activation_bytes(nn.Sequential(*layers), (x,)) < most
-    x = torch.zeros(32, 1, 16, 16)
-    kept = {}
-    for checkpointing in (False, True):
-        config = ModelConfig(stem="small", activation_checkpointing=checkpointing)
-        kept[checkpointing] = activation_bytes(Classifier(config, channels=1, classes=3, resolution=16), (x,))
-    network = Classifier(ModelConfig(stem="small"), channels=1, classes=3, resolution=16).network
-    maps = [(1, 16), (64, 16), (64, 16), (128, 8), (256, 4)]  # channels and sides of the stages' inputs
-    given = 4 * 32 * sum(channels * side**2 for channels, side in maps)
-    first = activation_bytes(network.layer1, (torch.zeros(32, 64, 16, 16),))
-    assert 0.9 * first <= kept[True] <= given + 1.1 * first
-    assert kept[True] < 0.8 * kept[False]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "small"),
-    [("stylegan2", {"channel_base": 128, "channel_max": 16}), ("r3gan", {"width": 8, "cardinality": 2})],
-)
-def test_the_memory_of_a_gan_with_activation_checkpointing(packed, architecture, small):
-    file = str(packed / "train.lmdb")
-    kept = {}
-    for saving in (False, True):
-        section = small | {"activation_checkpointing": saving}
-        tree = {"task": "gan", "architecture": architecture, "generator": section, "data": {"path": file}}
-        config: Any = build_run_config(tree, [], "x")
-        with Dataset(file) as reader:
-            network, inputs = GanTask(config, reader, None, CPU).networks()["generator"]
-        kept[saving] = activation_bytes(network, tuple(x.repeat(16, *[1] * (x.ndim - 1)) for x in inputs))
-    assert kept[True] < 0.95 * kept[False]  # the stage of the images themselves needs most of it
 
 
 def test_a_dry_run_prints_the_table(tmp_path, packed, capsys):

@@ -171,16 +171,6 @@ def test_nothing_happens_to_the_bit_at_0_and_everything_at_1(channels, accelerat
         assert changed.double().mean() > 0.8 if name == "blit" else changed.all(), name
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_an_accelerator_computes_everything_and_chooses(channels, monkeypatch):
-    images = random(7, channels, 8, 8)
-    for name, operation in apply_all(images, 0.3).items():
-        with monkeypatch.context() as patched:
-            expected = operation(images)
-            patched.setattr(ops, "_at_hand", lambda values: False)
-            torch.testing.assert_close(operation(images), expected, rtol=0, atol=1e-13, msg=name)
-
-
 @pytest.mark.parametrize("name", ["blit", "geometry", "both", "colour", "filter", "noise", "cutout"])
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])

@@ -1,6 +1,5 @@
 """Muon against torch's own optimizers on reshaped weights, schedule-free ones against their package."""
 
-import copy
 import math
 from typing import Any
 
@@ -169,24 +168,8 @@ def test_both_points_are_the_packages(options):
         reference.train()
 
 
-def test_the_networks_average_is_the_optimizers():
-    model, updater = build_free(**FREE[3])
-    ema = EMA(model, buffers="average")
-    start = copy.deepcopy(model)
-    for step in range(3):
-        set_gradients(model, step, bad=step == 2)
-        update = updater.step(step)
-        ema.update(model, 0.9, update.skipped, updater.average(model.parameters()))
-    expected = updater.average(model.parameters())
-    torch.testing.assert_close([p.detach() for p in ema.model.parameters()], expected, rtol=0, atol=0)
-    assert all(p.isfinite().all() for p in ema.model.parameters())
-    assert not torch.equal(ema.model[0].weight, start[0].weight)
-    assert not torch.equal(ema.model[0].weight, model[0].weight)
-
-
 def test_what_is_frozen_is_its_own_average():
-    with forked(0, "init", "schedule free"):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    model, _ = build_free(**FREE[0])
     model[0].requires_grad_(False)
     updater = Updater(model, OptimizerConfig(**FREE[0]), Precision("fp32", CPU), 100)
     for step in range(2):  # after one step both points are the same
@@ -199,34 +182,17 @@ def test_what_is_frozen_is_its_own_average():
     assert plain.average(other.parameters()) is None
 
 
-def build():
-    with forked(0, "init", "ema"):
-        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2, bias=False)).double()
-    model.register_buffer("w_avg", torch.zeros(3, dtype=torch.float64))
-    return model
-
-
-def move(model, step):
-    """Change every parameter and buffer."""
-    keyed = generator(0, "move", step)
-    with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
-            if value.is_floating_point():
-                value.add_(torch.randn(value.shape, generator=keyed, dtype=value.dtype))
-            else:
-                value.add_(1)
-
-
 def test_it_is_a_copy_in_evaluation_mode_without_gradients():
-    model = build()
+    model = nn.Linear(2, 2)
     ema = EMA(model, buffers="copy")
     assert not ema.model.training
     assert model.training
     assert not any(p.requires_grad for p in ema.model.parameters())
-    move(model, 0)
-    assert not torch.equal(ema.model[0].weight, model[0].weight)
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert not torch.equal(ema.model.weight, model.weight)
     ema.update(model, 0.5)
-    assert ema.model[0].weight.grad_fn is None
+    assert ema.model.weight.grad_fn is None
 
 
 PAPER = [(2e-4, 5e-5), (0.9, 0.99), (0.05, 0.005), (150.0, 15.0), (0.0, 0.55), (0.0, 5e6)]  # start, end
@@ -283,9 +249,6 @@ def test_one_cycle_at_its_borders_and_the_rate_by_the_batch():
     config = OptimizerConfig(lr=1.0, schedule="one-cycle", cycle_start=0.1)
     assert config.lr_at(0, 1) == pytest.approx(0.0)  # the end: there is no room for more
     assert config.momentum_at(0, 10) is None
-    warmed = OptimizerConfig(lr=1.0, schedule="one-cycle", cycle_start=0.1, warmup_steps=4)
-    for step in range(20):
-        assert warmed.lr_at(step, 20) == pytest.approx(config.lr_at(step, 20) * min(1, (step + 1) / 4))
     config = OptimizerConfig(lr=0.1, lr_batch_size=256, warmup_steps=2)
     scaled = config.for_batch(1024)
     assert [scaled.lr_at(step, 10) for step in range(3)] == pytest.approx([0.2, 0.4, 0.4])

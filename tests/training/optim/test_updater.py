@@ -3,11 +3,10 @@ import math
 
 import pytest
 import torch
-from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
 from duetgan.training.optim.optimizers import parameter_groups
-from duetgan.training.optim.updater import STATE, OptimizerConfig, Precision, Updater, clip_adaptively_
+from duetgan.training.optim.updater import STATE, OptimizerConfig, Precision, Updater
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked, generator
 
@@ -82,20 +81,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_step
     for m, u in ((model, updater), (untouched, other)):
         steps(m, u, range(good_steps, good_steps + 3))
     torch.testing.assert_close(snapshot(model, updater), snapshot(untouched, other), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("options", [*OPTIMIZERS, *OURS])
-def test_a_restored_updater_goes_on_as_if_nothing_had_happened(options, tmp_path):
-    model, updater = build(**options)
-    steps(model, updater, range(2))
-    torch.save({"model": model.state_dict(), "updater": updater.state_dict()}, tmp_path / "x.pt")
-    saved = torch.load(tmp_path / "x.pt", weights_only=True)
-    other, restored = build(**options)
-    other.load_state_dict(saved["model"])
-    restored.load_state_dict(saved["updater"])
-    for m, u in ((model, updater), (other, restored)):
-        steps(m, u, range(2, 5))
-    torch.testing.assert_close(snapshot(other, restored), snapshot(model, updater), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -231,27 +216,6 @@ def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
     assert flags == [0.0] * 16 + [1.0] * 4
 
 
-def build_convolution():
-    with forked(0, "init", "clipping"):
-        conv = nn.Conv2d(2, 3, 3)
-        model = nn.Sequential(conv, nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4)).double()
-    with torch.no_grad():
-        conv.weight[1] = 0  # a unit whose weights are all zero
-    return model
-
-
-@pytest.mark.parametrize("factor", [0.01, 0.3])
-@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0])
-def test_adaptive_clipping_is_timms(factor, scale):
-    ours, theirs = build_convolution(), build_convolution()
-    for model in (ours, theirs):
-        set_gradients(model, 0, scale)
-    clip_adaptively_(ours.parameters(), factor)
-    adaptive_clip_grad(list(theirs.parameters()), clip_factor=factor)
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=0)
-
-
 def test_the_norm_is_the_one_before_clipping():
     model, updater = build(name="sgd", clip_norm=0.01)
     set_gradients(model, 0)
@@ -261,10 +225,9 @@ def test_the_norm_is_the_one_before_clipping():
 
 @pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_adaptive": 0.1}])
 def test_clipping_does_not_hide_what_is_not_finite(clip):
-    model = build_convolution()
-    updater = Updater(model, OptimizerConfig(name="sgd", **clip), Precision("fp32", CPU), 10)
+    model, updater = build(name="sgd", **clip)
     before = [p.detach().clone() for p in model.parameters()]
     set_gradients(model, 0)
-    model[0].weight.grad[0, 0, 0, 0] = math.inf
+    model.weight.grad[0, 0] = math.inf
     assert updater.step(0).skipped == 1
     torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=0, atol=0)
