@@ -144,8 +144,10 @@ def test_every_value_of_the_watched_metric_is_kept_and_its_state_goes_on():
 QUIET = ["--device", "cpu", "--precision", "fp32", "--evaluation.every", "0", "--log.samples_every", "0"]
 
 
-def test_at_a_tick_there_is_one_row(tmp_path, packed):
+@pytest.mark.parametrize(("last", "partial"), [("2", True), ("3", False)])
+def test_an_end_has_one_row(tmp_path, packed, last, partial):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     run = tmp_path / "run"
-    assert train_in_process(config, run, *QUIET, "--max-steps", "3") == 0
-    assert [(row["step"], "partial" in row) for row in log_of(run)] == [(3, False)]
+    for _ in range(2):  # the second time there is nothing left to do
+        assert train_in_process(config, run, *QUIET, "--max-steps", last) == 0
+        assert [(row["step"], "partial" in row) for row in log_of(run)] == [(int(last), partial)]

@@ -149,6 +149,7 @@ def test_the_same_steps_twice_and_back_to_the_start(measured):
     task, straight, before, _ = measured
     assert task.seen == [2, 3, 4] * 2
     assert copied(task) == before
+    assert task.model.weight.grad is None
     task.train()
     straight.train()
     assert copied(task) == copied(straight)
@@ -175,6 +176,7 @@ def test_times_are_those_of_a_step(tmp_path, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # each look at the clock takes a second
     task = Task()
+    assert Rewind(task.registry()).bytes == 4 * (200 * 200 + 200 + 2)
     measure(task.train, 3, task.registry(), CPU, tmp_path, "x")
     found = {name: ms for name, (ms, _) in phases_of((tmp_path / "summary.txt").read_text()).items()}
     # a look at the beginning and the end of each phase, two more inside the penalty, and one at either end of all

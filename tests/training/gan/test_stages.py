@@ -104,6 +104,13 @@ def test_lengths_are_whole_images(length):
     assert spans(stages) == [(0, 8, 1), (1000, 16, 1), (3001, 32, 1)]
 
 
+@pytest.mark.parametrize("config", [ProgressiveConfig(), ProgressiveConfig(batch_sizes={8: 3}, fade_kimg={})])
+def test_without_growth_there_is_one_stage(config):
+    stages = Stages(config, 48, 70, 12)  # any resolution
+    assert (stages.growing, stages.describe()) == (False, [])
+    assert stages.all == [Stage(48, 12, 0, 0, 0, alpha=1.0)]
+
+
 def test_plan():
     config = ProgressiveConfig(start=8, fade_kimg={16: 2, 32: 0}, stable_kimg=1, batch_sizes={8: 64})
     assert Stages(config, 32, 200, 20).describe() == [
