@@ -130,7 +130,7 @@ WITHOUT_ROW = {  # of a GAN: what a classifier's rows have, or a GAN refuses
 SWEPT = ("cycle", "unlabelled", "schedule-free")  # a learning-rate search comes first and leaves nothing behind
 UNMOVED = {  # parts of a checkpoint that are as they were before the first step, and where they are not
     "loader": {"count", "seed", "shuffle", "weights", "batch"},  # the data's; a step is whole
-    "loop": {"damaged", "roll_backs", "updates", "threads", "failing"},  # tests/faults, tests/training/base
+    "loop": {"damaged", "roll_backs", "threads", "failing"},  # tests/faults, tests/training/base
     "micro_batch": {"size"},  # tests/training/classifier/test_micro_batch.py
     "scaler": {"growth_factor", "backoff_factor", "growth_interval"},
 }
