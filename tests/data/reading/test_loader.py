@@ -211,6 +211,19 @@ def test_one_span_is_the_infinite_loader_and_spans_may_change(grown: Path) -> No
     same(next(again), records, sample_images(COUNT, side=SIDE)[records])
 
 
+def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Path) -> None:
+    loader = make(grown, prefetch=3, batches_per_step=2)
+    for _ in range(7):  # in the middle of the step in which the second stage begins
+        next(loader)
+    all_read_ahead()
+    state = loader.state_dict()
+    loader.close()
+    assert state["consumed"] == loader.sampler.consumed == 6 * 8 + 12
+    assert (state["step"], state["batch"]) == (3, 1)
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+
+
 def test_states_and_spans_that_do_not_fit_are_refused(grown: Path) -> None:
     loader = make(grown)
     next(loader)

@@ -4,7 +4,6 @@ each is read as it is meant, or refused with the option that settles it.
 
 import json
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from duetgan.data.pack import main
 from duetgan.data.sources import Source
 from tests.data.conftest import save, source_at, succeed
 from tests.data.sources.source_files import cells, content_of, parquet, refused
+from tests.data.sources.test_sources import zipped
 from tests.data.sources.test_tars import samples, tar
 
 AB = "a.png b.png"
@@ -255,15 +255,9 @@ def arranged(folder: Path, kind: str, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(text.encode() or content_of(len(name)))
-    if kind == "folder":
-        return folder
-    content = {name: (folder / name).read_bytes() for name in files}
     if kind == "tar":
-        return tar(folder.with_suffix(".tar"), content)
-    with zipfile.ZipFile(folder.with_suffix(".zip"), "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
-    return folder.with_suffix(".zip")
+        return tar(folder.with_suffix(".tar"), {name: (folder / name).read_bytes() for name in files})
+    return folder if kind == "folder" else zipped(folder, folder.with_suffix(".zip"))
 
 
 def stylegan(**labels: object) -> str:

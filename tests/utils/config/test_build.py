@@ -5,7 +5,7 @@ import pytest
 
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan.config import GanConfig
-from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.config.build import build, differences, to_tree
 from duetgan.utils.config.cli import UnknownKey
 from duetgan.utils.config.model import Config
 from duetgan.utils.config.yaml_files import near_file, read_yaml, save_yaml
@@ -168,6 +168,19 @@ def test_a_saved_config_builds_the_equal_config(tmp_path, config):
     assert tree == to_tree(config)
     assert build(type(config), tree) == config
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_differences():
+    before = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 5, "e": {"f": 1}}
+    after = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "new": None, "more": 4, "e": 7}
+    assert differences(before, after) == {
+        "b.c": (2, 3),
+        "b.d": ([1], [1, 2]),
+        "e": ({"f": 1}, 7),
+        "gone": (5, None),
+        "more": (None, 4),
+    }
+    assert differences(before, before) == {}
 
 
 def test_a_recipe_of_another_size_is_not_near(tmp_path):

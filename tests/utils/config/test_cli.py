@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Interval
 
-from duetgan.utils.config.cli import Parser, normalise, number, positive
+from duetgan.utils.config.cli import Parser, add_model_options, normalise, number, positive
 from duetgan.utils.config.model import Count, Stored, Unfit, Whole
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
@@ -117,6 +117,15 @@ def test_help_tells_defaults_once_and_writes_options_with_hyphens():
     assert "it_does" in text
     with pytest.raises(UserError, match=r"argument --on-error: invalid choice: 'skip' \(choose from .*skip_it"):
         parse.parse_args(["--on_error", "skip"])
+
+
+def test_model_options():
+    parse = Parser(prog="tool")
+    add_model_options(parse)
+    found = parse.parse_args(["--checkpoint", "runs/x", "--which", "best", "--batch-size", "7"])
+    assert (found.checkpoint, found.which, found.device, found.batch_size) == ("runs/x", "best", None, 7)
+    assert_raises(UserError, "at least 1", parse.parse_args, ["--checkpoint", "x", "--batch-size", "0"])
+    assert_raises(UserError, "--checkpoint", parse.parse_args, [])
 
 
 class Shard(Stored):
