@@ -194,7 +194,11 @@ def network():
     return network.double().eval().requires_grad_(False)
 
 
-def test_channels_of_length_0_have_a_finite_gradient():
+def test_channels_are_scaled_to_unit_length_with_a_finite_gradient():
+    maps = draws(2, 3, 2, 2)
+    maps[1, :, 0, 1] = 0
+    expected = maps / (maps.square().sum(1, keepdim=True) + 1e-10).sqrt()
+    torch.testing.assert_close(unit_length(maps), expected, rtol=0, atol=1e-12)
     maps = torch.zeros(1, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(unit_length(maps)[0, 0, 0, 0], maps)
     assert torch.isfinite(gradient).all()
