@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from duetgan.training.base.phases import PhaseClock, listening, phase
-from duetgan.training.engine.profile import measure
+from duetgan.training.engine.profile import Rewind, measure
 
 CPU = torch.device("cpu")
 
