@@ -33,6 +33,7 @@ def test_several_blocks_and_the_content_hash(tmp_path: Path, small_blocks: None)
         reader = Dataset(tmp_path / f"{encoding}.lmdb")
         assert reader.shards[0].blocks == 3
         np.testing.assert_equal(reader.read(order), (images[order], labels[order]))
+        assert reader.read(order)[1].dtype == np.int64
     images, changed, given = sample_images(5), sample_images(5), [0, 1, 2, 0, 1]
     changed[3, 0, 0, 0] ^= 1
     sets: list[Any] = [(images, given, CLASSES)] * 2 + [(changed, given, CLASSES), (images, [0, 1, 2, 0, 2], CLASSES)]
