@@ -124,7 +124,7 @@ def test_the_table_has_these_kinds_and_parts():
 
 
 @pytest.mark.usefixtures("slim")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "rectangles" else k for k in KINDS])
 def test_each_cell(kind, tmp_path, capsys):
     folder = made(tmp_path, kind)
     for name, action in ROWS.items():

@@ -121,6 +121,7 @@ def test_controls_come_out_right(made) -> None:
     assert found[NOISE]["found"] == "hurts"
 
 
+@pytest.mark.slow
 def test_what_arms_are_trained_on(made, images: Path) -> None:
     folder, document, seen = made
     counts = [20] * 10

@@ -94,6 +94,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "readout of three": {"model": READ | {"readout_stages": 3}, "finetune": LAST},
     "readout of all": {"model": READ, "finetune": LAST},
 }
+LONG = ("bf16", "balanced", "readout of three")
 BORDERS = {"maps": 3, "bf16": 1, "statistics": 2, "readout of two": 4, "readout of three": 3, "readout of all": 1}
 
 
@@ -122,7 +123,7 @@ def leaves(state: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in VARIANTS])
 def test_cached_is_uncached_within_rounding_and_resumes_to_the_bit(packed, tmp_path, name, capsys, monkeypatch):
     """Also where the bits depend on what is computed together, which the CPU's here do not."""
     variant, together = VARIANTS[name], list[list[int]]()
@@ -249,6 +250,7 @@ def test_synthetic_images_are_read_by_their_own_numbers(packed, tmp_path):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux")
 def test_two_processes_share_the_work_and_read_the_same_bits(packed, tmp_path):
     """At 128 px inside the network there are two blocks, one for each. Killed, they read the same again."""
