@@ -14,6 +14,7 @@ from duetgan.metrics.classification.answers import (
     Answers,
     auroc,
     average_precision,
+    balanced_accuracy,
     ece,
     per_class,
     reliability,
@@ -70,6 +71,10 @@ def test_undefined_figures_are_none():
     alone = figures_of(torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64))
     assert alone["auroc"] is alone["auroc_interval"] is alone["average_precision"] is None
     assert alone["balanced_accuracy"] == 1
+    two, three = torch.tensor([[1.0, 0], [1, 0], [0, 1]]), torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0]])
+    labels = torch.tensor([0, 1, 1])
+    without, with_one = (balanced_accuracy(given(logits, labels)) for logits in (two, three))
+    assert (without.value, without.influence.tolist()) == (with_one.value, with_one.influence.tolist())
     probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.6, 0.2, 0.2]]).double()
     record = given(probabilities.log(), torch.tensor([0, 1, 1, 0]))
     assert auroc(record).by_class == [0.875, 0.875, None]

@@ -67,6 +67,20 @@ def test_twins_lie_on_the_rim_of_their_ball_and_a_small_set_is_refused():
         neighbourhoods(features(1), features(2, 5))
 
 
+def test_an_estimate_without_a_group_is_that_of_the_other_images():
+    """With groups of two sizes; rescaled counts are those that all groups would give."""
+    counts = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (103, 50)))
+    group = torch.arange(103) % 50
+    for rescale in (False, True):
+        found = module.estimate(counts, torch.sqrt, 77, rescale=rescale)
+        assert found.value == pytest.approx(float(counts.sum(1).double().sqrt().mean()))
+        for one in range(50):
+            own = counts[group != one].sum(1).double()
+            assert float(found.without_own[one]) == pytest.approx(float(own.sqrt().mean()))
+            rest = (counts.sum(1) - counts[:, one]).double() * (77 / (77 - (2 if one < 27 else 1)) if rescale else 1)
+            assert float(found.without_other[one]) == pytest.approx(float(rest.sqrt().mean()))
+
+
 @pytest.mark.parametrize("figure", [precision, recall, density, coverage, clipped_density, clipped_coverage])
 def test_intervals_are_as_wide_as_chance(figure):
     """Over draws of both sets: the spread of the figure is what its interval says, and 95 % hold the mean."""
