@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from typing import Any
 from tests.mutation.plugin import CONTEXT, OUTPUT
 
 SETTINGS = """[run]
-data_file = {folder}/coverage
+data_file = {scratch}/coverage
 parallel = true
 context = ${{{context}-}}
-source = {root}
+include = {root}/*
 omit = {root}/tests/*
 patch = _exit, fork
 disable_warnings = no-data-collected, module-not-measured, trace-changed, module-not-imported
@@ -103,30 +104,30 @@ def update(root: Path, folder: Path, processes: int) -> Recording:
     recording.drop([*changed, *deleted])
     if changed:
         everything = not recording.test_files
-        _run(root, folder, [] if everything else changed, processes)
-        finished = _read(root, folder, recording)  # not those of a process that was killed
+        with tempfile.TemporaryDirectory() as scratch:  # where tests/watch lets children write
+            log = folder / "recording.log"
+            _run(root, Path(scratch), log, [] if everything else changed, processes)
+            finished = _read(root, Path(scratch), recording)  # not those of a process that was killed
         recording.test_files.update({name: test_files[name] for name in changed if name in finished})
     recording.save(path)
     return recording
 
 
-def _run(root: Path, folder: Path, test_files: Sequence[str], processes: int) -> None:
-    for old in [*folder.glob("coverage*"), *folder.glob("tests-*.json")]:
-        old.unlink()
-    settings = folder / "settings.ini"
-    settings.write_text(SETTINGS.format(folder=folder, root=root, context=CONTEXT))
-    environment = {**os.environ, "COVERAGE_PROCESS_START": str(settings), OUTPUT: str(folder)}
+def _run(root: Path, scratch: Path, log_file: Path, test_files: Sequence[str], processes: int) -> None:
+    settings = scratch / "settings.ini"
+    settings.write_text(SETTINGS.format(scratch=scratch, root=root, context=CONTEXT))
+    environment = {**os.environ, "COVERAGE_PROCESS_START": str(settings), OUTPUT: str(scratch)}
     environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(root / "build" / "pycache")}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "tests.mutation.plugin"]
     command += ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder", *test_files]
-    with open(folder / "recording.log", "w") as log:
+    with open(log_file, "w") as log:
         subprocess.run(command, cwd=root, env=environment, stdout=log, stderr=log, check=False)
 
 
-def _read(root: Path, folder: Path, recording: Recording) -> set[str]:
+def _read(root: Path, scratch: Path, recording: Recording) -> set[str]:
     """Add what a run wrote to the recording; return the test files whose results were written."""
     tests: dict[str, dict[str, Any]] = {}
-    for path in folder.glob("tests-*.json"):
+    for path in scratch.glob("tests-*.json"):
         tests |= json.loads(path.read_text())
     users: dict[str, list[str]] = defaultdict(list)
     for test, result in tests.items():
@@ -134,7 +135,7 @@ def _read(root: Path, folder: Path, recording: Recording) -> set[str]:
             recording.seconds[test] = result["seconds"]
             for fixture in result["fixtures"]:
                 users[fixture].append(test)
-    for path in folder.glob("coverage.*"):
+    for path in scratch.glob("coverage.*"):
         for name, context, mask in _masks(path, root):
             if not context:
                 recording.imported[name] = recording.imported.get(name, 0) | mask
@@ -143,7 +144,6 @@ def _read(root: Path, folder: Path, recording: Recording) -> set[str]:
                 if test in recording.seconds:
                     masks = recording.lines[name]
                     masks[test] = masks.get(test, 0) | mask
-        path.unlink()
     return {test.split("::")[0] for test in tests}
 
 
