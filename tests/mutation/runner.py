@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -115,8 +116,8 @@ class _FirstFailure:
             self.test = self.test or report.nodeid
 
 
-def _child(root: Path, tests: Sequence[str], token: str, output: Path, stop: bool) -> None:
-    """Run the tests in this process, a fork, and write the first failure to `output`."""
+def _child(root: Path, tests: Sequence[str], token: str, output: Path, stop: bool, base: Path) -> None:
+    """Run the tests in this process, a fork, with temporary folders in `base`; write the first failure to `output`."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     log = os.open(output.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -131,7 +132,6 @@ def _child(root: Path, tests: Sequence[str], token: str, output: Path, stop: boo
         del sys.modules[name]  # the clone has its own
     sys.path[:] = [str(root), *(p for p in sys.path if p not in ("", str(root)))]
     first = _FirstFailure()
-    base = output.with_suffix(".tmp")
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={base}", "-m", "not slow"]
     code = pytest.main([*(["-x"] if stop else []), *options, *tests], plugins=[first])
     output.write_text(json.dumps({"code": int(code), "test": first.test, "failures": first.failures}))
@@ -144,6 +144,7 @@ class Runner:
         self.clones = list(clones)
         self.recording = recording
         self.limit = limit
+        self.scratch = tempfile.TemporaryDirectory()  # beside the checkout: tests/watch lets no test write in it
         sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path.cwd()]
         for name in SLOW_IMPORTS:
             importlib.import_module(name)
@@ -201,7 +202,7 @@ class Runner:
         pid = os.fork()
         if pid == 0:
             try:
-                _child(root, tests, token, output, stop)
+                _child(root, tests, token, output, stop, Path(self.scratch.name, root.name))
             finally:
                 os._exit(0)
         return pid
