@@ -61,6 +61,12 @@ def test_same_seed_same_figures_at_any_batch_size_and_none_paid_for_without_deta
     assert evaluate(generator, test_reader, seed=4)["distances"][0]["frechet"] != first["distances"][0]["frechet"]
 
 
+def test_subsets_of_the_kernel_distance_are_of_the_given_seed(generator, test_reader, train_reader, monkeypatch):
+    monkeypatch.setattr("duetgan.metrics.figures.kernel_distance", lambda *sets, seed: (float(seed), 0.0))
+    row = evaluate(generator, test_reader, train_reader=train_reader, seed=11)["distances"][0]
+    assert (row["kernel"], row["kernel_floor"]) == (11, 11)
+
+
 def test_every_sample_is_observed_with_its_label_and_probabilities(generator, train_reader, judge):
     """80 samples, which are observed 64 at a time; in batches of another size."""
     observed = []

@@ -139,19 +139,17 @@ def test_a_dry_run_prints_the_table(tmp_path, packed, capsys):
     assert rows["layer4.1.bn2"][-3:] == ["-", "-", "no"]
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"), [("gan", "adam"), ("classifier", "sgd")]
-)
-def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path, packed, name, optimizer):
+@pytest.mark.parametrize("name", ["gan", "classifier"])
+def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path, packed, name, capsys):
     """U17: it said 170.5 MiB of one that has 128.0."""
     recipe = write_config(tmp_path / "recipe.yaml", name, packed)
-    options = [] if name == "gan" else ["--optimizer.name", optimizer]
-    if optimizer.startswith("schedulefree"):
-        options += ["--optimizer.schedule", "constant", "--optimizer.beta2_final", "null"]
-    config = build_run_config(read_yaml(str(recipe)), options, "x")
+    config = build_run_config(read_yaml(str(recipe)), [], "x")
     reader = Dataset(packed / "train.lmdb")
     planned = state_bytes(TASKS[config.task].task(config, reader, None, torch.device("cpu")))
-    assert train_in_process(recipe, tmp_path / "run", "--max-steps", "1", *options) == 0
+    options = ["--max-steps", "1", "--checkpoint.every", "7", "--checkpoint.keep", "5"]
+    assert train_in_process(recipe, tmp_path / "run", *options) == 0
+    size = f"{planned / 2**20:.1f} MiB"
+    assert f" about {size}, every 7 steps, 5 kept and the best\n" in capsys.readouterr().err
     (path,) = (tmp_path / "run" / "checkpoints").glob("*.pt")
     content = torch.load(path, weights_only=True)
     parts = [part for key, part in content["state"].items() if key not in ("loader", "window", "loop")]
