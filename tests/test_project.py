@@ -193,7 +193,7 @@ def test_environment_is_made_once_and_again_when_a_lock_changes(checkout):
     assert "pip install" in dry_run(checkout, "test")
 
 
-@pytest.mark.parametrize("failing", ["none", "setup", "lint", "test"])
+@pytest.mark.parametrize("failing", ["none", "setup", "lint", "test-used", "test"])
 def test_ci_runs_all_targets_and_fails_with_any(tmp_path, failing):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
@@ -204,7 +204,7 @@ def test_ci_runs_all_targets_and_fails_with_any(tmp_path, failing):
     environ = {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=environ, check=False)
     assert (done.returncode == 0) is (failing == "none")
-    targets = ["setup", "lint", "test"]
+    targets = ["setup", "lint", "test-used", "test"]
     expected = targets if failing == "none" else targets[: targets.index(failing) + 1]
     assert (tmp_path / "calls").read_text().split("\n")[:-1] == [f"{target} true .venv-ci" for target in expected]
 
