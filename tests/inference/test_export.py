@@ -196,10 +196,15 @@ def test_an_exporter_that_breaks_or_a_network_without_finite_outputs_leaves_noth
     assert list(tmp_path.iterdir()) == []
 
 
+HALF = ("--truncation-psi", "0.5")
+
+
 def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, refused):
     cases = {
         "is a folder; name a file": command(run, tmp_path),
         "int8 is for classifiers": command(runs["grey"], tmp_path / "x", form="int8"),
+        "--truncation-psi is for a GAN's onnx,": command(runs["grey"], tmp_path / "x.safetensors", *HALF),
+        "-psi is for a GAN's": command(runs["classifier"], tmp_path / "x.onnx", *HALF, form="onnx"),
         "no images to check the export with": command(runs["classifier"], tmp_path / "x"),
         "nowhere.lmdb": command(run, tmp_path / "x", "--data", "nowhere.lmdb"),
         "no such run folder or checkpoint": command(tmp_path / "none", tmp_path / "x"),

@@ -87,6 +87,7 @@ def test_undefined_figures_are_none():
         (torch.zeros(0, 3), [], UserError, "no image"),
         (torch.zeros(1, 3), [3], UserError, "beyond the classifier's 3 classes"),
         (torch.zeros(2, 3), [0], ValueError, "expected logits"),
+        (torch.zeros(2, 3), [[0, 1], [1, 0]], ValueError, "expected logits"),
     ],
 )
 def test_bad_input_is_told(logits, labels, fault, told):

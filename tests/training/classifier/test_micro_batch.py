@@ -1,4 +1,6 @@
 import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +117,25 @@ def test_a_step_without_memory_is_repeated_from_its_beginning(packed, capsys):
     resumed, _ = build(packed, micro_batch="auto")
     resumed.registry()["micro_batch"].load_state_dict(task.registry()["micro_batch"].state_dict())
     assert resumed.micro.parts() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
+
+
+def test_several_processes_try_before_they_send(packed, monkeypatch):
+    """Two steps long, so that all take the same parts: what a rank has sent cannot be taken back."""
+    task, loader = build(packed, micro_batch="auto")
+    smaller, other_loader = build(packed, micro_batch=12)
+    task.step(loader, 0)
+    smaller.step(other_loader, 0)
+    task.replica, sent = SimpleNamespace(no_sync=nullcontext), []
+    task.micro.look_again()
+    smaller.micro.size = 3
+    monkeypatch.setattr(task, "_sum_gradients", lambda: sent.append(len(tried)))
+    tried = full_above(task, 3)
+    for step in range(1, 5):
+        task.step(loader, step)
+        smaller.step(other_loader, step)
+    assert tried == [12, 6, *[3] * 4 * 6]  # the first two steps once more
+    assert sent == [10, 18, 22, 26]
+    torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
 
 
 def test_memory_that_runs_out_between_micro_batches(packed):

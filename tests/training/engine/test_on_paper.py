@@ -155,6 +155,12 @@ def test_lazy_penalties_count_by_their_share_and_in_their_phase(counted: Count) 
     assert counted.phase in phases[1]
 
 
+def test_the_largest_batch_lies_on_the_line_through_two_counts() -> None:
+    """At 3 GiB and 0.25 GiB a sample."""
+    counted = [Count(n, None, 0, int((3 + 0.25 * n) * GIB), "", []) for n in (8, 16)]  # type: ignore[arg-type]
+    assert [largest(*counted, gib / USABLE, 4) for gib in (3.2, 4, 12.9, 13.1)] == [0, 4, 36, 40]
+
+
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     config = small("fashion_mnist_classifier_gpu")

@@ -53,6 +53,14 @@ time.sleep(60)
 """
 
 
+def test_it_stops_where_its_file_is_gone(tmp_path: Path) -> None:
+    beat = Heartbeat(tmp_path, 3, interval=60)
+    beat.start()
+    (tmp_path / "heartbeat" / "rank-3.json").unlink()
+    beat.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_it_beats_and_leaves_nothing_behind(tmp_path: Path) -> None:
     beat = beating(tmp_path, 3, step=5)
     sign = json.loads((tmp_path / "heartbeat" / "rank-3.json").read_text())
