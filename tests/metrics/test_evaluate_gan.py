@@ -11,6 +11,7 @@ from duetgan.metrics.features.extractors import Extractor, RealFeatures, classif
 from duetgan.metrics.features.selection import select
 from duetgan.metrics.figures import GAN, history
 from duetgan.metrics.intervals import Measured
+from duetgan.metrics.samples import memorisation
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.gan import ImageGenerator
 from duetgan.models.restore import classifier_from, generator_from
@@ -65,6 +66,16 @@ def test_subsets_of_the_kernel_distance_are_of_the_given_seed(generator, test_re
     monkeypatch.setattr("duetgan.metrics.figures.kernel_distance", lambda *sets, seed: (float(seed), 0.0))
     row = evaluate(generator, test_reader, train_reader=train_reader, seed=11)["distances"][0]
     assert (row["kernel"], row["kernel_floor"]) == (11, 11)
+
+
+def test_the_search_for_copies_knows_the_labels_of_both_sets(generator, test_reader, train_reader, monkeypatch):
+    sets: list[Any] = []
+    search = memorisation.memorisation
+    monkeypatch.setattr(memorisation, "memorisation", lambda *given: sets.extend(given[1:]) or search(*given))
+    evaluate(generator, test_reader, train_reader=train_reader, searched=40)
+    train = memorisation.training_selection(train_reader.labels(), n=30, searched=40, seed=3)
+    test = select(test_reader.labels(), n=30, seed=3, role="test", per_class=8)
+    assert [each.labels.tolist() for each in sets] == [train.labels.tolist(), test.labels[:30].tolist()]
 
 
 def test_every_sample_is_observed_with_its_label_and_probabilities(generator, train_reader, judge):
