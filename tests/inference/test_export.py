@@ -12,6 +12,7 @@ import export as script
 from duetgan.inference.export import check
 from duetgan.inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
 from duetgan.inference.export.formats import FORMATS, Format
+from duetgan.inference.export.subject import interface
 from duetgan.utils.errors import EXIT_HALTED, UserError
 from duetgan.utils.script import run_cli
 from tests.conftest import assert_raises
@@ -194,6 +195,12 @@ def test_an_exporter_that_breaks_or_a_network_without_finite_outputs_leaves_noth
     with pytest.raises(UserError, match="the checkpoint's own outputs are not finite"):
         script.main(command(run, tmp_path / "x", form="torch-export"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_of_16_bits_are_brought_into_the_range_by_their_own():
+    shape = {"channels": 1, "resolution": 8, "pixel_format": {"depth": "uint16"}}
+    generator = {"task": "gan", "classes": [], "config": {}, "shape": shape, "state": {}}
+    assert "(values - 0) / 32767.5 - 1" in " ".join(interface(generator).values())
 
 
 HALF = ("--truncation-psi", "0.5")

@@ -1,6 +1,5 @@
 """One process: everything is a no-op; buckets of gradients and their order. Several are tried in tests/distributed."""
 
-import re
 from contextlib import nullcontext
 
 import pytest
@@ -83,8 +82,7 @@ def test_a_lost_rank_where_nothing_can_be_resumed(monkeypatch, told):
     with pytest.raises(ZeroDivisionError), collectives.group(torch.device("cpu")):
         _ = 1 / 0
     monkeypatch.setattr(collectives, "world_size", lambda: 1)
-    with pytest.raises(RuntimeError, match=re.escape(told)), collectives.group(torch.device("cpu")):
-        raise RuntimeError(told)  # one process has lost no other
+    assert not collectives.is_peer_error(RuntimeError(told))  # one process has lost no other
 
 
 def test_devices():
