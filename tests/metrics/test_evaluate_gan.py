@@ -71,7 +71,12 @@ def test_subsets_of_the_kernel_distance_are_of_the_given_seed(generator, test_re
 def test_the_search_for_copies_knows_the_labels_of_both_sets(generator, test_reader, train_reader, monkeypatch):
     sets: list[Any] = []
     search = memorisation.memorisation
-    monkeypatch.setattr(memorisation, "memorisation", lambda *given: sets.extend(given[1:]) or search(*given))
+
+    def watched(samples: torch.Tensor, *given: Any) -> Any:
+        sets.extend(given)
+        return search(samples, *given)
+
+    monkeypatch.setattr(memorisation, "memorisation", watched)
     evaluate(generator, test_reader, train_reader=train_reader, searched=40)
     train = memorisation.training_selection(train_reader.labels(), n=30, searched=40, seed=3)
     test = select(test_reader.labels(), n=30, seed=3, role="test", per_class=8)

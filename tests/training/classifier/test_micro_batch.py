@@ -125,11 +125,13 @@ def test_several_processes_try_before_they_send(packed, monkeypatch):
     smaller, other_loader = build(packed, micro_batch=12)
     task.step(loader, 0)
     smaller.step(other_loader, 0)
-    task.replica, sent = SimpleNamespace(no_sync=nullcontext), []
+    replica: Any = SimpleNamespace(no_sync=nullcontext)
+    task.replica = replica
     task.micro.look_again()
     smaller.micro.size = 3
-    monkeypatch.setattr(task, "_sum_gradients", lambda: sent.append(len(tried)))
     tried = full_above(task, 3)
+    sent: list[int] = []
+    monkeypatch.setattr(task, "_sum_gradients", lambda: sent.append(len(tried)))
     for step in range(1, 5):
         task.step(loader, step)
         smaller.step(other_loader, step)

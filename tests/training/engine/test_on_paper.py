@@ -157,8 +157,9 @@ def test_lazy_penalties_count_by_their_share_and_in_their_phase(counted: Count) 
 
 def test_the_largest_batch_lies_on_the_line_through_two_counts() -> None:
     """At 3 GiB and 0.25 GiB a sample."""
-    counted = [Count(n, None, 0, int((3 + 0.25 * n) * GIB), "", []) for n in (8, 16)]  # type: ignore[arg-type]
-    assert [largest(*counted, gib / USABLE, 4) for gib in (3.2, 4, 12.9, 13.1)] == [0, 4, 36, 40]
+    no_task: Any = None
+    small, large = (Count(n, no_task, 0, int((3 + 0.25 * n) * GIB), "", []) for n in (8, 16))
+    assert [largest(small, large, gib / USABLE, 4) for gib in (3.2, 4, 12.9, 13.1)] == [0, 4, 36, 40]
 
 
 @pytest.mark.slow
