@@ -16,7 +16,7 @@ ON_THE_CPU = ("export-weights", "export-program")
 
 @pytest.fixture(scope="module")
 def see(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What is found of the commands."""
+    """Run all commands in one process; return what was compared, by command."""
     folder = tmp_path_factory.mktemp("commands")
     for file in packed.iterdir():
         (folder / file.name).symlink_to(file)

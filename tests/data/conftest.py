@@ -45,12 +45,12 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
 
 
 def source_at(where: object, **options: Any) -> Source:
-    """The source at a path."""
+    """Open the source at a path."""
     return open_source(str(where), **options)
 
 
 def succeed(main: Callable[[list[str]], Any], *arguments: str | Path) -> None:
-    """Run a command, which succeeds."""
+    """Run a command and check that it succeeds."""
     assert run_cli(main, [str(part) for part in arguments]) == EXIT_OK
 
 

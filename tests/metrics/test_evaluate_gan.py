@@ -84,7 +84,7 @@ def test_the_search_for_copies_knows_the_labels_of_both_sets(generator, test_rea
 
 
 def test_every_sample_is_observed_with_its_label_and_probabilities(generator, train_reader, judge):
-    """80 samples, which are observed 64 at a time; in batches of another size."""
+    """80 samples are observed 64 at a time, whatever the batch size."""
     observed = []
     for size in (64, 7):
         calls: list[Any] = []

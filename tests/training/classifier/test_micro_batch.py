@@ -120,7 +120,7 @@ def test_a_step_without_memory_is_repeated_from_its_beginning(packed, capsys):
 
 
 def test_several_processes_try_before_they_send(packed, monkeypatch):
-    """Two steps long, so that all take the same parts: what a rank has sent cannot be taken back."""
+    """In two steps, so that all ranks use the same parts: gradients that a rank has sent cannot be taken back."""
     task, loader = build(packed, micro_batch="auto")
     smaller, other_loader = build(packed, micro_batch=12)
     task.step(loader, 0)
