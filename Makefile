@@ -7,20 +7,13 @@ STAMP := $(VENV)/.installed
 EDITABLE := $(VENV)/.editable
 UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --quiet --custom-compile-command 'make lock'
 
-# duetgan.data is data/: Python knows by itself, type checkers and editors by these links
-WINGS := data explorer inference metrics models planning reporting studies training utils
-LINKS := $(addprefix duetgan/,$(WINGS))
-
 .PHONY: help setup quickstart test test-all test-used fuzz mutants lint format bench gpu gpu-bundle docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-setup: $(EDITABLE) $(LINKS) ## Make the environment in .venv/ (about 6 GB: the registry's torch brings CUDA along)
-
-$(LINKS):
-	ln -sfn ../$(@F) $@
+setup: $(EDITABLE) ## Make the environment in .venv/ (about 6 GB: the registry's torch brings CUDA along)
 
 # Remade when a lock file changes. The stamp comes last, so that an interrupted installation is taken up again.
 $(STAMP): requirements.lock requirements-dev.lock
@@ -33,7 +26,7 @@ $(STAMP): requirements.lock requirements-dev.lock
 	@touch $@
 
 # The command `duet`, and `import duetgan` in any folder: the environment's own setuptools does it, without a network.
-$(EDITABLE): $(STAMP) pyproject.toml setup.py
+$(EDITABLE): $(STAMP) pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-index --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -62,13 +55,13 @@ TESTS ?= $(shell python3 -c "import os; print((os.cpu_count() or 1) + 1)")
 BYTECODE = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/build/pycache"
 PYTEST = $(BYTECODE) $(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-test: $(STAMP) $(LINKS) ## The fast tests
+test: $(STAMP) ## The fast tests
 	$(PYTEST) -m "not slow"
 
-test-all: $(STAMP) $(LINKS) ## All tests, the slow ones too
+test-all: $(STAMP) ## All tests, the slow ones too
 	$(PYTEST)
 
-test-used: $(STAMP) $(LINKS) ## The tests that start scripts, in a clone of the last commit that is in use: .ci/used
+test-used: $(STAMP) ## The tests that start scripts, in a clone of the last commit that is in use: .ci/used
 	VENV="$(VENV)" TESTS="$(TESTS)" .ci/used
 
 fuzz: $(STAMP) ## Try mutated files for MINUTES=60 (FIRST=1000, the seed to begin with); cases that fail: build/fuzz/
@@ -77,7 +70,7 @@ fuzz: $(STAMP) ## Try mutated files for MINUTES=60 (FIRST=1000, the seed to begi
 mutants: $(STAMP) ## Plant N=100 small faults (SEED=1, ONLY="training models") and print those that no fast test notices
 	$(BIN)/python -m tests.mutation --n $(or $(N),100) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY))
 
-lint: $(STAMP) $(LINKS) ## ruff and mypy
+lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import duetgan.data.pack
+import duetgan.commands.pack
 from duetgan.data.reading.loader import Batch
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import prepare
@@ -93,7 +93,7 @@ def measure(config_file: str, folder: Path, device: torch.device, *, every: int,
     images = Path(build_run_config(tree, [], config_file).data.path)
     if not images.exists():
         images = folder / "train.lmdb"
-        duetgan.data.pack.main(["sample", str(images), "--size", str(SIZE), "--split", "train"])
+        duetgan.commands.pack.main(["sample", str(images), "--size", str(SIZE), "--split", "train"])
     config = build_run_config(tree, ["--data.path", str(images), "--data.val_path=null"], config_file)
     usual = config.checkpoint.asynchronous
     loop = prepare(config, RunFolder(folder / "run"), device)

@@ -30,7 +30,7 @@ from benchmarks.loading import first_batch, ours, packing, peers
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of, ratio, stream_rate
 from duetgan.data.decode import RandomCrop
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading.dataset import Dataset, choose_workers
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source

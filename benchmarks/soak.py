@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import duetgan.data.pack
+import duetgan.commands.pack
 from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
 from duetgan.utils.checkpoint import file_name, load
 from duetgan.utils.config.cli import Parser
@@ -362,7 +362,7 @@ def _prepare(out: Path) -> None:
     """The images and the recipes."""
     for split in ("train", "test"):
         file = str(out / f"{split}.lmdb")
-        duetgan.data.pack.main(["sample", file, "--size", str(SIDE), "--split", split, "--overwrite"])
+        duetgan.commands.pack.main(["sample", file, "--size", str(SIDE), "--split", split, "--overwrite"])
     for task in TASKS:
         save_yaml(recipe(task, out), out / f"{task}.yaml")
     for left in (out / "soak.jsonl", *out.glob("*.log")):  # of an earlier soak

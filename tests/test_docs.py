@@ -5,7 +5,7 @@ import functools
 import importlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from torch.distributed.run import get_args_parser
 
-from duetgan.__main__ import COMMANDS
+from duetgan.commands import COMMANDS
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.studies import SUBJECTS, load_subject
 from duetgan.training.engine.tasks import TASKS, build_run_config
@@ -21,7 +21,7 @@ from duetgan.utils.config.cli import normalise
 from duetgan.utils.config.model import keys_of
 from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
-from tests.test_project import project_files
+from tests.test_project import LINKS, project_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -33,13 +33,11 @@ OVERRIDDEN = {"train": KEYS, "study": STUDY_KEYS}  # scripts whose options are c
 SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|yaml|sh))?")
-SCRIPTS = ["quickstart", "train", "evaluate", "generate", "predict", "explore", "export", "inference.influence"]
-SCRIPTS += ["inference.pseudo_labels"]
-SCRIPTS += ["study", "data.pack", "data.inspect", "data.duplicates", "benchmarks.scaling"]
+SCRIPTS = [*COMMANDS, "benchmarks.scaling"]
 FOREIGN = {"--shm-size", "--init", "--user", "--time", "--signal", "--build-arg"}  # of docker and SLURM
 FOREIGN |= {"--resume"}  # which docs say does not exist
 TEXTS = [path for path in project_files() if path.suffix in {".py", ".md", ".yaml", ".sh"}]
-FOLDERS = {path.parent.name for path in TEXTS if path.parent.parent == ROOT}
+FOLDERS = {path.parent.name for path in TEXTS if path.parent.parent == ROOT}.union(LINKS)
 
 
 @functools.cache
@@ -176,8 +174,13 @@ class Reached(Exception):
 
 
 @functools.cache
-def parser_of(module: str) -> argparse.ArgumentParser:
-    """The parser that a script or module reads its options with."""
+def main_of(name: str) -> Callable[[list[str]], int | None]:
+    """Return the `main` of a command, by its name, or of another script, by its module."""
+    return importlib.import_module(COMMANDS[name][0] if name in COMMANDS else name).main
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Return the parser that a command or script reads its options with."""
     patch = pytest.MonkeyPatch()
 
     def reached(parser, *_args, **_kwargs):
@@ -185,25 +188,25 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
     patch.setattr(argparse.ArgumentParser, "parse_known_args", reached)
     try:
-        importlib.import_module(module).main([])
+        main_of(name)([])
     except Reached as found:
         return found.parser
     finally:
         patch.undo()
-    raise AssertionError(f"{module} reads no options")
+    raise AssertionError(f"{name} reads no options")
 
 
 def commands(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """(module, what follows it) of every `python X`, `torchrun X`, `duet X` (also in the container) and `slurm.sh`."""
-    package = r"-m\s+((?:data|inference|models|reporting)\.\w+)"
-    pattern = re.compile(rf"\b(?:python|torchrun)\b.*?(?:{package}|\b([\w/]+)\.py(?=\s|$))(.*)")
+    """Yield the name and the options of every `python X.py`, `torchrun X.py`, `duet X` (also in the container) and
+    `slurm.sh`.
+    """
+    pattern = re.compile(r"\b(?:python|torchrun)\b.*?(?:-m\s+data\.(\w+)|\b([\w/]+)\.py(?=\s|$))(.*)")
     for part in [part for line in lines for part in line.split("&&")]:
         if found := pattern.search(part):
             module, script, rest = found.groups()
             yield module or script.replace("/", "."), rest
-        elif found := re.search(r"(?:^|\s)duet +([a-z][a-z.]+)(.*)", part):
-            script = COMMANDS[found[1]][0] if found[1] in COMMANDS else found[1]
-            yield script.removesuffix(".py"), found[2]
+        elif found := re.search(r"(?:^|\s)duet +([a-z][a-z-]+)(.*)", part):
+            yield found[1], found[2]
         elif found := re.search(r"\bcluster/slurm\.sh(.*)", part):
             yield "train", found[1]
 

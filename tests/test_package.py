@@ -16,20 +16,21 @@ import pytest
 from PIL import Image
 
 import duetgan
-from duetgan.__main__ import COMMANDS, line, usage
-from duetgan.data.pack import pack
+from duetgan.__main__ import usage
+from duetgan.commands import COMMANDS
+from duetgan.commands.planning.plan import FEW_LABELS, GAN, LAST, PAIRS, SCRATCH, STARTED, TUNED
+from duetgan.commands.planning.sizes import START
+from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source
-from duetgan.planning.plan import FEW_LABELS, GAN, LAST, PAIRS, SCRATCH, STARTED, TUNED
-from duetgan.planning.sizes import START
-from duetgan.utils.config.recipes import recipe_file
+from duetgan.utils.config.recipes import recipe_file, shipped_file
 from tests.faults.conftest import run_command
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import classifier_run
 from tests.metrics.conftest import pack as pack_images
-from tests.test_project import ROOT, project_files
+from tests.test_project import LINKS, ROOT, project_files
 from tests.watch.isolation import on_path
 
-OURS = ("data", "explorer", "inference", "metrics", "models", "planning", "reporting", "studies", "training", "utils")
+OURS = ("commands", "data", "explorer", "inference", "metrics", "models", "reporting", "studies", "training", "utils")
 
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -82,15 +83,12 @@ def duet(site: Path, folder: Path, *arguments: str) -> str:
 
 def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"bin", "duetgan"}
-    wanted = [path.relative_to(ROOT) for path in project_files()]
-    parts = [name for name in wanted if name.parts[0] in (*OURS, "configs") and name.suffix != ".md"]
-    scripts = [name for name in wanted if name.suffix == ".py" and len(name.parts) == 1 and name.name != "setup.py"]
-    assert len(parts) > 150
-    places = [Path("scripts") / name if name.parts[0] not in OURS else name for name in parts + scripts]
-    assert [place for place in places if not (site / "duetgan" / place).is_file()] == []
-    assert (site / "duetgan" / "py.typed").is_file()
-    home = site / "duetgan" / "scripts"  # where the quickstart's commands run
-    assert all((home / file).is_file() for file in (GAN, PAIRS, STARTED, SCRATCH, TUNED, LAST, FEW_LABELS, START))
+    files = [path.relative_to(ROOT) for path in project_files()]
+    files = [name for name in files if name.parts[0] == "duetgan"]
+    assert len(files) > 200
+    assert [name for name in files if not (site / name).is_file()] == []
+    recipes = (GAN, PAIRS, STARTED, SCRATCH, TUNED, LAST, FEW_LABELS, START)
+    assert all((site / "duetgan" / file).is_file() for file in recipes)
 
 
 def test_make_setup_installs_the_checkout_in_editable_mode(copy, mine, tmp_path):
@@ -102,11 +100,27 @@ def test_make_setup_installs_the_checkout_in_editable_mode(copy, mine, tmp_path)
     (tmp_path / "venv" / ".installed").touch()
     offline = os.environ | {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
     subprocess.run(["make", "setup", f"VENV={tmp_path / 'venv'}"], cwd=copy, check=True, env=offline)
-    code = "import duetgan; from duetgan.data import Dataset; print(duetgan.HOME)"
+    code = "import duetgan; from duetgan.data import Dataset; print(duetgan.__file__)"
     done = subprocess.run([interpreter, "-c", code], cwd=mine, capture_output=True, text=True, check=False)
-    assert done.stdout == f"{ROOT}\n", done.stderr  # where the links lead
+    assert done.stdout == f"{copy / 'duetgan' / '__init__.py'}\n", done.stderr
     command = [tmp_path / "venv/bin/duet", "train", "--list"]
     assert "gan_64_cpu" in subprocess.run(command, cwd=mine, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "printed"),
+    [
+        (["train.py", "--list"], 0, "gan_64_cpu"),
+        (["-m", "duetgan", "pack", "sample", "{}/x.lmdb", "--size", "8", "--split", "test"], 0, "x.lmdb"),
+        (["train.py", "--config", "configs/gan_32_cpu.yaml", "--max-steps", "0"], 2, "--max-steps"),
+        (["-m", "data.pack", "--help"], 1, "No module named"),
+    ],
+)
+def test_a_checkout_without_links_lacks_the_short_names_alone(copy, tmp_path, arguments, code, printed):
+    """A zip of the repository, or Windows."""
+    assert not any((copy / name).exists() for name in LINKS)
+    done = python(copy, copy, *(text.format(tmp_path) for text in arguments))
+    assert (done.returncode, printed in done.stdout + done.stderr) == (code, True), done.stderr
 
 
 def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
@@ -195,19 +209,15 @@ def test_the_examples_of_own_code_run(file, text, command, things, tmp_path):
         arguments += ["--run-dir=run", *(["--evaluation.n=4"] if gan else ["--model.input-size=null"])]
     if arguments[0] == "evaluate":
         arguments += ["--data", "grey.lmdb", "--out", "eval"]
-    run_command(COMMANDS[arguments[0]][0].removeprefix("duetgan."), *arguments[1:], folder=tmp_path).success()
+    run_command(*arguments, folder=tmp_path).success()
     if arguments[0] == "evaluate":
         assert json.loads((tmp_path / "eval" / "metrics.json").read_text())["brightness"]
 
 
-def test_every_command_is_a_script_and_no_name_but_ours_is_declared():
-    for name, (script, _) in COMMANDS.items():
-        own = script.removeprefix("duetgan.")
-        assert (ROOT / (own if own.endswith(".py") else own.replace(".", "/") + ".py")).is_file()
-        assert line([name, "--x", "a b"])[-2:] == ["--x", "a b"]
-    assert line(["pack"]) == ["-P", "-m", "duetgan.data.pack"]
+def test_every_command_has_a_module_and_the_version_is_declared():
+    for module, _ in COMMANDS.values():
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file()
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert set(declared["tool"]["setuptools"]) == {"package-data"}  # setup.py lists the packages
     assert declared["project"]["name"] == "duetgan"
     assert declared["project"]["version"] == duetgan.__version__
 
@@ -215,14 +225,24 @@ def test_every_command_is_a_script_and_no_name_but_ours_is_declared():
 @pytest.mark.parametrize("name", ["gan_64", "gan_64.yaml", "configs/gan_64.yaml"])
 def test_a_recipe_is_found_from_any_folder_unless_there_is_one_of_that_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert recipe_file(name) == str(ROOT / "configs" / "gan_64.yaml")
+    assert recipe_file(name) == str(ROOT / "duetgan" / "configs" / "gan_64.yaml")
     assert recipe_file("other/gan_64.yaml") == "other/gan_64.yaml"
     assert recipe_file("nothing.yaml") == "nothing.yaml"
-    assert recipe_file("nothing") == str(ROOT / "configs" / "nothing.yaml")  # whose refusal names --list
+    assert recipe_file("nothing") == str(ROOT / "duetgan" / "configs" / "nothing.yaml")  # whose refusal names --list
     (tmp_path / "configs").mkdir()
     for own in (tmp_path / "gan_64", tmp_path / "gan_64.yaml", tmp_path / "configs/gan_64.yaml"):
         own.touch()
     assert recipe_file(name) == name
+
+
+def test_a_file_that_recipes_come_with_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shipped_file(START) == str(ROOT / "duetgan" / START)
+    assert shipped_file("configs/nothing.pt") == "configs/nothing.pt"
+    assert shipped_file("other/drawings_64.pt") == "other/drawings_64.pt"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / START).touch()
+    assert shipped_file(START) == START
 
 
 @pytest.mark.slow
@@ -233,4 +253,3 @@ def test_the_quickstart_of_the_installed_package_writes_into_the_users_folder(si
     assert "$ duet pack sample" in printed
     assert "python" not in [text.split()[1] for text in printed.splitlines() if text.startswith("$ ")]
     assert (mine / "runs" / "quickstart_quick" / "report.html").is_file()
-    assert not (site / "duetgan" / "scripts" / "runs").exists()

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 LOCKS = {"requirements.lock": PROJECT["dependencies"] + EXTRAS["explore"], "requirements-dev.lock": EXTRAS["dev"]}
-# entry scripts -> training, metrics -> models, data -> utils: what each package may import of ours
+PACKAGE = ROOT / "duetgan"
+# commands -> training -> metrics -> models, data -> utils: what each package may import of ours
 MAY_IMPORT = {
     "utils": {"utils"},
     "data": {"data", "utils"},
@@ -28,9 +29,11 @@ MAY_IMPORT = {
     "training": {"training", "metrics", "reporting", "models", "data", "utils"},
     "inference": {"inference", "metrics", "models", "data", "utils"},
     "explorer": {"explorer", "inference", "metrics", "reporting", "models", "data", "utils"},
-    "planning": {"planning", "training", "metrics", "reporting", "models", "data", "utils"},
     "studies": {"studies", "training", "inference", "metrics", "reporting", "models", "data", "utils"},
 }
+MAY_IMPORT["commands"] = {"commands", *MAY_IMPORT}
+LINKS = ("configs", "data", "models", "utils")  # at the top of the checkout, into the package
+STARTERS = ("pack.py", "inspect.py", "duplicates.py")  # in data/: `python -m data.pack` is `duet pack`
 HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")
 
 
@@ -45,7 +48,7 @@ def canonical(name: str) -> str:
 
 
 def project_files() -> list[Path]:
-    """Every file that is in git or would be."""
+    """Return every file that is in git or would be; the links at the top are left out."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     files = [ROOT / name for name in listed if name and (ROOT / name).is_file()]
@@ -92,7 +95,7 @@ def imported(source: str, within: str = "") -> set[str]:
 
 
 def test_our_packages_have_one_name_in_every_way_to_import():
-    """Imported as `data` and as `duetgan.data` a module would be there twice, with two states."""
+    """A module that is imported as `data` and as `duetgan.data` exists twice, with two states."""
     source = "import a.b as c\ndef f():\n    from d.e import g\nfrom . import h\nfrom d import i"
     assert imported(source) == {"a", "d"}
     assert imported(source, "d.") == {"e", "i"}
@@ -106,17 +109,50 @@ def test_our_packages_have_one_name_in_every_way_to_import():
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_point_one_way(package):
-    scripts = {path.stem for path in ROOT.glob("*.py")}
-    outside, ours = scripts | {"tests", "benchmarks"}, {*MAY_IMPORT, "library"}
-    files = sorted((ROOT / package).rglob("*.py"))
+    outside, ours = {"tests", "benchmarks", "duetgan"}, {*MAY_IMPORT, "library", "hub"}
+    files = [path for path in sorted((PACKAGE / package).rglob("*.py")) if path.name not in STARTERS]
     assert files
     wrong = {
         str(path.relative_to(ROOT)): forbidden
         for path in files
         if (forbidden := imported(source := path.read_text(), "duetgan.") & ours - MAY_IMPORT[package])
-        or (forbidden := imported(source) & outside)
+        or (forbidden := imported(source.replace("duetgan.", "own.")) & outside)
     }
     assert wrong == {}
+
+
+def test_the_package_is_plain_and_the_short_names_are_links():
+    """Editors and import graphs find every module where its name says; importing one neither exits nor moves paths."""
+    links = {path.name: os.readlink(path) for path in ROOT.iterdir() if path.is_symlink() and path.name in LINKS}
+    assert links == {name: f"duetgan/{name}" for name in LINKS}
+    for path in ROOT.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 10, path.name
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:  # run on import
+            text = ast.unparse(node)
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) and re.search(r"(?<!\.)__path__|sys\.(path|exit)", text):
+                wrong.append(f"{path.relative_to(ROOT)}: {text}")
+    assert wrong == []
+
+
+def test_no_module_imports_itself_by_a_circle():
+    """Imports at the head of modules, without those for type checkers."""
+    modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): path for path, name in modules.items()}
+    targets: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found: set[str] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        targets[name] = {each if each in names else each.rpartition(".")[0] for each in found} & set(names) - {name}
+    while leaves := [name for name, found in targets.items() if not found & set(targets)]:
+        for name in leaves:
+            del targets[name]
+    assert targets == {}
 
 
 def test_no_registry_and_no_path_of_this_machine_in_any_file():
@@ -133,7 +169,7 @@ def test_no_file_is_too_large_for_git_or_dockers_context():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     for name in (".git", ".venv*", "runs", "**/*.lmdb", "**/*.pt", "**/*.pth", "**/*.safetensors"):
         assert name in lines
-    assert lines.index("!configs/*.pt") > lines.index("**/*.pt")  # the networks that the quickstart starts from
+    assert lines.index("!duetgan/configs/*.pt") > lines.index("**/*.pt")  # the networks that the quickstart starts from
 
 
 def dry_run(folder: Path, target: str) -> str:
@@ -146,7 +182,7 @@ def dry_run(folder: Path, target: str) -> str:
 @pytest.fixture
 def checkout(tmp_path):
     """A folder that holds only the Makefile, the locks and what an installation reads."""
-    for name in ("Makefile", "pyproject.toml", "setup.py", *LOCKS):
+    for name in ("Makefile", "pyproject.toml", *LOCKS):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
@@ -253,8 +289,8 @@ def test_compose_serves_this_machine_only_and_runs_commands_of_the_image():
 @pytest.fixture
 def image(tmp_path):
     """A folder like the image's, with scripts that print how they were called."""
-    for name in ("docker/entrypoint.sh", "train.py", "data/pack.py", "bin/python"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("docker/entrypoint.sh", "train.py", "data/pack.py", "duetgan/commands/pack.py", "bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     shutil.copy(ROOT / "docker" / "entrypoint.sh", tmp_path / "docker")
     (tmp_path / "bin/python").write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 7\n')
@@ -268,8 +304,9 @@ def image(tmp_path):
         (["train", "--name", "two words"], 7, "<train.py><--name><two words>"),
         (["data.pack", "sample", "x"], 7, "<-m><data.pack><sample><x>"),
         (["echo", "any", "tool"], 0, "any tool"),
-        ([], 0, "one of: train data.pack"),
-        (["trian"], 2, "no command trian; take one of: train data.pack"),
+        (["pack", "sample", "x"], 7, "<-m><duetgan><pack><sample><x>"),
+        ([], 7, "<-m><duetgan><--help>"),
+        (["trian"], 7, "<-m><duetgan><trian>"),  # which refuses it
     ],
 )
 def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, shown):
@@ -286,9 +323,9 @@ ROOMS = {
     "data": {
         "lmdb": {"lmdb", "errors", "tar_files"},
         "sources": {"sources", "lmdb", "decode", "values", "images", "errors", "tar_files"},
-        "reading": {"reading", "pack", "sources", "lmdb", "decode", "values", "images", "errors", "tar_files"},
+        "reading": {"reading", "packing", "sources", "lmdb", "decode", "values", "images", "errors", "tar_files"},
         "augment": {"augment"},
-        "packing": {"packing", "duplicates", "sources", "lmdb"},
+        "packing": {"packing", "records", "sources", "lmdb", "decode", "images", "errors"},
     },
     # engine -> gan, classifier -> optim -> base: the engine knows no model, optimizer and EMA import none
     "training": {
@@ -312,12 +349,12 @@ ROOMS = {
 @pytest.mark.parametrize(("wing", "room"), [(wing, room) for wing, rooms in ROOMS.items() for room in rooms])
 def test_imports_within_a_wing_point_one_way(wing, room):
     rooms = ROOMS[wing]
-    inside = {path.name for path in (ROOT / wing).iterdir() if (path / "__init__.py").exists()}
+    inside = {path.name for path in (PACKAGE / wing).iterdir() if (path / "__init__.py").exists()}
     assert inside == set(rooms) - {""}
-    files = sorted((ROOT / wing / room).rglob("*.py")) if room else sorted((ROOT / wing).glob("*.py"))
+    files = sorted((PACKAGE / wing / room).rglob("*.py")) if room else sorted((PACKAGE / wing).glob("*.py"))
     allowed = {name for name in rooms[room] if name}
     if "" in rooms[room]:
-        allowed |= {path.stem for path in (ROOT / wing).glob("*.py")}
+        allowed |= {path.stem for path in (PACKAGE / wing).glob("*.py")}
     wrong = {
         str(path.relative_to(ROOT)): forbidden
         for path in files
@@ -333,7 +370,7 @@ def product_files() -> list[Path]:
 
 
 def test_no_file_is_longer_than_400_lines_no_function_than_60_no_folder_fuller_than_14():
-    folders = {path for path in (ROOT / "training").rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    folders = {path for path in (PACKAGE / "training").rglob("*") if path.is_dir() and path.name != "__pycache__"}
     assert {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 14} == set()
     long = []
     for path in product_files():

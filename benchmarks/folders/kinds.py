@@ -103,7 +103,7 @@ class Kind(NamedTuple):
     make: Callable[[Packages], Iterator[File]]
     packages: list[str]
     licence: str
-    pack: list[str]  # arguments of data.pack, with {folder} of the images and {dest}
+    pack: list[str]  # arguments of `duet pack`, with {folder} of the images and {dest}
     gan: str  # arguments of train.py
     classifier: str = ""  # the same; empty: none is trained
 

@@ -4,7 +4,7 @@
 resume needs. The quickstart's own, configs/drawings_64.pt, came from (configs/drawings_64.md has its card)
 
     python benchmarks/folders/make.py DEST drawings
-    python -m data.pack DEST/drawings drawings.lmdb --size 64
+    duet pack DEST/drawings drawings.lmdb --size 64
     python train.py --config configs/gan_64_cpu.yaml --run-dir RUN --data.path drawings.lmdb --steps 15000 \\
         --loss.auxiliary-weight 0.2
 """

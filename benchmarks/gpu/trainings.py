@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import duetgan.data.pack
-import evaluate
-import generate
-import train
+import duetgan.commands.pack
 from benchmarks.gpu import cifar
 from benchmarks.gpu.book import Book, Missed, NotThere, Setting, Value
 from benchmarks.gpu.wheels import ROOT
+from duetgan.commands import evaluate, generate, train
 from duetgan.utils.script import run_cli
 
 AIM = 0.94  # of the test images, six views of each
@@ -37,7 +35,7 @@ def samples(setting: Setting, book: Book) -> None:
     shutil.rmtree(run, ignore_errors=True)
     for split in ("train", "test"):
         where = data / f"sample-{split}.lmdb"
-        call(duetgan.data.pack.main, "sample", where, "--split", split, "--size", 32, "--overwrite")
+        call(duetgan.commands.pack.main, "sample", where, "--split", split, "--size", 32, "--overwrite")
     config = ["--config", ROOT / "configs/quickstart_gan.yaml", "--run-dir", run, "--device", setting.device]
     config += ["--data.path", data / "sample-train.lmdb", "--data.val-path", data / "sample-test.lmdb"]
     config += ["--batch-size", 8, "--evaluation.n", 20, *SMALL] if setting.small else []

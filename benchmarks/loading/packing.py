@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source
 
 ROOT = Path(__file__).resolve().parents[2]

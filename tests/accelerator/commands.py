@@ -20,12 +20,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from werkzeug.test import Client
 
-import evaluate
-import export
-import generate
-import predict
-import study
-import train
+from duetgan.commands import evaluate, export, generate, predict, study, train
 from duetgan.data.images import encode
 from duetgan.data.reading.dataset import Dataset
 from duetgan.explorer import models as of_generator

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import evaluate
 from benchmarks import time_to_quality as benchmark
+from duetgan.commands import evaluate
 from duetgan.utils.errors import UserError
 from duetgan.utils.script import run_cli
 from tests.metrics.conftest import gan_run, pack, read_json

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data import inspect
+from duetgan.commands import inspect as command
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.pack import pack
-from duetgan.data.packing import strata
+from duetgan.data.packing import inspect
+from duetgan.data.packing.pack import pack
+from duetgan.data.packing.split import strata
 from duetgan.data.sources.labels import listed_labels, split_labels
 from duetgan.utils.errors import UserError
 from tests.data.conftest import save, source_at
@@ -131,12 +132,12 @@ def test_a_file_of_one_label_says_nothing_of_sets(tmp_path):
 
 def test_inspect_counts_labels_and_images_with_none_or_several(tmp_path, capsys):
     pack(source_at(csv_of(tmp_path, list(map(";".join, LISTS)))), tmp_path / "x.lmdb")
-    inspect.main([str(tmp_path / "x.lmdb"), "--json"])
+    command.main([str(tmp_path / "x.lmdb"), "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["labels_an_image"] == {"none": 1, "one": 2, "several": 3}
     assert document["histogram"] == [1, 4, 4]
     assert document["label_sets"][3] == {"labels": ["cat", "dog"], "count": 2}
-    inspect.main([str(tmp_path / "x.lmdb"), "--out", str(tmp_path / "grid.png")])
+    command.main([str(tmp_path / "x.lmdb"), "--out", str(tmp_path / "grid.png")])
     text = capsys.readouterr().out
     assert "none 1, one 2, several 3" in text
     assert "#" * inspect.BAR in text

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from duetgan.commands.pack import main
 from duetgan.data.errors import ImageError
 from duetgan.data.images import fit
-from duetgan.data.pack import main, pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.sampler import GlobalSampler

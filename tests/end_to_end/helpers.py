@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import train
+from duetgan.commands import train
 from duetgan.utils.script import run_cli
 
 GAN = """

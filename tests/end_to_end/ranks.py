@@ -12,24 +12,33 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from duetgan.commands import COMMANDS
+
 CONTEXT = multiprocessing.get_context("forkserver")
-SCRIPTS = {
-    **{f"{name}.py": name for name in ("train", "evaluate", "predict", "generate", "export")},
-    **{name: f"duetgan.{name}" for name in ("data.pack", "data.inspect")},
-}
+NAMES = ("train", "evaluate", "predict", "generate", "export", "pack", "inspect")  # of the commands
+MODULES = [COMMANDS[name][0] for name in NAMES]
 LATE = [  # what the scripts import when they need it
     *("scipy.stats", "lmdb", "jinja2", "matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin"),
     *(f"duetgan.{name}" for name in ("training.engine.run", "reporting.report", "inference.predictions")),
     *(f"duetgan.{name}" for name in ("inference.samples", "metrics.evaluate_gan", "metrics.evaluate_audit")),
 ]
-CONTEXT.set_forkserver_preload([*SCRIPTS.values(), *LATE, "torch._dynamo", "tests.slim", "tests.faults.forks"])
+CONTEXT.set_forkserver_preload([*MODULES, *LATE, "torch._dynamo", "tests.slim", "tests.faults.forks"])
 SECONDS = 900.0  # that anything may take before the test fails
+
+
+def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the module and the arguments of a command: `train.py ...`, `data.pack ...` or `-P -m duetgan pack ...`."""
+    if argv[0] == "-P":
+        argv = argv[3:]
+    name = Path(argv[0]).name.removesuffix(".py").removeprefix("data.")
+    return COMMANDS[name][0], list(argv[1:])
+
 
 Notes = list[tuple[int, list[str]]]  # of one rank: where a global batch begins, and its samples' digests
 
@@ -105,7 +114,7 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved
     """
     import torch
 
-    import train as script
+    from duetgan.commands import train as script
     from duetgan.data.reading.loader import Batch, InfiniteLoader
     from duetgan.utils.script import run_cli
     from tests.slim import slim_down

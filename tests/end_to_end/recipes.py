@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import yaml
 
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source
 
 CLASSES = ("cross", "dot", "stripe")

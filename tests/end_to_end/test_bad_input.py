@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import train
+from duetgan.commands import train
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.utils.distributed.launch import VISIBLE

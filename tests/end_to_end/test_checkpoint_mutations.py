@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import train
+from duetgan.commands import train
 from duetgan.data.reading.dataset import dataset_for_model
 from duetgan.inference.influence_scores import rate_of
 from duetgan.inference.inputs import Transform

@@ -5,7 +5,6 @@ real, what needs a network, Docker or GPUs by its parser. Slow: the pages' other
 """
 
 import functools
-import importlib
 import itertools
 import re
 import shlex
@@ -28,7 +27,7 @@ from duetgan.utils.config.recipes import recipe_file
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.script import run_cli
 from tests.conftest import REPOSITORY
-from tests.test_docs import OVERRIDDEN, PAGES, SHORTENED, commands, fenced, parser_of, tokens
+from tests.test_docs import OVERRIDDEN, PAGES, SHORTENED, commands, fenced, main_of, parser_of, tokens
 
 # what makes a training last seconds: two steps of small networks
 SMALL = {
@@ -87,7 +86,7 @@ def write_photo(path: Path, rng: np.random.Generator) -> None:
 
 def pack(source: str, *names: str, options: Sequence[str] = ("--size", "64")) -> None:
     for name in names:
-        assert run("data.pack", [source, name, *options]) == 0
+        assert run("pack", [source, name, *options]) == 0
 
 
 def train(name: str, folder: str) -> None:
@@ -160,7 +159,7 @@ RUN_FOR_REAL = [page for page in BEFORE if page != "recipes"]
 
 
 def make_room(arguments: Sequence[str]) -> None:
-    """Remove the files that a command of data.pack will write."""
+    """Remove the files that a `duet pack` will write."""
     file = Path(arguments[1])
     file.unlink(missing_ok=True)
     if "--val-share" in arguments:
@@ -197,7 +196,7 @@ def test_a_pages_commands_run_in_its_order(page, folder, monkeypatch):
     assert len(shown) >= 2
     for module, arguments in shown:
         assert not SHORTENED.search(" ".join(arguments)), arguments
-        if module == "data.pack":  # another way to the same files: a reader takes one of them
+        if module == "pack":  # another way to the same files: a reader takes one of them
             make_room(arguments)
         # on noise the loss may fall at no rate, which --lr-find says: test_lr_find.py has images to learn from
         codes = (0, 2) if "--lr-find" in arguments else (0,)
@@ -262,7 +261,7 @@ def photos(tmp_path_factory):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_photo(file, rng)
     for size in (32, 64, 128, 224):
-        assert run("data.pack", [str(folder / "photos"), str(folder / f"{size}.lmdb"), "--size", str(size)]) == 0
+        assert run("pack", [str(folder / "photos"), str(folder / f"{size}.lmdb"), "--size", str(size)]) == 0
     return folder
 
 
@@ -331,8 +330,8 @@ def check_module(module: str, arguments: list[str], *, network: bool = False) ->
         arguments += ["--dry-run"] * ("--dry-run" not in arguments)
         assert run("train", made_short(arguments)) == 0, arguments
         return
-    if module in ("data.pack", "data.inspect", "data.duplicates") and not network:
-        if module == "data.pack":
+    if module in ("pack", "inspect", "duplicates") and not network:
+        if module == "pack":
             make_room(arguments)
         assert run(module, arguments) == 0, arguments
         return
@@ -412,4 +411,4 @@ def test_tensorboard_takes_the_options_of_the_pages():
 
 
 def run(module: str, arguments: list[str]) -> int:
-    return run_cli(importlib.import_module(module).main, arguments)
+    return run_cli(main_of(module), arguments)

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import evaluate
-import export
-import generate
-import hubconf
-import predict
-import train
+from duetgan import hub as hubconf
+from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.models.backbones import base
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve

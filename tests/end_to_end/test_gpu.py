@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-import train
+from duetgan.commands import train
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import differing, state_of, write_config
 

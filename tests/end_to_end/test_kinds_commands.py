@@ -8,11 +8,7 @@ import pytest
 import torch
 
 import duetgan
-import evaluate
-import export
-import generate
-import predict
-import train
+from duetgan.commands import evaluate, export, generate, predict, train
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import evaluate
-import export
-import generate
+from duetgan.commands import evaluate, export, generate
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.records import add_image

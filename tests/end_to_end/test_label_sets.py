@@ -9,10 +9,7 @@ import pytest
 import torch
 
 import duetgan
-import evaluate
-import export
-import generate
-import train
+from duetgan.commands import evaluate, export, generate, train
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.features.selection import select

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-import export
+from duetgan.commands import export
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.script import run_cli
-from tests.data.test_inspect import PASSPORT
+from tests.data.packing.test_inspect import PASSPORT
 from tests.end_to_end.helpers import train_in_process, write_config
 
 pytestmark = pytest.mark.usefixtures("slim_module")

@@ -10,24 +10,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import evaluate
-import quickstart
-import train
-from duetgan.data import pack
-from duetgan.planning import measure, steps
+from duetgan.commands import evaluate, pack, quickstart, train
+from duetgan.commands.planning import measure, steps
 from duetgan.utils.script import run_cli
 
 SCRIPTS: dict[str, Callable[[list[str]], int | None]] = {
-    "data.pack": pack.main,
-    "planning.measure": measure.main,
-    "train.py": train.main,
-    "evaluate.py": evaluate.main,
+    "pack": pack.main,
+    "quickstart-plan": measure.main,
+    "train": train.main,
+    "evaluate": evaluate.main,
 }
 
 
 def in_process(command: list[str]) -> int:
     """A command without the seconds that a process of its own takes to import everything."""
-    name, *options = command[2:] if command[1] == "-m" else command[1:]
+    name, *options = command
     return run_cli(SCRIPTS[name], options)
 
 
@@ -115,7 +112,7 @@ def test_images_become_a_report_without_a_question(tmp_path, capfd, make):
         assert "no classifier" in (out / "report.html").read_text()
     assert summary["plan"]["gan"]["precision"] == "fp32"
     assert (out / "report.html").stat().st_size > 30_000
-    assert "$ python -m data.pack" in shown.out
+    assert "$ duet pack" in shown.out
     assert "Traceback" not in shown.err
 
 

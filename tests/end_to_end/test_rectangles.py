@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import evaluate
-import export
-import generate
-import predict
-import train
+from duetgan.commands import evaluate, export, generate, predict, train
+from duetgan.commands.pack import main as pack_main
 from duetgan.data.augment.transforms import Augment, draw_and_apply
 from duetgan.data.decode import RandomCrop
-from duetgan.data.inspect import verify
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.pack import main as pack_main
+from duetgan.data.packing.inspect import verify
 from duetgan.data.reading.dataset import Dataset, at_resolution
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.data.records import pack_arrays

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import evaluate
-from duetgan.data.pack import pack
+from duetgan.commands import evaluate
+from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source
 from duetgan.models.backbones import base
 from duetgan.utils.script import run_cli

@@ -6,9 +6,7 @@ import cv2
 import pytest
 from PIL import Image
 
-import evaluate
-import generate
-import predict
+from duetgan.commands import evaluate, generate, predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import events_of, graph_scopes, log_of, status, train_in_process, write_config

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import train
+from duetgan.commands import train
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.models import convert

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import evaluate
-import generate
-import predict
+from duetgan.commands import evaluate, generate, predict
 from duetgan.models.layers import convolution
 from duetgan.utils.script import run_cli
 from tests import slim

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from duetgan.commands.explore import main
 from duetgan.explorer.models import _told_apart, open_runs
 from duetgan.utils.script import run_cli
-from explore import main
 from tests.conftest import REPOSITORY
 
 
@@ -81,7 +81,7 @@ def test_beyond_this_machine_a_token_is_made(folder, monkeypatch, capsys):
 
     tokens: list = []
     monkeypatch.setattr("waitress.server.create_server", Server)
-    monkeypatch.setattr("explore.leave_threads", lambda: None)
+    monkeypatch.setattr("duetgan.commands.explore.leave_threads", lambda: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     for host in ("0.0.0.0", "0.0.0.0", "127.0.0.1"):
         assert run_cli(main, ["--checkpoint", str(folder / "gan"), "--host", host, "--port", "0"]) == 0

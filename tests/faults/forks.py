@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 from duetgan.utils.distributed import launch
 from duetgan.utils.script import exit_cli
 from tests.conftest import REPOSITORY
-from tests.end_to_end.ranks import CONTEXT, SCRIPTS
+from tests.end_to_end.ranks import CONTEXT, command_of
 from tests.faults import inject
 from tests.slim import slim_down
 
@@ -26,8 +25,8 @@ def become(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """`python ARGV...` in this process."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[:] = argv
-    exit_cli(importlib.import_module(SCRIPTS[Path(argv[0]).name]).main)
+    module, arguments = command_of(argv)
+    exit_cli(importlib.import_module(module).main, arguments)
 
 
 class Rank:

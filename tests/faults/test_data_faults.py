@@ -16,7 +16,7 @@ from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.records import pack_arrays
 from tests.conftest import REPOSITORY
 from tests.data.conftest import change, flip, sample_images, save, stored
-from tests.data.test_inspect import change_entry
+from tests.data.packing.test_inspect import change_entry
 from tests.end_to_end.helpers import last, log_of, status, write_config
 from tests.faults.conftest import ENVIRONMENT, own_process
 
@@ -136,10 +136,10 @@ def test_fault_16_file_without_completion_record(command, recipe, trained, packe
     path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "raw")
     change(path, b"complete", None)
     for arguments in everything_that_reads(recipe, trained, path):
-        command(*arguments).refusal("x.lmdb was not finished: run data.pack again")
+        command(*arguments).refusal("x.lmdb was not finished: run duet pack again")
     path.rename(tmp_path / ".x.lmdb.partial")  # as a killed run leaves it
     for arguments in everything_that_reads(recipe, trained, path)[:-1]:
-        command(*arguments).refusal("x.lmdb was not finished: run data.pack again")
+        command(*arguments).refusal("x.lmdb was not finished: run duet pack again")
     assert not (tmp_path / "run").exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-import train
+from duetgan.commands import train
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.reading.dataset import Dataset

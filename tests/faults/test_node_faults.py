@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import train
+from duetgan.commands import train
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import check_same, status, write_config
 from tests.faults.torchrun import PATIENCE

@@ -50,7 +50,7 @@ def names(folder: Path) -> list[str]:
 
 SMALL_MAP = """
 import sys
-from duetgan.data import pack
+from duetgan.commands import pack
 from duetgan.data.lmdb import writer
 from duetgan.utils.script import run_cli
 writer.FIRST_MAP = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
@@ -89,7 +89,7 @@ def test_fault_17_disk_full_of_a_small_file_system(many, tmp_path):
 
 KILLED = """
 import os, sys
-from duetgan.data import pack
+from duetgan.commands import pack
 from duetgan.data.lmdb import writer
 from duetgan.utils.script import run_cli
 name, calls, real = sys.argv[1], int(sys.argv[2]), None
@@ -118,7 +118,7 @@ def test_fault_17_killed_while_packing(command, recipe, many, content_hash, tmp_
         assert names(folder) == ["x.lmdb"]
     else:
         assert names(folder) == [".x.lmdb.partial"]
-        command(*recipe, "--data.path", path).refusal("x.lmdb was not finished: run data.pack again")
+        command(*recipe, "--data.path", path).refusal("x.lmdb was not finished: run duet pack again")
         command(*packing(many, path)).success()
         assert names(folder) == ["x.lmdb"]
     command("data.inspect", path, "--verify", "--json").success()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import train
+from duetgan.commands import train
 from tests.end_to_end.helpers import check_same, last, status, write_config
 from tests.faults.conftest import own_process
 from tests.faults.torchrun import PATIENCE, ended, torchrun

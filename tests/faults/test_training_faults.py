@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import train
+from duetgan.commands import train
 from duetgan.training.engine import health
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater

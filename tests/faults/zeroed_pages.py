@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from duetgan.data.decode import stored_image
-from duetgan.data.inspect import verify
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.packing.inspect import verify
 from duetgan.utils.errors import UserError
 
 PAGE = 4096  # bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-import train
-from duetgan.data.pack import pack
+from duetgan.commands import train
+from duetgan.data.packing.pack import pack
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import open_source
 from tests.data.sources.make_sample import idx_gz

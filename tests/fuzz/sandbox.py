@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from duetgan.utils.script import run_cli
+from tests.end_to_end import ranks
 
 CODES = (0, 2, 4)
 LINES = 3  # on stderr
@@ -33,7 +34,7 @@ FILE = 256 << 20  # bytes of the largest file that it may write
 
 ROOT = Path(__file__).parents[2]
 FRAME = re.compile(rf'File "{ROOT}/((?!\.venv|tests/)[^"]+)", line ([0-9]+)')  # of a traceback, in the program
-MODULES = ("train", "evaluate", "predict", "generate", "data.pack", "data.inspect", "duetgan.reporting.report")
+MODULES = (*ranks.MODULES, "duetgan.reporting.report")
 LAZY: tuple[str, ...] = ("lmdb", "pyarrow.parquet", "jinja2", "matplotlib.figure")  # of MODULES
 LAZY += ("duetgan.training.engine.run", "duetgan.inference.predictions", "duetgan.metrics.evaluate_gan")
 LAZY += ("matplotlib.backends.backend_svg",)
@@ -193,7 +194,7 @@ def _in_fork(
 def _main(name: str) -> Callable[[list[str]], int | None]:
     """The command's `main`; `report` stands for what evaluate.py and train.py do at their ends."""
     if name != "report":
-        return importlib.import_module(name.removesuffix(".py")).main
+        return importlib.import_module(ranks.command_of([name])[0]).main
     write = importlib.import_module("duetgan.reporting.report").write_report
     return lambda argv: print(write(argv[0]))
 

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import torch
 
-import export as script
+from duetgan.commands import export as script
 from duetgan.inference.export import check
 from duetgan.inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
 from duetgan.inference.export.formats import FORMATS, Format

@@ -15,7 +15,7 @@ import yaml
 from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 
-import export as script
+from duetgan.commands import export as script
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export.check import CheckFailed
 from duetgan.inference.export.folder import described, readme

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import export as script
+from duetgan.commands import export as script
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.subject import generator_subject
 from duetgan.models.convert import main as convert

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, safe_open
 
-import generate
+from duetgan.commands import generate
 from duetgan.inference.export.subject import write_weights
 from duetgan.inference.projection import Projector
 from duetgan.utils.checkpoint import load, resolve

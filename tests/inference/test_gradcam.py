@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-import predict
+from duetgan.commands import predict
 from duetgan.inference import predictions
 from duetgan.inference.predictions import output_files
 from duetgan.metrics.grad_cam import grad_cam, image_heat, overlay

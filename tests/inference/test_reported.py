@@ -14,9 +14,7 @@ import torch
 from PIL import Image
 
 import duetgan
-import export
-import generate
-import predict
+from duetgan.commands import export, generate, predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.grad_cam import overlay
 from duetgan.models.restore import classifier_from, read

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-import train
+from duetgan.commands import train
 from duetgan.data.records import pack_arrays
 from duetgan.inference import samples as tables
 from duetgan.inference.samples import Sampler, chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers

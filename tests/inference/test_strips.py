@@ -11,9 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-import generate
-import predict
 from benchmarks import edit as benchmark
+from duetgan.commands import generate, predict
 from duetgan.inference.editing import Editor
 from duetgan.inference.interpolate import Journey, draw_film, slerp
 from duetgan.inference.settings import EditConfig

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-import generate
+from duetgan.commands import generate
 from duetgan.inference.interpolate import check_film, enlargement, film
 from duetgan.utils.errors import UserError
 from duetgan.utils.files import building

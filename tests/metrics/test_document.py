@@ -20,7 +20,7 @@ from scipy.spatial.distance import cdist, pdist
 from scipy.stats import binomtest
 from sklearn import metrics as theirs
 
-import evaluate
+from duetgan.commands import evaluate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.metrics import evaluate_classifier

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import mannwhitneyu
 
-import evaluate
+from duetgan.commands import evaluate
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays

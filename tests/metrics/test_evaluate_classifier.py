@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
-import evaluate
+from duetgan.commands import evaluate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.evaluate_classifier import (

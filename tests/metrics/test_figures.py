@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import evaluate
+from duetgan.commands import evaluate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics import evaluate_classifier, evaluate_gan, figures, tables
 from duetgan.metrics.comparison import compare

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import evaluate
+from duetgan.commands import evaluate
 from duetgan.data.lmdb.format import Split
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
@@ -14,7 +14,7 @@ from duetgan.metrics.lineage import TOLERATED, data_of, identities, lineage_of, 
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
 from duetgan.utils.provenance import Lineage, recorded
-from tests.data.test_inspect import PASSPORT, pack_samples
+from tests.data.packing.test_inspect import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import answers, call, evaluated
 

@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 
 import duetgan.inference.predictions
-import evaluate
-import predict
+from duetgan.commands import evaluate, predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.inputs import Input, file_input
 from duetgan.inference.predictions import predict as predict_inputs

@@ -15,8 +15,8 @@ import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
-import hubconf
-import predict
+from duetgan import hub as hubconf
+from duetgan.commands import predict
 from duetgan.data.images import fit, trained_mode
 from duetgan.library import Transform, load_classifier
 from duetgan.metrics.features.extractors import fingerprint

@@ -19,12 +19,13 @@ EQUIVALENT = Path(__file__).with_name("equivalent.yaml")
 # The parts whose faults do the most harm; a file counts for the first one that its path begins with.
 PARTS = (
     "training", "data/reading", "data/lmdb", "data/augment", "models", "metrics", "inference", "utils/checkpoint",
-    "utils/distributed", "duetgan/library.py", "planning",
+    "utils/distributed", "library.py", "commands/planning",
 )  # fmt: skip
 
 
 def part_of(path: str, parts: Sequence[str] = PARTS) -> str:
     """Return the part that a path belongs to, or an empty string."""
+    path = path.removeprefix("duetgan/")
     return next((part for part in parts if path == part or path.startswith(f"{part}/")), "")
 
 

@@ -49,7 +49,7 @@ class Mutant:
     @property
     def key(self) -> str:
         """Return an identifier that survives changes elsewhere in the file."""
-        parts = (self.path, self.function, self.kind, self.before, self.text)
+        parts = (self.path.removeprefix("duetgan/"), self.function, self.kind, self.before, self.text)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
 
     def apply(self, source: bytes) -> bytes:

@@ -79,7 +79,7 @@ class Recording:
 def product_files(root: Path) -> list[str]:
     """Return the product's Python files, relative to the checkout."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True)
-    outside = ("tests/", "benchmarks/", "docs/", "examples/", "setup.py")
+    outside = ("tests/", "benchmarks/", "docs/", "examples/")
     return [name for name in listed.stdout.splitlines() if not name.startswith(outside)]
 
 

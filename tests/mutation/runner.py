@@ -84,7 +84,7 @@ def order(tests: Sequence[str], path: str, recording: Recording, limit: float) -
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in tests:
         by_file[test.split("::")[0]].append(test)
-    folders = Path(path).parent.parts
+    folders = Path(path.removeprefix("duetgan/")).parent.parts
     stem = Path(path).stem
 
     def rank(file: str) -> tuple[int, float]:

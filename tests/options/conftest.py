@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-import evaluate
-from duetgan.data.pack import main as pack_main
+from duetgan.commands import evaluate
+from duetgan.commands.pack import main as pack_main
 from duetgan.data.records import pack_arrays
 from duetgan.inference.samples import Sampler
 from duetgan.models.backbones.torchvision import RESNET
@@ -116,7 +116,7 @@ def write_runs(folder: Path) -> None:
 
 
 def write_images(folder: Path) -> None:
-    """Sources of data.pack: folders of classes, a table, idx files, channels in files of their own, 16 bits."""
+    """Sources of `duet pack`: folders of classes, a table, idx files, channels in files of their own, 16 bits."""
     draws = np.random.default_rng(0)
     table = ["path,label,another"]
     for row, name in enumerate(CLASSES * 5):

@@ -24,10 +24,10 @@ from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.launch import VISIBLE
 from duetgan.utils.script import run_cli
+from tests.commands.test_quickstart import Commands
 from tests.conftest import REPOSITORY
 from tests.mutation.recording import product_files
 from tests.slim import make
-from tests.test_quickstart import Commands
 
 TABLE = Path(__file__).with_name("table.txt")
 GENERAL = {
@@ -36,14 +36,14 @@ GENERAL = {
     "debug",
 }  # of every parser: tests/utils/config/test_cli.py, tests/utils/test_script.py
 INTERNAL = {  # programs that others of ours call, and where their options are tested
-    "planning.measure": "tests/planning/test_measure.py",
+    "planning.measure": "tests/commands/test_measure.py",
     "planning.networks": "tests/test_quickstart.py",
     "planning.replan": "tests/test_quickstart.py",
     "utils.runlog.trackers": "tests/utils/runlog/test_trackers.py",
 }
 ELSEWHERE = {  # options of the table's commands that other files test
     "export.py": {"truncation_psi", "truncation_mean"},  # tests/inference/test_export_formats.py
-    "quickstart.py": {  # tests/planning/test_survey.py
+    "quickstart.py": {  # tests/commands/test_survey.py
         *("path_column", "label_column", "label_separator", "split_column", "root", "suffix"),
     },
 }
@@ -143,18 +143,18 @@ class Stubs:
             patch.setattr("duetgan.reporting.report.write_study_page", self.page)
         if command == "quickstart.py":
             self.commands = Commands()
-            patch.setattr("duetgan.planning.steps.call", self.call)
+            patch.setattr("duetgan.commands.planning.steps.call", self.call)
             patch.setattr("time.monotonic", lambda: self.commands.now)
-            patch.setattr("duetgan.planning.steps.complete", lambda file: True)
-            patch.setattr("duetgan.planning.steps.unfit", lambda run, test: "")
+            patch.setattr("duetgan.commands.planning.steps.complete", lambda file: True)
+            patch.setattr("duetgan.commands.planning.steps.unfit", lambda run, test: "")
         if command == "explore.py":
             patch.setattr("waitress.server.create_server", self.server)
             patch.setattr("signal.signal", lambda *_: None)
-            patch.setattr("explore.leave_threads", lambda: None)
+            patch.setattr("duetgan.commands.explore.leave_threads", lambda: None)
 
     def call(self, command: list[str]) -> int:
         with open(self.out / "commands.txt", "a") as file:
-            print(*command[1:], file=file)
+            print(*command, file=file)
         return self.commands(command)
 
     def find_rate(self, loop: Any, sweep: Any) -> int:

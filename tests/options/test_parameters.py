@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import duetgan
-import hubconf
 from duetgan import data, metrics, models, training
+from duetgan import hub as hubconf
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.decode import RandomCrop
 from duetgan.models.classifier import Classifier, ModelConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-import study as script
+from duetgan.commands import study as script
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.script import run_cli

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-import study as script
+from duetgan.commands import study as script
 from duetgan.studies import SUBJECTS, load_subject
 from duetgan.studies.augment import (
     HELD,

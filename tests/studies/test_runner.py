@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-import study as script
+from duetgan.commands import study as script
 from duetgan.metrics.comparison.paired import holm
 from duetgan.reporting.report import chance, span, write_study_page
 from duetgan.studies.images import StudyConfig, StudyData, groups_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from duetgan.data.inspect import save_grid
 from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.packing.inspect import save_grid
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.images import save_confusion
 from duetgan.utils import images as fonts

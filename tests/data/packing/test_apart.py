@@ -1,4 +1,4 @@
-"""`data.pack --apart`: what the file holds, and what looks like it, is left out."""
+"""`duet pack --apart`: what the file holds, and what looks like it, is left out."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from duetgan.commands.pack import main
 from duetgan.data.decode import stored_image
-from duetgan.data.duplicates import find
-from duetgan.data.inspect import verify
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.pack import main, pack
+from duetgan.data.packing.duplicates import find
+from duetgan.data.packing.inspect import verify
+from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source
 from tests.data.conftest import succeed
-from tests.data.test_duplicates import photos as photo_like
+from tests.data.packing.test_duplicates import photos as photo_like
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`python -m data.pack`: what goes in comes out; what cannot go in is named and leaves nothing behind."""
+"""`duet pack`: what goes in comes out; what cannot go in is named and leaves nothing behind."""
 
 import subprocess
 import sys
@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data import pack as pack_module
+from duetgan.commands.pack import main
 from duetgan.data.lmdb.format import CODEC_JPEG
-from duetgan.data.pack import main, pack
+from duetgan.data.packing import pack as pack_module
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import make_plan
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import UserError
-from tests.conftest import assert_raises
+from tests.conftest import REPOSITORY, assert_raises
 from tests.data.conftest import save
 
 
@@ -194,7 +195,7 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
 
 
 def test_fault_in_the_search_for_duplicates_loses_nothing(photos, monkeypatch, capsys):
-    monkeypatch.setattr("duetgan.data.pack.find", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("duetgan.data.packing.pack.find", lambda *_, **__: 1 / 0)
     assert len(packed(photos)) == 4
     assert "the search failed (ZeroDivisionError: division by zero); the file is complete" in capsys.readouterr().out
 
@@ -240,8 +241,8 @@ def test_command_line(photos: Path, tmp_path: Path) -> None:
     for arguments, told in (
         (command, "--overwrite"),
         ([*command, "--siez", "8"], "did you mean '--size'"),
-        ([pack_module.__file__], "python -m data.pack"),  # started as a file
     ):
         done = run(*arguments)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert told in done.stderr
+    assert run(REPOSITORY / "data" / "pack.py", "--help").stdout.startswith("usage: duet pack")

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from duetgan.commands.inspect import main as inspect
+from duetgan.commands.pack import main
 from duetgan.data import records
 from duetgan.data.errors import ImageError
-from duetgan.data.inspect import main as inspect
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.record import Layout, Record
-from duetgan.data.pack import main, pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.records import Plan, converted, thread_count
 from duetgan.data.sources import open_source
 from duetgan.data.sources.base import ArraySource, Source
@@ -147,7 +148,7 @@ def test_number_of_threads(monkeypatch, source, cores, workers, expected):
 
 
 def test_packing_imports_no_torch() -> None:
-    code = "import sys, duetgan.data.pack; sys.exit('torch' in sys.modules)"
+    code = "import sys, duetgan.data.packing.pack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -163,7 +164,7 @@ def test_full_disk_with_workers(tmp_path: Path) -> None:
 
 SLOW = """
 import pathlib, sys, time
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from tests.data.packing.test_pack_parallel import Numbers
 from duetgan.utils.script import run_cli
 

@@ -1,4 +1,4 @@
-"""Held-out images: which ones (data/packing), and `data.pack --val-share` from a source to two files (U3)."""
+"""Held-out images: which ones (data/packing), and `duet pack --val-share` from a source to two files (U3)."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -10,20 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from duetgan.commands.pack import main
 from duetgan.data.decode import stored_image
-from duetgan.data.duplicates import find
-from duetgan.data.inspect import verify
 from duetgan.data.lmdb.format import Split
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.pack import main, pack
-from duetgan.data.packing import draw, quotas, to_share, val_path
+from duetgan.data.packing.duplicates import find
+from duetgan.data.packing.inspect import verify
+from duetgan.data.packing.pack import pack
+from duetgan.data.packing.split import draw, quotas, to_share, val_path
 from duetgan.data.sources import open_source
 from duetgan.utils.errors import EXIT_USER, UserError
 from duetgan.utils.script import run_cli
 from duetgan.utils.seeding import seed_of
 from tests.data.conftest import sample_images, save, source_at, succeed
-from tests.data.test_duplicates import photos as photo_like
+from tests.data.packing.test_duplicates import photos as photo_like
 
 TENTH = Fraction(1, 10)
 SHARES = st.fractions(min_value=Fraction(1, 100), max_value=Fraction(1, 2))
@@ -146,7 +147,7 @@ def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
         sides = [set(training.names()), set(held_out.names())]
         for group in ({"00.png", "copy0.png", "jpeg0.jpg"}, {"01.png", "copy1.png", "jpeg1.jpg"}):
             assert any({f"cat/{name}" for name in group} <= side for side in sides)
-    # in a crowd stricter rules hold (data/near_duplicates.py); the parts' crowds are those of the whole
+    # in a crowd stricter rules hold (data/packing/near_duplicates.py); the parts' crowds are those of the whole
     pack(open_source("sample", split="test"), tmp_path / "y.lmdb", val_share=0.3, duplicates=False)
     report = find(*halves(tmp_path / "y.lmdb"), similar=True)
     assert report.candidates > 100
@@ -231,7 +232,7 @@ def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, cap
     capsys.readouterr()
     pack(source_at(pets), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]
-    for fault in ("duetgan.data.packing.draw", "duetgan.data.packing.publish_both"):
+    for fault in ("duetgan.data.packing.split.draw", "duetgan.data.packing.split.publish_both"):
         with monkeypatch.context() as patch:
             patch.setattr(fault, lambda *arguments: (_ for _ in ()).throw(UserError("a fault")))
             assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == EXIT_USER

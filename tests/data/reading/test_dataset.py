@@ -20,7 +20,7 @@ from duetgan.data.lmdb import environment
 from duetgan.data.lmdb.format import CODEC_JPEG
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading import dataset as dataset_module
 from duetgan.data.reading.dataset import Dataset, dataset_for_model
 from duetgan.data.reading.sampler import SampleKeys

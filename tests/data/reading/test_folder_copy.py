@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading import several_files
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import open_source

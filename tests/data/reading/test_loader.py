@@ -350,8 +350,8 @@ def test_levels_that_are_not_stored_are_scaled_as_the_plan_says(tmp_path: Path) 
     texts = {name: stages_text(Dataset(tmp_path / f"{name}.lmdb"), sides) for name in names}
     assert texts == {
         "full": "8, 16, 32, 64 px as stored",
-        "part": "32, 64 px as stored, 8, 16 px scaled from 32 px while reading (data.pack --pyramid 8 stores them)",
-        "none": "64 px as stored, 8, 16, 32 px scaled from 64 px while reading (data.pack --pyramid 8 stores them)",
+        "part": "32, 64 px as stored, 8, 16 px scaled from 32 px while reading (duet pack --pyramid 8 stores them)",
+        "none": "64 px as stored, 8, 16, 32 px scaled from 64 px while reading (duet pack --pyramid 8 stores them)",
     }
     half = Dataset(tmp_path / "none.lmdb", resolution=16)
     assert stages_text(half, [8, 16]).startswith("8, 16 px scaled from 64 px")

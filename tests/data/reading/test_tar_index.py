@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train
+from duetgan.commands import train
 from duetgan.data.decode import RandomCrop
 from duetgan.data.errors import DamageError
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading import several_files as shard_index
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.sampler import GlobalSampler
@@ -187,7 +187,7 @@ GIVEN = {"compressed": "a.tar.gz", "missing": "{a,b}.tar", "mixed": "*"}  # else
     [
         ("link", r"a.tar:../../\x1b[31mevil\n.jpg is a link; put the file itself into the tar: fix it, or pack the"),
         ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
-        ("unclear", "pass --label-column kind: to go on, pack the images with data.pack, and train from"),
+        ("unclear", "pass --label-column kind: to go on, pack the images with duet pack, and train from"),
         ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
         ("compressed", "a.tar.gz is compressed, so that no image can be found in it: make it a .tar, as gunzip does"),
         ("splits", "shards of val and train: give a pattern, "),

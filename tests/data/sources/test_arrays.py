@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from duetgan.data.errors import ImageError
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.values import channels_last
 from duetgan.utils.errors import UserError

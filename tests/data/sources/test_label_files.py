@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duetgan.commands.pack import main
 from duetgan.data.lmdb.format import multi_hot
-from duetgan.data.pack import main
 from duetgan.data.sources import Source
 from tests.data.conftest import save, source_at, succeed
 from tests.data.sources.source_files import cells, content_of, parquet, refused

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from duetgan.data.pack import main
+from duetgan.commands.pack import main
 from duetgan.data.sources import open_source
 from duetgan.data.sources.base import looks_like_labels
 from tests.data.conftest import save, source_at, succeed

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.sources import named, open_source
 from duetgan.data.sources.named import DEBIAN, SAMPLE, cache_folder, find_idx, read_idx

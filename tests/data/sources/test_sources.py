@@ -13,7 +13,7 @@ import pytest
 
 from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.pack import pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.records import pack_arrays
 from duetgan.data.sources import READERS, Source, open_source
 from duetgan.data.sources.base import ArraySource, SourceOptions

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duetgan.commands.pack import main
 from duetgan.data.errors import ImageError
-from duetgan.data.pack import main, pack
+from duetgan.data.packing.pack import pack
 from duetgan.data.sources import tables
 from duetgan.utils.errors import UserError
 from tests.data.conftest import flip, save, source_at, succeed

@@ -14,7 +14,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from duetgan.data.pack import main, pack
+from duetgan.commands.pack import main
+from duetgan.data.packing.pack import pack
 from duetgan.data.sources import open_source, remote, tars
 from duetgan.utils import bounded
 from duetgan.utils.bounded import FileLimit

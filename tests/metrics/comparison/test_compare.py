@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import evaluate
+from duetgan.commands import evaluate
 from duetgan.metrics.comparison.compare import compare, comparison_table, save_predictions
 from duetgan.metrics.evaluate_classifier import document_of
 from duetgan.metrics.figures import CLASSIFIER

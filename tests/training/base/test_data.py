@@ -27,7 +27,7 @@ from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.data.conftest import CLASSES, flip, sample_images
-from tests.data.test_inspect import change_entry
+from tests.data.packing.test_inspect import change_entry
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
 
@@ -139,7 +139,7 @@ def test_leaks_are_counted(folder, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert error.startswith("warning: 3 of the 7 images of ")
     assert error.count("\n") == 1
-    assert f"`python -m data.duplicates {folder}/train.lmdb {folder}/mixed.lmdb`" in error
+    assert f"`duet duplicates {folder}/train.lmdb {folder}/mixed.lmdb`" in error
     pack_arrays(folder / "larger.lmdb", sample_images(4, side=16), [0, 1, 2, 0], CLASSES)
     opened(config_of(folder, val_path=str(folder / "larger.lmdb"), resolution=8))
     assert "is not checked: they have other sizes" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train
+from duetgan.commands import train
 from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.script import run_cli

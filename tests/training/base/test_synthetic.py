@@ -16,7 +16,7 @@ from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.data import label_shares, real_label_shares, share_of
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, sample_images
-from tests.data.test_inspect import change_entry
+from tests.data.packing.test_inspect import change_entry
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
 CPU = torch.device("cpu")

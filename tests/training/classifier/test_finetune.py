@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchvision
 
-import train
+from duetgan.commands import train
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, read_batch
 from duetgan.models.classifier import Classifier, ModelConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train
+from duetgan.commands import train
 from duetgan.models import model_parallel as split
 from duetgan.models.hooks import LayerStatistics
 from duetgan.models.restore import classifier_from

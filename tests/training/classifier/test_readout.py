@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import evaluate
-import export
-import predict
+from duetgan.commands import evaluate, export, predict
 from duetgan.data.augment.transforms import to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays

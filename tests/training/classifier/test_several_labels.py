@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import evaluate
-import export
-import predict
+from duetgan.commands import evaluate, export, predict
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.records import pack_arrays
 from duetgan.metrics.classification.labels import best_thresholds

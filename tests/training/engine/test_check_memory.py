@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.commands.train import main
 from duetgan.training.engine import preflight
 from duetgan.training.engine.health import explain
 from duetgan.training.engine.tasks import TASKS, build_run_config
@@ -18,7 +19,6 @@ from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.memory import total_bytes
 from tests.end_to_end.helpers import write_config
-from train import main
 
 CPU = torch.device("cpu")
 RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not path.name.startswith(STUDIES))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-import train
+from duetgan.commands import train
 from duetgan.data.lmdb.format import COMPLETE_KEY, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.reading.dataset import Dataset

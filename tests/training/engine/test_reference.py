@@ -9,7 +9,7 @@ import pytest
 import yaml
 from annotated_types import Ge
 
-import train
+from duetgan.commands import train
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.engine.reference import Key, as_markdown, as_text, groups, keys, matching, takes
 from duetgan.training.engine.tasks import TASKS

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import train
+from duetgan.commands import train
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.gan.config import GanConfig
 from duetgan.utils.config.build import build, to_tree

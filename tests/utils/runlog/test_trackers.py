@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from duetgan.commands.train import main as train
 from duetgan.utils.runlog import trackers as track
 from duetgan.utils.script import run_cli
 from tests.end_to_end.helpers import write_config
-from train import main as train
 
 ROWS: list[dict[str, Any]] = [
     {"step": 2, "loss/x": 1.5, "n": 3},

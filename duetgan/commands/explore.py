@@ -1,0 +1,85 @@
+"""Look at what the models do, in a browser: samples, mixtures, walks, predictions and their reasons, runs over time."""
+
+import ipaddress
+import logging
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from duetgan.utils import bounded
+from duetgan.utils.config.cli import Parser, add_import_option, number
+from duetgan.utils.config.yaml_files import near_file
+from duetgan.utils.errors import EXIT_OK, UserError, explained
+from duetgan.utils.script import leave_threads
+
+PORT = 7870
+CONNECTIONS = 50
+THREADS = 16  # more than the models' queue holds, so that the page itself is always served
+
+
+def parser() -> Parser:
+    options = Parser(prog="explore.py", description=__doc__)
+    add_import_option(options)
+    add = options.add_argument
+    text = "run folder, checkpoint, or a folder of runs; may be repeated (default: runs/quickstart)"
+    add("--checkpoint", action="append", default=[], metavar="RUN", help=text)
+    add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
+    add("--data", metavar="X.lmdb", help="the classifier's training images (default: as its config says)")
+    add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
+    text = "address to listen at; beyond this machine a token is needed (default: 127.0.0.1)"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
+    add("--port", type=number(int, 0, 65535), default=PORT, metavar="N", help="0: any free one")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    if options.data is not None and not Path(options.data).exists():
+        raise UserError(f"--data {options.data}: no such file{near_file(Path(options.data))}")
+    with explained(ImportError, "the explorer needs waitress; `pip install 'waitress>=3.0'`"):
+        from waitress.server import create_server
+    with listen(options.host, options.port) as listener:  # before torch is imported
+        from duetgan.explorer.app import App, Worker
+        from duetgan.explorer.models import open_runs
+        from duetgan.utils.distributed.collectives import choose_device
+
+        address, port = listener.getsockname()[:2]
+        own = ipaddress.ip_address(address)
+        token = None if own.is_loopback else secrets.token_urlsafe(16)
+        runs = open_runs(options.checkpoint, which=options.which, device=choose_device(options.device))
+        worker = Worker()
+        app = App(runs, worker, token=token, data=options.data)
+        server = create_server(
+            app,
+            sockets=[listener],
+            threads=THREADS,
+            connection_limit=CONNECTIONS,
+            max_request_body_size=bounded.UPLOAD.limit + 1,
+            ident=None,
+        )
+
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of threads that are on their way
+
+        def end(*_: object) -> None:
+            worker.end()
+            raise KeyboardInterrupt
+
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, end)
+        host = socket.gethostname() if own.is_unspecified else f"[{address}]" if own.version == 6 else address
+        place = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+        print(f"open {place} in a browser; Ctrl-C ends the explorer", flush=True)
+        leave_threads()  # a model may still compute when all is to end
+        server.run()  # until KeyboardInterrupt, which it takes
+    print("ended", file=sys.stderr)
+    return EXIT_OK
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises UserError where there is none to be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    asked, remedy = f"--host {host} --port {port}", "give another address or port"
+    with explained((OSError, UnicodeError), lambda why: f"{asked}: {getattr(why, 'strerror', None) or why}; {remedy}"):
+        return socket.create_server((host, port), family=family)

@@ -1,0 +1,1 @@
+"""What the quickstart decides before it starts: it looks at the images, measures the machine, chooses and says why."""

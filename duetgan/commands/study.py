@@ -1,0 +1,75 @@
+"""Answer a question about the generator and the classifier with many runs, controls and intervals.
+
+`python study.py augment`: do samples help the classifier? The same command goes on where it was stopped. It writes
+study.json and a page, report.html. `python study.py page FOLDER...` prints what studies found, as Markdown.
+"""
+
+import json
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from duetgan.studies import SUBJECTS, load_subject
+from duetgan.utils.config.build import build, to_tree
+from duetgan.utils.config.cli import Parser, UnknownKey, entry, number, positive
+from duetgan.utils.config.recipes import CONFIGS, recipe_file
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.errors import StoppedBySignal, explained
+from duetgan.utils.runlog.run_folder import runs_folder
+
+WEEK = 7 * 24 * 60  # minutes
+
+
+def parser() -> Parser:
+    options = Parser(prog="study.py", description=__doc__, epilog="Any key of the recipe: --section.key value.")
+    add = options.add_argument
+    add("subject", metavar="SUBJECT", help="; ".join(f"{name}: {what}" for name, what in SUBJECTS.items()))
+    add("--config", metavar="FILE", help="a recipe (default: configs/study_SUBJECT.yaml)")
+    add("--out", metavar="DIR", help="folder of the study (default: runs/NAME, the recipe's)")
+    add("--quick", action="store_true", help="the recipe's section quick: a first answer, with wide intervals")
+    add("--minutes", type=number(float, 0.01, WEEK), metavar="M", help="stop after them; the same command goes on")
+    add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
+    add("--seeds", type=positive, metavar="N", help="trainings of each arm (default: the recipe's, 5 unless it says)")
+    add("--json", action="store_true", help="print study.json instead of the verdict")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Make what is missing of a study, and print what it found."""
+    if argv[:1] == ["page"]:
+        from duetgan.reporting.verdicts import verdicts
+
+        folders = Parser(prog="study.py page", description="Print what studies found, as Markdown.")
+        folders.add_argument("folders", metavar="FOLDER", type=Path, nargs="+")
+        print(verdicts(folders.parse_args(argv[1:]).folders))
+        return 0
+    options, overrides = parser().parse_known(argv)
+    entry(SUBJECTS, options.subject, "study")
+    file = Path(recipe_file(options.config)) if options.config else CONFIGS / f"study_{options.subject}.yaml"
+    overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]
+    out = options.out or str(runs_folder() / (file.stem + "_quick" * options.quick))
+    tree = read_yaml(file)
+
+    from duetgan.reporting.report import write_study_page
+    from duetgan.studies.images import quickened
+    from duetgan.studies.runner import Study
+
+    config_class, subject_class = load_subject(options.subject)
+    with explained(UnknownKey, lambda error: error.among(sorted(parser()._option_string_actions))):
+        config: Any = build(config_class, quickened(tree) if options.quick else tree, overrides, source=str(file))
+    folder = Path(out).resolve()
+    study = Study(options.subject, subject_class(config, folder, options.device))
+    write = partial(write_study_page, folder, command=shlex.join(["python", "study.py", *argv]), config=to_tree(config))
+    try:
+        document = study.run(options.minutes)
+    except StoppedBySignal:
+        write(study.write())
+        raise
+    page = write(document)
+    if options.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        print("\n".join(document["words"]))
+        print(f"page: {page}  (open it in a browser)")
+    return 0

@@ -1,0 +1,127 @@
+"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same command resumes."""
+
+import os
+from argparse import SUPPRESS, Namespace
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+from duetgan.utils.config.cli import Parser, UnknownKey, add_import_option, number, positive
+from duetgan.utils.config.recipes import listing, recipe_file, recipes
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import launch
+from duetgan.utils.errors import UserError, explained, refuse
+from duetgan.utils.runlog.run_folder import RunFolder, default_folder
+from duetgan.utils.text import did_you_mean
+
+RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
+
+
+def parser() -> Parser:
+    parse = Parser(
+        prog="train.py", description=__doc__, epilog="Any key of the config is overridden by --section.key value."
+    )
+    add = parse.add_argument
+    add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
+    add("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
+    launch.add_options(add)
+    add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
+    add(
+        "--max-steps",
+        type=positive,
+        metavar="N",
+        help="stop after saving at step N; schedules keep the config's length",
+    )
+    add("--init-from", metavar="FILE|RUN", help="start from another run's weights, as far as they fit; not a resume")
+    add("--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them")
+    add("--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type")
+    add("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
+    rate = number(float, 0, inner=True)
+    add("--lr-find-from", type=rate, metavar="RATE", help="the first of them (default: 1e-6)")
+    add("--lr-find-to", type=rate, metavar="RATE", help="the last of them (default: 10)")
+    add_import_option(parse)
+    add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
+    add("--list", action="store_true", help="print the recipes of configs/ with a line each")
+    add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
+    add(
+        "--dry-run",
+        nargs="?",
+        const="here",
+        default="",
+        choices=("here", "gpu"),
+        help="do everything up to the first step and print the plan; gpu: with memory and speed on some GPUs, on paper",
+    )
+    add("--layers", action="store_true", help="with --dry-run: every layer too")
+    return parse
+
+
+def check_names(overrides: Sequence[str], *, config: str | None) -> None:
+    """Raise UserError for options that do not exist and cannot wait for the config, which knows the others."""
+    for name in [token.partition("=")[0] for token in overrides if token.startswith("--")]:
+        if name in RESUME:
+            raise UserError(
+                f"there is no {name.replace('_', '-')}: the same command resumes from the run folder's last checkpoint"
+            )
+        if config is None and (near := did_you_mean(name, ["--config"])):
+            raise UserError(f"unknown option {name}{near}")
+
+
+def main(argv: list[str]) -> int:
+    options, overrides = parser().parse_known(argv)
+    if options.list:
+        print(listing(recipes()))
+        return 0
+    if options.keys is not None:
+        from duetgan.training.engine.reference import as_text, matching  # imports torch
+
+        print(as_text(matching(options.keys)))
+        return 0
+    check_names(overrides, config=options.config)
+    if options.config is None:
+        raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
+    options.config = recipe_file(options.config)
+    read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
+    given = {"steps": options.lr_find_steps, "first": options.lr_find_from, "last": options.lr_find_to}
+    sweep = {name: value for name, value in given.items() if value is not None}
+    refuse(
+        (
+            options.profile is not None and (options.dry_run or options.max_steps is not None),
+            "--profile N trains its own few steps and stops; leave --dry-run and --max-steps out",
+        ),
+        (sweep and not options.lr_find, "--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it"),
+        (options.layers and not options.dry_run, "--layers belongs to --dry-run; add it"),
+        (
+            options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None),
+            "--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out",
+        ),
+    )
+    if options.init_from is not None:
+        overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
+    overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run
+    if (code := launch.start_processes("train", argv, options.gpus, options.procs)) is not None:
+        return code
+    # a process of a launcher ends as it is told to, and the launcher says so
+    with nullcontext() if launch.under_launcher() else launch.leaving_on_signals():
+        return train_here(options, overrides, sweep)
+
+
+def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) -> int:
+    folder = RunFolder(options.run_dir or default_folder(Path(options.config)))
+    if os.environ.get("RANK", "0") == "0" and not options.dry_run:
+        folder.open()  # where another run is writing, nothing else is waited for
+    with closing(folder):
+        from duetgan.training.engine.run import train  # imports torch, which must not happen before --gpus is applied
+
+        with explained(UnknownKey, lambda key: key.among([f"--{name.replace('_', '-')}" for name in vars(options)])):
+            return train(
+                options.config,
+                overrides,
+                run_dir=folder,
+                device=launch.wanted_device(options.device, options.gpus, options.procs),
+                max_steps=options.max_steps,
+                profile_steps=options.profile,
+                sweep=sweep if options.lr_find else None,
+                dry_run=options.dry_run,
+                layers=options.layers,
+            )

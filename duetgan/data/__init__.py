@@ -1,0 +1,22 @@
+"""Images to batches."""
+
+from typing import TYPE_CHECKING
+
+from duetgan.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from duetgan.data.augment.transforms import Augment, to_float
+    from duetgan.data.reading.dataset import Dataset
+    from duetgan.data.reading.loader import Batch, InfiniteLoader
+    from duetgan.data.reading.sampler import GlobalSampler
+
+__all__ = ["Augment", "Batch", "Dataset", "GlobalSampler", "InfiniteLoader", "to_float"]
+__getattr__ = lazily(
+    "duetgan.data",
+    {
+        "augment.transforms": ["Augment", "to_float"],
+        "reading.dataset": ["Dataset"],
+        "reading.loader": ["Batch", "InfiniteLoader"],
+        "reading.sampler": ["GlobalSampler"],
+    },
+)

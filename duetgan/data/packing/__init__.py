@@ -1,0 +1,1 @@
+"""Sources to packed files: pack, split, find duplicates, inspect."""

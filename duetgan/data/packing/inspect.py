@@ -1,0 +1,179 @@
+"""Describe a packed file, verify its records, and draw a grid of its images."""
+
+import hashlib
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from duetgan.data.decode import decode, visible_image
+from duetgan.data.errors import DamageError, ImageError
+from duetgan.data.images import thumbnail
+from duetgan.data.lmdb.format import Meta
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.utils.errors import UserError
+from duetgan.utils.images import save_table
+from duetgan.utils.memory import cores
+from duetgan.utils.runlog.progress import Bar
+from duetgan.utils.text import columns
+
+COLUMNS = 10
+MAX_ROWS = 20
+CELL = 64  # px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
+BAR = 40  # characters of the longest bar of the histogram
+
+
+def lines(document: dict[str, object], meta: Meta) -> list[str]:
+    """The description for people, with a bar per class."""
+    document = document | ({} if meta.passport else {"passport": "none, real images"})
+    rows = [(key, _text(value)) for key, value in document.items() if key not in ("classes", "histogram", "label_sets")]
+    text = columns([*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<").splitlines()
+    largest = max([1, *meta.by_class])
+    bars = [
+        (f"  {label}", name, f"{count:,}", "#" * round(BAR * count / largest))
+        for label, (name, count) in enumerate(zip(meta.classes, meta.by_class, strict=True))
+    ]
+    return text + columns(bars, "><><").splitlines()
+
+
+def labels_document(sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
+    """Of `sets` of labels: how many images have none, one or several, and each set; the histogram of the classes."""
+    if sets is None:
+        return {}
+    counts = np.bincount(np.minimum(list(map(len, sets)), 2), meta.histogram, minlength=3).astype(int).tolist()
+    pairs = zip(([meta.classes[label] for label in labels] for labels in sets), meta.histogram, strict=True)
+    each = [{"labels": labels, "count": count} for labels, count in pairs]
+    held = dict(zip(("none", "one", "several"), counts, strict=True))
+    return {"labels_an_image": held, "label_sets": each, "histogram": meta.by_class}
+
+
+def _text(value: object) -> str:
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def save_grid(reader: LMDBReader, path: Path) -> None:
+    """Draw a row of images per class with its name, spread evenly over the class (the first MAX_ROWS classes), or the
+    first images if unlabelled.
+    """
+    side = min(reader.resolution or 2 * CELL, 2 * CELL)
+    cell = side * max(1, -(-CELL // side))
+    first = np.arange(min(len(reader), COLUMNS * 8))
+    rows = np.split(first, np.arange(COLUMNS, len(first), COLUMNS))
+    if heads := reader.classes[:MAX_ROWS]:
+        classes = [np.flatnonzero(shows[reader.labels()]) for shows in reader.meta.multi_hot.T[: len(heads)]]
+        spread = [np.linspace(0, len(members) - 1, min(COLUMNS, len(members))).astype(int) for members in classes]
+        rows = [members[places] for members, places in zip(classes, spread, strict=True)]
+    images = [[thumbnail(visible_image(reader, index), cell) for index in row.tolist()] for row in rows]
+    save_table(images, path, row_heads=heads, cell=cell, gap=2)
+
+
+@dataclass
+class Damage:
+    """Damaged records and why; `content` says what contradicts the metadata although every record is intact."""
+
+    records: dict[int, str] = field(default_factory=dict)
+    content: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.content)
+
+
+def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
+    """Check every index, block and record at every resolution, decode encoded images, compare labels and hash with
+    the metadata. `workers`: threads, default one per core.
+    """
+    damage, sides = Damage(), reader.meta.resolutions
+    levels = [LMDBReader(reader.path, resolution=side or None) for side in sides]
+    jobs = [(level, block) for level in levels for block in range(level.blocks)]
+    labels: dict[int, list[np.ndarray]] = {side: [] for side in sides}
+    digests: dict[int, list[bytes]] = {side: [] for side in sides}
+    with ThreadPoolExecutor(workers or cores()) as pool:
+        progress = Bar(pool.map(check_block, *zip(*jobs, strict=True)), "verifying", len(jobs), unit="block")
+        for (level, _), (of_block, digest, damaged) in zip(jobs, progress, strict=True):
+            damage.records |= damaged
+            labels[level.resolution].append(of_block)
+            digests[level.resolution].append(digest)
+    try:
+        reader.signatures()
+        reader.names()
+    except DamageError as error:
+        damage.records |= dict.fromkeys(error.records, error.reason)
+    if not damage.records:
+        damage.content = _contradiction(reader.meta, [np.concatenate(labels[side]) for side in sides], digests)
+    return damage
+
+
+def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list[bytes]]) -> str:
+    if any((part != labels[0]).any() for part in labels):
+        return "the labels differ between the resolutions"
+    known = labels[0][(labels[0] >= 0) & (labels[0] < meta.labels)]
+    if np.bincount(known, minlength=meta.labels).tolist() != meta.histogram:
+        return "the labels do not give the histogram in the metadata"
+    if meta.hash_of(digests) != meta.content_hash:
+        return "the content hash does not match"
+    return ""
+
+
+def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict[int, str]]:
+    """Check one block at the reader's resolution: its labels (none if its index is damaged), the SHA-256 of its
+    payloads and entries, and its damaged records with the reason.
+    """
+    labels, digest, damaged = np.empty(0, np.int64), hashlib.sha256(), {}
+    with reader.handle().environment.begin(buffers=True) as transaction:
+        try:
+            head, entries = reader.index_record(transaction, block)
+            labels = entries["label"].astype(np.int64)
+            if reader.meta.encoding == "raw":
+                pixels = reader.raw_block(transaction, block)
+                damaged = dict.fromkeys(reader.damaged_in_raw_block(transaction, block), "its checksum does not match")
+                if not damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
+                    raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
+                digest.update(pixels.data)
+            else:
+                for record, expected in zip(reader.block_range(block), entries, strict=True):
+                    try:
+                        with reader.encoded(record) as (entry, payload, size):
+                            if entry != expected:
+                                raise ImageError("it differs from its index")
+                            height, width = decode(payload, entry["codec"], reader.meta.spec, size).shape[:2]
+                            if (height, width) != size:
+                                raise ImageError(f"it is {width}x{height} px when decoded")
+                            digest.update(payload)
+                    except DamageError as error:
+                        damaged[record] = error.reason
+            digest.update(entries.tobytes())
+        except DamageError as error:
+            damaged |= dict.fromkeys(error.records, error.reason)
+    return labels, digest.digest(), damaged
+
+
+def report(damage: Damage, reader: LMDBReader) -> None:
+    """Raise UserError if there is damage, naming the first record; two lines on stderr say more, `--json` all."""
+    if not damage:
+        return
+    if not damage.records:
+        raise UserError(f"{reader.path}: {damage.content}, although every record is whole: pack the file again")
+    runs: list[list[int]] = []  # of consecutive records with the same reason
+    for record, reason in sorted(damage.records.items()):
+        if runs and record == runs[-1][-1] + 1 and reason == damage.records[record - 1]:
+            runs[-1].append(record)
+        else:
+            runs.append([record])
+    text = [f"record {run[0]}{f' to {run[-1]}' * (len(run) > 1)}: {damage.records[run[0]]}" for run in runs]
+    if len(text) > 2:
+        text[1:] = [f"and {len(damage.records) - len(runs[0]):,} more records; --json lists all"]
+    print("\n".join(text), file=sys.stderr)
+    first = runs[0][0]
+    raise UserError(
+        f"{reader.path}: {len(damage.records):,} of {len(reader):,} records are damaged, the first is"
+        f" record {first} ({damage.records[first]}): copy or pack the file again"
+    )

@@ -1,0 +1,155 @@
+"""Where images come from: `open_source` finds the right reader for what the user names."""
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from duetgan.data.lmdb.environment import is_lmdb
+from duetgan.data.sources.arrays import StackSource, TiffSource, open_npy, open_npz
+from duetgan.data.sources.base import NO_LABELS, SPLITS, Problem, Source, SourceOptions, sharded
+from duetgan.data.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
+from duetgan.data.sources.lmdb_files import open_lmdb
+from duetgan.data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
+from duetgan.data.sources.path_tables import open_csv, open_json
+from duetgan.data.sources.remote import RemoteSource
+from duetgan.data.sources.tables import is_saved, open_arrow, open_table
+from duetgan.data.sources.tars import TarSource
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError, explained
+from duetgan.utils.text import did_you_mean
+
+__all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Problem", "Source", "open_source"]
+
+PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
+ARCHIVES = (".7z", ".rar")
+
+
+# Sources that go by a name; a folder of that name is written ./NAME.
+NAMED: dict[str, Callable[[str, Path | None], Source]] = {
+    "sample": open_sample,
+    "fashion-mnist": open_fashion_mnist,
+    "cifar10": open_cifar10,
+    "idx": open_idx,
+}
+# What reads a file, or a folder of shards, by its suffix.
+READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
+    ".lmdb": open_lmdb,
+    ".mdb": open_lmdb,
+    ".parquet": open_table,
+    ".arrow": open_arrow,
+    ".tar": TarSource,
+    ".csv": open_csv,
+    ".tsv": open_csv,
+    ".jsonl": open_json,
+    ".ndjson": open_json,
+    ".json": open_json,
+    ".zip": ZipSource,
+    ".npz": open_npz,
+    ".npy": open_npy,
+    ".tif": TiffSource,
+    ".tiff": TiffSource,
+}
+IMAGES = (".npy", ".tif", ".tiff")  # of these a file among others is an image, and one alone holds many
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # of these a folder holds no shards
+
+
+def open_source(
+    spec: str,
+    *,
+    stack: str | None = None,  # see StackSource
+    split: str | None = None,  # these as SourceOptions
+    size: int | str | None = None,
+    classes_from: str | None = None,
+    root: str | Path | None = None,
+    label_column: str | None = None,
+    label_separator: str | None = None,
+    split_column: str | None = None,
+    path_column: str | None = None,
+    suffix: str | None = None,
+) -> Source:
+    """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or an LMDB's) or a
+    file (zip, tar, a table in CSV, TSV, JSON lines, Parquet or Arrow, LMDB).
+
+    A source without splits is taken whole. Raises UserError if there is nothing there, no images in it, if it is
+    something else, or for an option that does not apply to it.
+    """
+    if split not in (None, *SPLITS):
+        raise UserError(f"split {split!r}: choose train, test or val")
+    folder = None if root is None else Path(root).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--root {folder}: no such folder")
+    options = SourceOptions(
+        split, size, classes_from, folder, label_column, label_separator, split_column, path_column, suffix
+    )
+    source = _open(spec, options)
+    not_always = {*SourceOptions._fields} - {"split", "size"}
+    chosen = {name: value for name, value in options._asdict().items() if name in not_always} | {"stack": stack}
+    for name, value in chosen.items():
+        if value is not None and name not in source.takes:
+            source.__exit__()
+            raise UserError(f"--{name.replace('_', '-')} does not apply to {spec}: leave it out")
+    return source if stack is None or not isinstance(source, ListedSource) else StackSource(source, stack)
+
+
+def is_source(path: Path) -> bool:
+    """Whether it is a folder, or a file that holds images, and no image itself."""
+    suffix = path.suffix.lower()
+    return path.is_dir() or (suffix in READERS and suffix not in IMAGES) or (path.is_file() and is_lmdb(path))
+
+
+def kinds() -> str:
+    """What `open_source` takes, for messages."""
+    return f"a folder, a file ({', '.join(READERS)}), a URL, or a name: {', '.join(NAMED)}"
+
+
+def open_images(spec: str) -> Source:
+    """Every image of a folder or a file, wherever it lies in it, without labels. Raises UserError as `open_source`."""
+    options = SourceOptions(label_column=NO_LABELS, split_column=NO_LABELS, classes_from="none")
+    return _open(os.path.join(".", spec), options)
+
+
+def _open(spec: str, options: SourceOptions) -> Source:
+    side = "test" if options.split in ("test", "val") else "train"
+    name = spec.replace("_", "-")
+    if name in NAMED:
+        source = NAMED[name](side, options.root)
+        source.takes = frozenset(("root",))
+        source.splits = ("test", "train")
+        if os.path.isdir(spec):
+            source.remarks.append(f"{spec}: the data set of this name; for the folder give ./{spec}")
+        return source
+    if "://" in spec:
+        return RemoteSource(spec, options)
+    path = Path(spec).expanduser()
+    if not path.exists():
+        near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
+        raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {kinds()}")
+    if not path.is_dir():
+        return _open_file(path, options)
+    if (path / "data.mdb").is_file():
+        return open_lmdb(path / "data.mdb", options)
+    if find_idx(path, "test") or find_idx(path, "train"):
+        return open_idx(side, path)
+    suffix = ".arrow" if is_saved(path) else sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
+    return READERS.get(suffix, open_folder)(path, options)
+
+
+def _open_file(path: Path, options: SourceOptions) -> Source:
+    """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
+    refused = explained(OSError, lambda why: f"{path} {why}; give {kinds()}")
+    with refused, bounded.open_file(path, bounded.ARCHIVE) as file:
+        is_zip = zipfile.is_zipfile(file)
+    suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
+    if suffix not in READERS and is_zip:
+        suffix = ".zip"
+    if suffix in READERS:
+        return READERS[suffix](path, options)
+    if path.name.lower().endswith(PACKED_TARS):
+        raise UserError(
+            f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as gunzip does"
+        )
+    if path.name.lower().endswith(ARCHIVES):
+        raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
+    raise UserError(f"{path} is not a source of images; give {kinds()}")

@@ -1,0 +1,131 @@
+"""LMDB files as sources: our own packed files, to pack them anew, and those of rosinality's StyleGAN2.
+
+The latter (stylegan2-pytorch, `prepare_data.py`): `length` is the number of images as text; `{resolution}-{index:05d}`
+is an image file, usually a JPEG. There may be every image at several resolutions; there are no labels and no checksums.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import lmdb
+import numpy as np
+
+from duetgan.data.decode import stored_image
+from duetgan.data.errors import DamageError, ImageError, unread
+from duetgan.data.lmdb.environment import Handle, acquire
+from duetgan.data.lmdb.format import FORMAT_KEY
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.sources.base import Source, SourceOptions, refuse_split
+from duetgan.data.values import Values
+from duetgan.utils import bounded
+from duetgan.utils.errors import UserError, explained
+
+LENGTH_KEY = b"length"
+KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
+
+
+def open_lmdb(path: Path, options: SourceOptions) -> Source:
+    """Open an LMDB file of duet pack or of rosinality's StyleGAN2, at `options.size` px where it holds that resolution.
+
+    Raises UserError if it is damaged, truncated or of another program, or for a split other than "train".
+    """
+    refuse_split(path, options.split)
+    handle = acquire(path)
+    with bounded.reading(path, "copy or make it again", lmdb.Error), handle.environment.begin() as transaction:
+        ours, length = transaction.get(FORMAT_KEY) is not None, transaction.get(LENGTH_KEY)
+        sides = resolutions(transaction)
+    if ours:
+        return PackedSource(path, options.size)
+    if length is not None or sides:
+        return RosinalitySource(path, handle, length, sides, options.size)
+    raise UserError(
+        f"{path} is an LMDB file of another program: supported are those of duet pack and of rosinality's StyleGAN2"
+        " (records 256-00000, ..., and length); give the images themselves"
+    )
+
+
+class PackedSource(Source):
+    """A file made by duet pack: its decoded images, labels and classes."""
+
+    def __init__(self, path: Path, size: int | str | None) -> None:
+        self.path = path
+        # Tolerant: a damaged image does not take the others of its block along when it is skipped.
+        self.reader = reader = LMDBReader(path, tolerant=True)
+        levels = (side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size)
+        reader.resolution = next(levels, reader.resolution)
+        super().__init__(path.name, list(reader.classes), reader.spec)
+        self.ranged, self.passport, self.sets, self.split = (
+            True,
+            reader.meta.passport,
+            reader.meta.sets,
+            reader.meta.split,
+        )
+        self._labels, self._names = reader.labels(), functools.cache(reader.names)
+
+    def content(self, index: int) -> np.ndarray | Values:
+        with explained(DamageError, lambda error: ImageError(f"is damaged: {error.reason}")):
+            pixels = stored_image(self.reader, index)[0]
+        return Values(pixels, True) if self.reader.spec.alpha else pixels
+
+    def item_name(self, index: int) -> str:
+        return f"{self.path}: record {index}"
+
+    def stored_name(self, index: int) -> str:
+        return self._names()[index]
+
+    def __exit__(self, *error: object) -> None:
+        self.reader.close()
+
+
+def resolutions(transaction: lmdb.Transaction) -> list[int]:
+    """The resolutions in px that have records, ascending; one step of the cursor each."""
+    sides = []
+    cursor = transaction.cursor()
+    there = cursor.first()
+    while there and (match := KEY.fullmatch(bytes(cursor.key()))):
+        sides.append(int(match[1]))
+        there = cursor.set_range(match[1] + b"-:")  # ":" comes after all digits
+    return sorted(sides)
+
+
+class RosinalitySource(Source):
+    """Images of one resolution: of `size` px where the file has them, else the largest. Unlabelled.
+
+    Raises UserError for a file that is truncated, lacks `length` or has no records. A missing record is a ImageError
+    when it is read.
+    """
+
+    def __init__(self, path: Path, handle: Handle, length: bytes | None, sides: list[int], size: object) -> None:
+        super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
+        self.path = path
+        self._handle: Handle | None = handle
+        entries = handle.environment.stat()["entries"]
+        if length is None:
+            raise UserError(f"{path} has no record `length`: it was not finished, make it again")
+        if not length.isdigit() or len(length) > 12 or not int(length):
+            text = bytes(length[:20])
+            raise UserError(f"{path}: its record `length` is {text!r}, not a number of images; make it again")
+        # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
+        if int(length) > 2 * entries:
+            raise UserError(f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again")
+        if not sides:
+            raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
+        self._labels = np.zeros(int(length), np.int64)
+        self.resolution = size if isinstance(size, int) and size in sides else sides[-1]
+
+    def content(self, index: int) -> bytes:
+        with explained(lmdb.Error, unread), (self._handle or acquire(self.path)).environment.begin() as transaction:
+            content: bytes | None = transaction.get(self._key(index).encode())
+        if content is None:
+            raise ImageError("is missing")
+        return content
+
+    def item_name(self, index: int) -> str:
+        return f"{self.path}: record {self._key(index)}"
+
+    def _key(self, index: int) -> str:
+        return f"{self.resolution}-{index:05d}"
+
+    def __exit__(self, *error: object) -> None:
+        self._handle = None

@@ -1,0 +1,1 @@
+"""Configuration, checkpoints, processes, run folders, and small modules that all packages use."""

@@ -1,0 +1,503 @@
+"""The quickstart's steps: what is run, what is not run again, and what a failing step leaves."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from duetgan.commands.planning import steps
+from duetgan.commands.planning.plan import FILLED, Plan, choose
+from duetgan.commands.planning.replan import replanned, settled, spent_before_gan
+from duetgan.commands.planning.steps import QUICK_STEPS, ROOT, Quickstart, run_python, unfit
+from duetgan.commands.quickstart import main
+from duetgan.data.reading.dataset import Dataset
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from tests.commands.machines import SAMPLE, TWO, WEIGHTS, Fast, seen
+from tests.metrics.conftest import classifier_run
+from tests.metrics.conftest import pack as pack_images
+from tests.reporting.test_report import make_classifier, make_gan, write
+
+STEPS = ["pack", "pack", "train", "train", "evaluate", "evaluate"]
+
+
+def option(command: list[str], name: str) -> str:
+    """What follows an option."""
+    return command[command.index(name) + 1]
+
+
+class Commands:
+    """Stands for the commands: notes each call, leaves what the real one would, or fails at a given call."""
+
+    def __init__(self, fail_at: int | None = None, code: int = 4) -> None:
+        self.fail_at, self.code = fail_at, code
+        self.calls: list[list[str]] = []
+        self.survey, self.machine = SAMPLE.model_copy(update={"source": "sample"}), Fast()
+        self.now, self.pace = 0.0, 1.0  # a clock; how much longer than planned the commands take
+        self.first: Plan | None = None
+        self.unreadable = 0  # images
+
+    def __call__(self, command: list[str]) -> int:
+        name = command[0].removeprefix("quickstart-")
+        if name != "plan":
+            self.calls.append(command)
+        if len(self.calls) == self.fail_at:
+            return self.code
+        if name == "plan":
+            minutes = float(option(command, "--minutes"))
+            made = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
+            self.first = made.model_copy(update={"seed": int(option(command, "--seed"))})
+            write(Path(option(command, "--out")), self.first.model_dump())
+            return 0
+        if name == "replan":
+            folder = Path(command[1])
+            plan, timings = Plan.read(plan_of(folder)), json.loads((folder / "timings.json").read_text())
+            plan = replanned(plan, spent_before_gan(plan, timings), self.pace)
+            print(plan.notes[-1])
+            write(folder / "plan.json", plan.model_dump())
+            return 0
+        self.now += self.pace * self.seconds(command)
+        if name == "networks":
+            assert self.first is not None
+            accuracies = {each.weights: row / 10 for row, each in enumerate(self.first.choices)}
+            write(Path(command[1]), settled(self.first, accuracies, 240).model_dump())
+        if name == "pack":
+            Path(command[2]).parent.mkdir(parents=True, exist_ok=True)
+            Path(command[2]).touch()
+            if "--val-dest" in command:
+                Path(option(command, "--val-dest")).touch()
+        elif name == "evaluate":
+            folder = Path(option(command, "--checkpoint")).parent
+            make_classifier(folder / "classifier")
+            make_gan(folder / "gan")
+            assert self.first is not None
+            images = self.first.survey.count + self.first.survey.held_out - self.unreadable
+            counts = {"training": {"count": images - 9}, "held-out": {"count": 9}}
+            write(folder / "gan" / "data.json", counts)
+        return 0
+
+    def seconds(self, command: list[str]) -> float:
+        """What a command takes by the first plan, and the GAN's training by its length."""
+        plan = self.first
+        assert plan is not None
+        if command[0] == "quickstart-networks":
+            return plan.seconds["compare networks"]
+        if command[0] == "pack":
+            return plan.seconds["pack"] / (1 if "--val-dest" in command else 2)
+        what, run = ("train", "--run-dir") if command[0] == "train" else ("evaluate", "--checkpoint")
+        part = f"{what} {Path(option(command, run)).name}"
+        if part != "train gan":
+            return plan.seconds.get(part, 0.0)
+        change = int(option(command, "--steps")) / plan.gan.steps
+        return plan.seconds[part] + (change - 1) * plan.gan.seconds
+
+    @property
+    def names(self) -> list[str]:
+        return [command[0].removeprefix("quickstart-") for command in self.calls]
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    stub = Commands()
+    monkeypatch.setattr(steps, "call", stub)
+    monkeypatch.setattr(steps, "complete", lambda file: True)
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "")  # the files are empty
+    monkeypatch.setattr(time, "monotonic", lambda: stub.now)
+    return stub
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_path, monkeypatch, capsys, quick):
+    monkeypatch.setattr(steps, "unfit", lambda run, test: f"was trained on {test.name} as {run.name}")
+    assert main(["--dir", str(tmp_path), *["--quick"] * quick]) == 0
+    assert "--classifier" not in commands.calls[-1]
+    assert option(commands.calls[-1], "--extractor") == f"classifier:{tmp_path / 'classifier'}"
+    assert "does not judge the GAN: it was trained on test.lmdb as classifier" in capsys.readouterr().out
+
+
+def test_features_that_were_planned_become_those_of_the_run(tmp_path, monkeypatch):
+    plan = choose(SAMPLE.model_copy(update={"source": "sample"}), Fast(), minutes=15, quick=False)
+    plan = plan.model_copy(update={"evaluation": ["--extractor", "classifier", "--n", "9"]})
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "was")
+    judged = Quickstart(tmp_path, plan).evaluation("gan")[-4:]
+    assert judged == ["--extractor", f"classifier:{tmp_path / 'classifier'}", "--n", "9"]
+
+
+def test_who_was_trained_on_test_images_may_not_judge(tmp_path):
+    test = pack_images(tmp_path / "test.lmdb")
+    with Dataset(test) as reader:
+        seen = reader.meta.content_hash
+    assert unfit(classifier_run(tmp_path / "other", content_hash="f00d"), test) == ""
+    assert "was trained on the test images" in unfit(classifier_run(tmp_path / "told", content_hash=seen), test)
+
+
+def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert commands.names == STEPS
+    summary = summary_of(tmp_path)
+    plan = summary["plan"]
+    assert summary["classifier"]["accuracy"] == 0.8975
+    assert plan["gan"]["steps"] == int(option(commands.calls[3], "--steps"))
+    assert (plan["gan"]["images_per_second"], plan["minutes"]) == (380.0, 15)
+    assert plan["expected_seconds"] == pytest.approx(sum(plan_of(tmp_path)["seconds"].values()))
+    gan = {"recognised": 0.8725, "diversity_ratio": 0.4375, "distance": 1869.25, "floor": 60.875}
+    assert summary["gan"] == {**gan, "extractor": "resnet50", "n": 2000}
+    assert summary["seconds"] >= 0
+    shown, report = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    for arguments in commands.calls:
+        typed = ["duet", *arguments] if arguments[0] == "pack" else ["python", f"{arguments[0]}.py", *arguments[1:]]
+        assert " ".join(["$", *typed]) in shown
+        assert " ".join(typed).replace("&", "&amp;") in report
+    assert str(tmp_path / "report.html") in shown
+    assert str(tmp_path / "summary.json") in shown
+    test, gan = str(tmp_path / "data" / "test.lmdb"), commands.calls[-1]
+    assert {option(arguments, "--data.val-path") for arguments in commands.calls[2:4]} == {test}
+    assert (option(gan, "--classifier"), option(gan, "--data")) == (str(tmp_path / "classifier"), test)
+    assert "--max-steps" not in commands.calls[2]
+
+
+def plan_of(folder: Path) -> dict:
+    return json.loads((folder / "plan.json").read_text())
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_quick_trains_a_few_steps_only(commands, tmp_path):
+    main(["--dir", str(tmp_path), "--quick"])
+    assert [arguments[-4:-2] for arguments in commands.calls[2:4]] == [["--max-steps", str(QUICK_STEPS)]] * 2
+    gan = summary_of(tmp_path)["plan"]["gan"]
+    assert (gan["images_per_second"], gan["steps"]) == (None, QUICK_STEPS)  # nothing was measured
+
+
+def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(commands, tmp_path, capsys):
+    commands.fail_at = 3
+    assert main(["--dir", str(tmp_path), "--minutes", "20"]) == 4
+    first, commands.fail_at = plan_of(tmp_path), None
+    commands.machine.gan = 1.0
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert plan_of(tmp_path) == first
+    assert "of 20 minutes" in capsys.readouterr().out
+    assert option(commands.calls[1], "--steps") == str(first["gan"]["steps"])
+
+
+@pytest.mark.parametrize("pace", [0.85, 1.6])
+def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(commands, tmp_path, capsys, pace):
+    commands.pace = pace
+    assert main(["--dir", str(tmp_path)]) == 0
+    first, summary = commands.first, summary_of(tmp_path)
+    assert commands.now == pytest.approx((FILLED if pace < 1 else 1.0) * 15 * 60, rel=0.02)
+    steps = int(option(commands.calls[4], "--steps"))
+    assert (steps > first.gan.steps) is (pace < 1)
+    told = f"GAN: {steps:,} steps instead of {first.gan.steps:,}, because the parts before it took "
+    assert capsys.readouterr().out.count(told) == 1
+    assert told in (tmp_path / "report.html").read_text()
+    assert summary["plan"]["replanned"] == {"gan_steps": first.gan.steps, "seconds": round(first.total, 1)}
+    assert summary["plan"]["gan"]["steps"] == steps
+    assert summary["plan"]["expected_seconds"] == pytest.approx(commands.now, rel=0.01)
+
+
+def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
+    commands.pace, commands.fail_at = 1.6, 5
+    assert main(["--dir", str(tmp_path)]) == 4
+    first, steps = commands.first, option(commands.calls[4], "--steps")
+    write(tmp_path / "gan" / "config.yaml", {})
+    commands.fail_at, commands.pace = None, 3.0
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert option(commands.calls[1], "--steps") == steps
+    (tmp_path / "gan" / "config.yaml").unlink()  # one that has not begun is planned again but once
+    write(tmp_path / "gan" / "status.json", {"state": "stopped"})
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    train = next(arguments for arguments in commands.calls if first.gan.config in arguments)
+    assert option(train, "--steps") == steps
+
+
+def test_commands_are_shown_as_they_are_typed_and_the_folder_is_named_by_the_images(monkeypatch, tmp_path):
+    names = {("sample", False): "quickstart", ("sample", True): "quickstart_quick"}
+    monkeypatch.delenv("DUET_RUNS")  # the tests' own
+    names |= {("/tmp/my photos/", False): "quickstart_my_photos", ("cats.zip", True): "quickstart_cats_quick"}
+    for (source, quick), name in names.items():
+        assert steps.default_folder(source, quick) == ROOT / "runs" / name
+    pack, train = ["pack", "my photos", "x.lmdb"], ["train", "--config", "configs/quickstart_gan.yaml"]
+    assert steps.typed(pack) == "duet pack 'my photos' x.lmdb"
+    assert steps.typed(train) == "python train.py --config configs/quickstart_gan.yaml"
+    monkeypatch.setattr(steps, "CHECKOUT", False)
+    monkeypatch.chdir(tmp_path)
+    assert steps.typed(pack) == "duet pack 'my photos' x.lmdb"
+    assert steps.typed(train) == "duet train --config configs/quickstart_gan.yaml"
+    assert steps.typed(["quickstart-replan", "out"]) == "duet quickstart-replan out"
+    assert steps.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
+    for checkout in (True, False):
+        monkeypatch.setattr(steps, "CHECKOUT", checkout)
+        monkeypatch.setenv("DUET_RUNS", "scratch")
+        assert steps.default_folder("sample", False) == tmp_path / "scratch" / "quickstart"
+
+
+def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):
+    assert main(["--dir", str(tmp_path)]) == 0
+    for argv, told in (
+        ([str(images)], "its plan is for sample; give another folder"),
+        (["--quick"], "its plan is for sample"),
+        (["--seed", "1"], "its plan is for sample"),
+        *((["--minutes", minutes], "from 1 to 10,080") for minutes in ("0", "nan", "1e9")),
+        ([], r"plan\.json: is no plan of this version .* give another folder"),
+    ):
+        if not argv:
+            write(tmp_path / "plan.json", {"minutes": 15})
+        with pytest.raises(UserError, match=told):
+            main([*argv, "--dir", str(tmp_path)])
+
+
+def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "call", lambda command: 2)
+    assert main(["--dir", str(tmp_path)]) == 2
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "my photos"
+    folder.mkdir()
+    return folder
+
+
+def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(commands, tmp_path, images):
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
+    commands.unreadable = 2
+    assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
+    assert commands.names == ["pack", "train", "train", "evaluate", "evaluate"]
+    pack, classifier, gan = commands.calls[:3]
+    assert pack[1] == str(images)
+    assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("256", "64", "3")
+    assert (option(pack, "--val-share"), option(pack, "--on-error")) == ("0.2", "skip")
+    assert option(pack, "--max-skipped") == "150"
+    test = option(pack, "--val-dest")
+    assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
+    assert option(classifier, "--config") == "configs/finetune_resnet50_last.yaml"
+    assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("256", "64")
+    assert (ROOT / option(gan, "--init-from")).is_file()
+    notes = summary_of(tmp_path / "out")["plan"]["notes"]
+    assert notes
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert all(note.replace("'", "&#39;") in report for note in notes)
+    assert "; 2 of them cannot be read and are left out." in report
+
+
+def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, images, capsys):
+    commands.survey = seen(300, 5, source=str(images))
+    asked = [str(images), "--dir", str(tmp_path / "out"), "--seed"]
+    assert main([*asked, "7"]) == 0
+    assert [option(command, "--seed") for command in commands.calls[:3]] == ["7"] * 3
+    assert f" --seed 7 --dir {tmp_path / 'out'}-" in capsys.readouterr().out  # of what would help
+    assert run_cli(main, [*asked, "0"]) == 2
+    assert "with --seed 7; give another folder" in capsys.readouterr().err
+
+
+def test_weights_given_later_are_not_ignored(commands, tmp_path, images):
+    commands.survey = seen(300, 5, source=str(images))
+    asked, given = [str(images), "--dir", str(tmp_path / "out")], ["--weights", WEIGHTS[0].file]
+    assert main(asked) == 0
+    with pytest.raises(UserError, match="its plan is for other weights, none; give another folder"):
+        main([*asked, *given])
+
+
+@pytest.mark.parametrize(
+    ("minutes", "pace", "told"),
+    [(15, 1, "--minutes 60"), (4000, 99, "hardly show")],
+)
+def test_more_time_is_advised_where_it_shows_and_can_be_given(commands, tmp_path, images, capsys, minutes, pace, told):
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
+    commands.machine.gan *= pace
+    assert main([str(images), "--dir", str(tmp_path / "out"), "--minutes", str(minutes)]) == 0
+    assert told in re.search("^Next: .*", capsys.readouterr().out, re.MULTILINE)[0]
+
+
+def test_what_a_plan_has_made_is_not_taken_for_another(commands, tmp_path):
+    assert main(["--dir", str(tmp_path)]) == 0
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(UserError, match=r"has no plan\.json for its data, classifier, gan; give another folder"):
+        main(["--dir", str(tmp_path)])
+
+
+def test_of_several_networks_the_one_that_suits_the_packed_images_is_tuned(commands, tmp_path, images):
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), TWO
+    asked = [str(images), "--dir", str(tmp_path), *(word for each in TWO for word in ("--weights", each.file))]
+    commands.fail_at = 2
+    assert main(asked) == 4
+    commands.fail_at = None
+    commands.calls.clear()
+    assert main(asked) == 0
+    first = ["pack", "networks", "train"]
+    assert commands.names[:2] == first[1:]  # what is packed is not packed again
+    assert commands.calls[0][1:] == [str(tmp_path / "plan.json"), str(tmp_path / "data" / "train.lmdb")]
+    assert option(commands.calls[1], "--model.weights") == TWO[1].file
+    assert f"--weights {TWO[1].file} " in (tmp_path / "report.html").read_text()
+    commands.calls.clear()
+    assert main(asked) == 0
+    assert "planning.networks" not in commands.names  # one is taken already
+    report = (tmp_path / "report.html").read_text()
+    assert all(name in report for name in first)
+
+
+def test_new_images_are_named_in_the_end_where_a_classifier_is_trained(commands, tmp_path, images, capsys):
+    out, new = tmp_path / "out", tmp_path / "new ones"
+    asked = [str(images), "--dir", str(out), "--predict", str(new)]
+    assert run_cli(main, asked) == 2
+    assert "there is no such file or folder" in capsys.readouterr().err
+    new.mkdir()
+    commands.survey = seen(500, 0, source=str(images))
+    assert run_cli(main, asked) == 2
+    assert "these images train no classifier" in capsys.readouterr().err
+    (out / "plan.json").unlink()
+    commands.survey = seen(300, 5, source=str(images))
+    commands.fail_at, commands.code = 6, 2  # one of the new images cannot be read
+    assert (commands.names, main(asked)) == ([], 2)
+    *_, judging, naming = commands.calls
+    assert (judging[0], naming[:2]) == ("evaluate", ["predict", str(new)])
+    files = {"--checkpoint": "classifier", "--csv": "predictions.csv", "--errors": "unreadable.csv"}
+    assert [option(naming, name) for name in files] == [str(out / name) for name in files.values()]
+    assert capsys.readouterr().out.count(str(out / "predictions.csv")) == 1
+    assert (out / "report.html").exists()
+
+
+def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(commands, tmp_path, images):
+    commands.survey = seen(500, 0, source=str(images))
+    assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
+    assert commands.names == ["pack", "train", "evaluate"]
+    assert "--classifier" not in commands.calls[-1]
+    assert summary_of(tmp_path / "out")["classifier"] is None
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "no classifier: the images have no labels" in report
+    assert "What the classifier gets right" not in report
+
+
+@pytest.mark.parametrize("failing", [1, 3, 6])
+def test_failing_step_ends_with_its_exit_code_and_no_later_step_runs(commands, tmp_path, capsys, failing):
+    commands.fail_at = failing
+    assert main(["--dir", str(tmp_path)]) == 4
+    assert commands.names == STEPS[:failing]
+    assert "exit code 4" in capsys.readouterr().err
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_second_start_keeps_packs_and_finished_runs_and_says_how_to_start_anew(commands, tmp_path, capsys):
+    main(["--dir", str(tmp_path)])
+    write(tmp_path / "classifier" / "status.json", {"state": "finished"})
+    write(tmp_path / "gan" / "status.json", {"state": "stopped"})
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert commands.names == ["train", "evaluate", "evaluate"]
+    assert "configs/gan_32_pairs.yaml" in commands.calls[0]
+    assert "start anew" not in capsys.readouterr().out
+    write(tmp_path / "gan" / "status.json", {"state": "finished"})
+    main(["--dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "to start anew give another folder with --dir, or remove this one" in out
+    steps = [line for line in out.splitlines() if re.match(r"[\d:]{8} ", line)]
+    assert [": about" in line for line in steps] == [False] * 4 + [True] * 2  # evaluations alone are done again
+
+
+def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
+    main(["--dir", str(tmp_path)])
+    monkeypatch.undo()
+    monkeypatch.setattr(steps, "call", commands)
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "")
+    commands.calls.clear()
+    main(["--dir", str(tmp_path)])  # the stub left empty files, which are no packs
+    assert commands.names[:2] == ["pack", "pack"]
+    assert "--overwrite" in commands.calls[0]
+
+
+def test_time_of_an_interrupted_step_is_added_up_and_of_a_repeated_one_replaced(tmp_path, monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    codes = iter([3, 0, 0])
+    monkeypatch.setattr(steps, "call", lambda command: next(codes))
+    made = Quickstart(tmp_path, choose(SAMPLE, Fast(), minutes=15))
+    seconds = []
+    for _ in range(3):
+        made.timed(steps.Step("train gan", ["train"], done=False))
+        seconds.append(made.timings["train gan"]["seconds"])
+    assert seconds == [10.0, 20.0, 10.0]
+    assert json.loads((tmp_path / "timings.json").read_text()) == made.timings
+    write(tmp_path / "classifier" / "status.json", {"state": "running", "seconds": 70.0})  # it was killed
+    monkeypatch.setattr(steps, "call", lambda command: 0)
+    made.timed(steps.Step("train classifier", ["train"], done=False))
+    assert made.timings["train classifier"]["seconds"] == 80.0
+
+
+@pytest.mark.parametrize(("code", "told"), [(130, "was stopped"), (3, "was stopped"), (139, "exit code 139")])
+def test_a_step_that_is_stopped_is_no_error(commands, tmp_path, capsys, code, told):
+    commands.fail_at, commands.code = 1, code
+    assert main(["--dir", str(tmp_path)]) == code
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_call_returns_the_exit_code(code, expected):
+    assert run_python(["-c", f"import os, sys; {code}"]) == expected
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["own PID", "Ctrl-C"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_command_once_and_its_end_is_waited_for(tmp_path, number, to_group):
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal({number:d}, lambda *_: open(sys.argv[1] + '/told', 'a').write('x'))\n"
+        "pathlib.Path(sys.argv[1], 'ready').touch()\n"
+        "while not pathlib.Path(sys.argv[1], 'told').exists(): time.sleep(0.05)\n"
+        "time.sleep(0.3), sys.exit(3)\n"
+    )
+    arguments = f"[{str(child)!r}, {str(tmp_path)!r}]"
+    parent = f"import sys; from duetgan.commands.planning.steps import run_python; sys.exit(run_python({arguments}))"
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, start_new_session=True) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (os.killpg if to_group else os.kill)(process.pid, number)
+        assert process.wait(timeout=60) == 3
+    assert (tmp_path / "told").read_text() == "x"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_quick_form_runs_for_real_and_again(tmp_path):
+    command = [sys.executable, str(ROOT / "quickstart.py"), "--quick", "--dir", str(tmp_path)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(2):
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        summary = summary_of(tmp_path)
+        assert 0 <= summary["classifier"]["accuracy"] <= 1
+        assert summary["gan"]["recognised"] is None  # U1: of twelve steps the classifier knows nothing
+        assert "the classifier is too weak to judge the GAN" in (tmp_path / "report.html").read_text()
+        assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert done.stdout.count("already done") == 2  # the packs; training is at its last step and goes straight on
+
+
+def test_the_summary_has_the_intervals_that_the_evaluation_gives(commands, tmp_path):
+    """Of a generator's figures as of the accuracy; an evaluation of before has none, and its summary neither."""
+    assert main(["--dir", str(tmp_path)]) == 0
+    file = tmp_path / "gan" / "eval" / "metrics.json"
+    found = json.loads(file.read_text())
+    found["distances"][0]["frechet_interval"] = [1.0, 2.0]
+    more = {"recognised_interval": [0.8, 0.9], "clipped_density": 0.5, "clipped_density_interval": [0.4, 0.6]}
+    write(file, found | more)
+    gan = steps.summarise(tmp_path, Plan.read(plan_of(tmp_path)), 1.0)["gan"]
+    assert {key: gan[key] for key in more} == more
+    assert gan["distance_interval"] == [1.0, 2.0]
+    assert "clipped_coverage" not in gan
+    file = tmp_path / "classifier" / "eval" / "metrics.json"
+    write(file, json.loads(file.read_text()) | {"probe": {"accuracy": 0.75, "interval": [0.7, 0.8], "images": 90}})
+    summary = steps.summarise(tmp_path, Plan.read(plan_of(tmp_path)), 1.0)
+    assert summary["classifier"]["floor"] == {"accuracy": 0.75, "interval": [0.7, 0.8], "images": 90}

@@ -1,0 +1,145 @@
+"""The look at images: every kind of source, what it finds, and one line for what cannot be used."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from duetgan.commands.planning.measure import FEWEST, survey
+from duetgan.commands.planning.plan import choose
+from duetgan.utils.config.cli import Parser, add_table_options
+from duetgan.utils.errors import UserError
+from duetgan.utils.script import run_cli
+from tests.commands.machines import Fast, seen
+from tests.conftest import assert_raises
+
+
+def images(place: Path, count: int = FEWEST, mode: str = "RGB") -> str:
+    """A folder of image files of noise, grey noise for mode L."""
+    place.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        noise = np.random.default_rng(number).integers(0, 255, (20, 24, 4), np.uint8)
+        Image.fromarray(noise[..., 0] if mode == "L" else noise[..., : len(mode)], mode).save(place / f"{number}.png")
+    return str(place)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for label, count in (("cats", 12), ("dogs", 8)):
+        images(tmp_path / "photos" / label, count)
+    return tmp_path / "photos"
+
+
+def test_class_folders(folder):
+    found = survey(str(folder))
+    assert found.text() == "20 images, 2 classes of 8 to 12, about 20 px, colour"
+    assert (found.held_out, found.unreadable) == (0, "")
+    assert found.seconds > 0
+    (folder / "cats" / "0.png").write_bytes(b"no image")
+    assert "0.png is not an image" in survey(str(folder)).unreadable
+
+
+def test_flat_folder_zip_and_csv(tmp_path, folder):
+    flat = survey(images(tmp_path / "flat"))
+    assert flat.classes == 0
+    assert "no labels" in flat.text()
+    archive, table = shutil.make_archive(str(tmp_path / "a"), "zip", folder), tmp_path / "photos.csv"
+    rows = [f"{image},{image.parent.name}" for image in sorted(folder.rglob("*.png"))]
+    table.write_text("\n".join(["path,label", *rows]))
+    for found in (survey(archive), survey(str(table))):
+        assert (found.count, found.classes) == (20, 2)
+    table.write_text("\n".join(["path,kind,label", *(f"{row},x" for row in rows)]))
+    parser = Parser(prog="x")
+    add_table_options(parser)
+    words = ["--label-column=kind", f"--root={folder}"]
+    found = survey(str(table), parser.parse_args(words))
+    assert (found.classes, found.options) == (2, words)
+
+
+def test_the_embedded_sample_has_its_own_held_out_part():
+    found = survey("sample")
+    assert (found.count, found.held_out, found.classes, found.side, found.channels) == (10_000, 2000, 10, 28, 1)
+    assert "10 classes of 1,000, about" in found.text()
+
+
+def test_grey_and_transparent_images_are_seen(tmp_path):
+    grey, clear = images(tmp_path / "grey", mode="L"), survey(images(tmp_path / "clear", mode="RGBA"))
+    assert survey(grey).channels == 1
+    assert clear.transparent
+    assert "transparent" in clear.text()
+    images(tmp_path / "grey", 1)  # one of them in colour
+    assert survey(grey).channels == 3
+
+
+def test_arrays_and_sixteen_bits_are_seen(tmp_path):
+    for number in range(FEWEST):
+        values = np.full((20, 20, 3), number * 1000, np.uint16)
+        for name, pixels in (("deep", values), ("plain", values.astype(np.uint8)), ("many", np.dstack([values] * 2))):
+            (tmp_path / name).mkdir(exist_ok=True)
+            np.save(tmp_path / name / f"{number}.npy", pixels)
+    deep, plain = (survey(str(tmp_path / name)) for name in ("deep", "plain"))
+    assert (deep.deep, plain.deep, deep.side) == (True, False, 20)
+    assert "some of 16 bits (cut to 8)" in deep.text()
+    assert "bits" not in plain.text()
+    assert_raises(UserError, "has 6 channels where RGB was expected", survey, str(tmp_path / "many"))
+
+
+def test_images_far_from_square_are_counted_and_told(tmp_path):
+    place = Path(images(tmp_path / "wide", 15))
+    for number, size in enumerate([(20, 26), (40, 20), (24, 20)] * 5):
+        Image.new("RGB", size).save(place / f"wide-{number}.png")
+    found = survey(str(place))
+    assert found.oblong == pytest.approx(10 / 30)
+    told = "33% of the images are far from square: their sides are cut off"
+    assert told in choose(found, Fast(), minutes=5).notes
+    assert not any("square" in note for note in choose(seen(60, 3), Fast(), minutes=5).notes)
+
+
+@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Training", "Testing"), ("training_set", "val")])
+def test_a_held_out_part_of_any_usual_name_is_seen(tmp_path, train, test):
+    for name, count in ((f"{train}/cats", 12), (f"{train}/dogs", 8), (f"{test}/cats", 3), (f"{test}/dogs", 2)):
+        images(tmp_path / "photos" / name, count)
+    found = survey(str(tmp_path / "photos"))
+    assert (found.count, found.held_out, found.classes) == (20, 5, 2)
+    shutil.rmtree(tmp_path / "photos" / test / "dogs")
+    with pytest.raises(UserError, match="its test part: its classes are not those of the training part: dogs missing"):
+        survey(str(tmp_path / "photos"))
+
+
+def test_a_test_part_without_labels_is_no_held_out_part(tmp_path):
+    for name, count in (("train/cats", 12), ("train/dogs", 8), ("test", 3)):
+        images(tmp_path / "photos" / name, count)
+    assert survey(str(tmp_path / "photos")).held_out == 0
+
+
+@pytest.mark.parametrize(("more", "told"), [(0, "each class has one image; give two or more"), (1, "")])
+def test_classes_of_one_image(tmp_path, more, told):
+    for label in range(12):
+        images(tmp_path / "photos" / str(label), 1 + more * (label < 3))
+    if told:
+        assert_raises(UserError, told, survey, str(tmp_path / "photos"))
+    else:
+        made = choose(survey(str(tmp_path / "photos")), Fast(), minutes=5)
+        assert (made.held_out, made.training_images) == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "told"),
+    [
+        (0, "", "holds no images (it is empty); supported are"),
+        (20, ".png", "none of its images can be read; the first: "),
+        (FEWEST - 1, "", f"holds {FEWEST - 1} images; give {FEWEST} or more"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_with_the_remedy(tmp_path, capsys, count, words, told):
+    source = images(tmp_path / "images", count)
+    for file in list((tmp_path / "images").iterdir()) if words else []:
+        file.write_text("words")
+        file.rename(file.with_suffix(words))
+    with pytest.raises(UserError) as error:
+        survey(source)
+    assert told in str(error.value)
+    assert run_cli(lambda _: print(survey(source)), []) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

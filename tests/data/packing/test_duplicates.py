@@ -1,0 +1,334 @@
+"""Exact and near duplicates within packed files and between them."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from duetgan.commands.duplicates import main
+from duetgan.data.lmdb.format import SIGNATURE
+from duetgan.data.lmdb.reader import LMDBReader
+from duetgan.data.lmdb.record import Layout
+from duetgan.data.lmdb.writer import LMDBWriter
+from duetgan.data.packing import near_duplicates
+from duetgan.data.packing.duplicates import Report, exact, find, lines
+from duetgan.data.packing.near_duplicates import DISTANCE, Candidates, confirm, near
+from duetgan.data.records import add_image, pack_arrays, signature
+from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.seeding import numpy_generator
+from tests.data.conftest import CLASSES, succeed
+
+
+def photos(count: int, side: int = 64, channels: int = 3, seed: int = 0) -> np.ndarray:
+    """Different images with structure at every scale, like photos: uint8 [count, channels, side, side]."""
+    draws = numpy_generator("test", "photos", seed, side)
+    images = np.zeros((count, side, side, channels))
+    for cells in (2, 4, 8, 16, 32):
+        for sample_image in images:
+            noise = draws.normal(size=(cells, cells, channels)) / cells**0.8
+            sample_image += cv2.resize(noise, (side, side), interpolation=cv2.INTER_CUBIC).reshape(side, side, channels)
+    images -= images.min(axis=(1, 2, 3), keepdims=True)
+    return (20 + 215 * images / images.max(axis=(1, 2, 3), keepdims=True)).astype(np.uint8).transpose(0, 3, 1, 2)
+
+
+def saved(images: np.ndarray, quality: int = 60) -> np.ndarray:
+    """The images as JPEG and back."""
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality]
+    files = [cv2.imencode(".jpg", one.transpose(1, 2, 0), options)[1] for one in images]
+    return np.stack([np.asarray(cv2.imdecode(file, cv2.IMREAD_COLOR)).transpose(2, 0, 1) for file in files])
+
+
+def scaled(images: np.ndarray, side: int) -> np.ndarray:
+    """The images at another size."""
+    return np.stack([cv2.resize(one.transpose(1, 2, 0), (side, side)).transpose(2, 0, 1) for one in images])
+
+
+EDITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "saved": saved,
+    "brighter": lambda images: (images * 1.05).clip(0, 255).astype(np.uint8),
+    "cropped": lambda images: scaled(images[:, :, 1:-1, 1:-1], 64),
+    "halved": lambda images: scaled(scaled(images, 32), 64),
+}
+brighter, cropped = EDITS["brighter"], EDITS["cropped"]
+
+
+def signatures(hashes: list[int], digests: list[int] | None = None) -> np.ndarray:
+    """SIGNATURE [n]; different digests unless given."""
+    result = np.zeros(len(hashes), SIGNATURE)
+    result["dhash"] = hashes
+    result["digest"] = np.arange(len(hashes)) if digests is None else digests
+    return result
+
+
+# Hashes that are often near each other: one of three, with a few bits flipped.
+HASHES = st.builds(
+    lambda base, bits: base ^ sum(1 << bit for bit in set(bits)),
+    st.sampled_from([0x0123456789ABCDEF, 0x0123456789ABC0F0, 0xFFFF0000FFFF0000]),
+    st.lists(st.integers(0, 63), max_size=6),
+)
+MANY = st.lists(st.tuples(HASHES, st.integers(0, 2)), max_size=25).map(
+    lambda images: signatures([one[0] for one in images], [hash(one) % 2**64 for one in images])
+)
+
+
+def brute_force(a: np.ndarray, b: np.ndarray | None) -> list[list[int]]:
+    """All near pairs, of images that no earlier one equals."""
+    second = a if b is None else b
+    rows, columns = ([i for i in range(len(one)) if one["digest"][i] not in one["digest"][:i]] for one in (a, second))
+    return [
+        [i, j]
+        for i, j in itertools.product(rows, columns)
+        if (b is not None or i < j)
+        and a["digest"][i] != second["digest"][j]
+        and int(a["dhash"][i] ^ second["dhash"][j]).bit_count() <= DISTANCE
+    ]
+
+
+@settings(deadline=None)
+@given(MANY, st.none() | MANY)
+def test_near_is_brute_force_also_in_parts(a: np.ndarray, b: np.ndarray | None) -> None:
+    with patch.multiple(near_duplicates, TILE=30, BLOCK=7):
+        found = near(a, b)
+    expected = brute_force(a, b)
+    assert found.pairs.tolist() == expected
+    assert (found.left_out, found.textureless) == (0, 0)
+    whole = a if b is None else np.concatenate([a, b])  # a crowd is that of both, and of different images
+    crowds = Counter(whole["digest"][i] for pair in brute_force(whole, None) for i in pair)
+    second = a if b is None else b
+    for (i, j), crowd in zip(expected, found.crowd, strict=True):
+        assert crowd == max(crowds[a["digest"][i]], crowds[second["digest"][j]])
+
+
+@given(st.lists(st.integers(0, 8), max_size=20))
+def test_exact_is_brute_force(digests: list[int]) -> None:
+    groups = [[index for index, other in enumerate(digests) if other == digest] for digest in dict.fromkeys(digests)]
+    expected = [members for members in groups if len(members) > 1]
+    assert [group.tolist() for group in exact(signatures([0] * len(digests), digests))] == expected
+
+
+def test_the_limit_keeps_the_nearest_and_counts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = 0x0F0F0F0F0F0F0F0F
+    several = signatures([base, base ^ 0b1110000, base ^ 0b1, base ^ 0b111])
+    assert len(near(several).pairs) == 6
+    monkeypatch.setattr(near_duplicates, "LIMIT", 2)
+    found = near(several)
+    assert found.pairs.tolist() == [[0, 2], [2, 3]]
+    assert found.left_out == 4
+    assert found.crowd.tolist() == [3, 3]  # with the candidates that were left out
+    monkeypatch.setattr(near_duplicates, "LIMIT", 1)
+    assert near(signatures([base] * 9)).left_out == 35  # trimmed on the way
+
+
+def test_signatures_and_images_without_texture_that_are_counted_not_searched() -> None:
+    flat = [signature(np.full((16, 16, 3), shade, np.uint8))[0] for shade in (0, 0, 100, 255)]
+    found = near(np.array(flat, SIGNATURE))
+    assert (len(found.pairs), found.textureless) == (0, 3)  # of the exact duplicates one
+    assert [group.tolist() for group in exact(np.array(flat, SIGNATURE))] == [[0, 1]]
+    cells = numpy_generator("test", "signature").integers(0, 256, (8, 9), dtype=np.uint8)
+    pixels = cells.repeat(3, axis=0).repeat(2, axis=1)[:, :, None]
+    bits = "".join(str(int(left < right)) for row in cells.tolist() for left, right in itertools.pairwise(row))
+    assert int(signature(pixels)["dhash"][0]) == int(bits, 2)
+    assert signature(pixels.reshape(18, 24, 1))["digest"] != signature(pixels)["digest"]  # the same bytes
+
+
+def kept(a: np.ndarray, b: np.ndarray, crowd: int | np.ndarray = 0, rows: Iterable[int] | None = None) -> list[int]:
+    """Which of the pairs of images uint8 [n, C, H, W] in the same rows (default: all) are confirmed."""
+    pairs = np.stack([np.array(range(len(a)) if rows is None else rows, np.int64)] * 2, axis=1)
+    read_a, read_b = (lambda row, one=one: one[row].transpose(1, 2, 0) for one in (a, b))
+    candidates = Candidates(pairs, np.broadcast_to(crowd, len(pairs)), 0, 0)
+    confirmed, correlations = confirm(candidates, read_a, read_b, min(a.shape[2], b.shape[2]))
+    assert ((correlations > 0.9) & (correlations <= 1)).all()
+    return confirmed[:, 0].tolist()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_images_are_near_duplicates(edit: str) -> None:
+    images = photos(40)
+    edited = EDITS[edit](images)
+    signed = [np.concatenate([signature(one.transpose(1, 2, 0)) for one in part]) for part in (images, edited)]
+    candidates = near(*signed).pairs
+    assert (candidates[:, 0] == candidates[:, 1]).all()
+    assert len(candidates) >= 38
+    assert kept(images, edited) == list(range(40))
+
+
+def test_different_images_are_not_confirmed_and_in_a_crowd_only_close_copies() -> None:
+    images = photos(40)
+    assert kept(images, np.roll(images, 1, axis=0)) == kept(images, images[:, :, :, ::-1]) == []
+    images = photos(20)
+    assert kept(images, saved(images, 90), crowd=11) == list(range(20))
+    detail = images.copy()
+    detail[:, :, 24:32, 24:32] = np.minimum(detail[:, :, 24:32, 24:32], 230) + 25
+    for edited in (cropped(cropped(images)), detail):
+        assert kept(images, edited, crowd=10) == list(range(20))
+        assert kept(images, edited, crowd=11) == []
+
+
+def test_small_images_are_compared_without_their_finest_detail_and_a_shift_is_taken_out(monkeypatch):
+    noise = numpy_generator("test", "noise").integers(-40, 40, (20, 3, 32, 32))
+    images = (photos(20, side=32) + noise).clip(0, 255).astype(np.uint8)
+    blurred = scaled(np.stack([cv2.blur(one.transpose(1, 2, 0), (2, 2)).transpose(2, 0, 1) for one in images]), 32)
+    large, large_blurred = (one.repeat(2, axis=2).repeat(2, axis=3) for one in (images, blurred))
+    assert len(kept(images, blurred)) > 18
+    assert len(kept(large, large_blurred)) < 3  # of 64 px: all detail counts
+    images = photos(20)
+    shifted = scaled(images[:, :, 4:, 4:], 64)
+    assert kept(images, shifted) == list(range(20))
+    monkeypatch.setattr(near_duplicates, "MOST_SHIFT", 0)
+    assert len(kept(images, shifted)) < 15
+
+
+def test_low_contrast_is_never_confirmed_and_sizes_and_channels_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    dull = (photos(5) // 128 + 100).astype(np.uint8)
+    assert kept(dull, dull) == kept(dull, photos(5)) == []
+    for side, other in ((64, 32), (32, 16), (128, 64)):
+        images = photos(10, side=side)
+        small = scaled(images, other)
+        grey = np.stack([cv2.cvtColor(one.transpose(1, 2, 0), cv2.COLOR_RGB2GRAY)[None] for one in small])
+        assert kept(images, small) == kept(grey, images) == list(range(10))
+    monkeypatch.setattr(near_duplicates, "BATCH", 3)
+    images = photos(20)
+    twice = cropped(cropped(images))
+    rows = np.arange(20)[::-1]
+    assert kept(images, twice, np.where(np.isin(rows, [2, 11, 18]), 0, 99), rows) == [18, 11, 2]
+    assert kept(images, twice, rows=[]) == []
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """20 images, labels i % 3, then 20 = 3 = 21 (other label), 22 = 4, 23 near 5, 24 near 6 (other), 25, 26 flat."""
+    images = photos(20)
+    colour = np.full((2, 3, 64, 64), 90, np.uint8)
+    colour[1] = 91
+    copies = [images[[3, 3, 4]], saved(images[[5]]), brighter(images[[6]]), colour]
+    labels = [*(np.arange(20) % 3), 0, 1, 1, 2, 1, 0, 0]
+    pack_arrays(tmp_path / "a.lmdb", np.concatenate([images, *copies]), labels, CLASSES)
+    return tmp_path / "a.lmdb"
+
+
+def summary(report: Report) -> tuple[list[tuple[list[int], list[int], bool]], list[tuple[int, int, bool]]]:
+    """The groups and the pairs, without the correlations."""
+    exact_groups = [(group.records, group.other_records, group.labels_differ) for group in report.exact]
+    return exact_groups, sorted((pair.record, pair.other_record, pair.labels_differ) for pair in report.near or [])
+
+
+def test_find(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = find(LMDBReader(planted), similar=True)
+    assert summary(report) == ([([3, 20, 21], [], True), ([4, 22], [], False)], [(5, 23, False), (6, 24, True)])
+    counts = (report.exact_duplicates, report.textureless, report.not_compared, report.exact_comparable)
+    assert counts == (3, 2, 0, True)
+    assert report.near[0].correlation >= report.near[1].correlation
+    of = {pair.record: f"{pair.correlation:.3f}" for pair in report.near}
+    assert lines(report) == [
+        "3 exact duplicates in 2 groups, 1 of them with different labels",
+        "  3 (cat), 20 (cat), 21 (dog): different labels",
+        "  4 (dog), 22 (dog)",
+        "2 pairs of near duplicates, 1 of them with different labels",
+        f"  6 (cat) ~ 24 (dog), correlation {of[6]}: different labels",
+        f"  5 (emu) ~ 23 (emu), correlation {of[5]}",
+        "near duplicates were not searched for 2 images without texture",
+    ]
+    assert lines(report, limit=1)[2] == "  and 1 group more"
+    monkeypatch.setattr(near_duplicates, "LIMIT", 1)
+    report = find(LMDBReader(planted), similar=True)
+    assert (report.candidates, report.not_compared) == (1, 1)
+    assert lines(report)[-1] == "1 pair not compared: too many images look alike"
+
+
+def test_leaks(planted: Path, tmp_path: Path) -> None:
+    images, other = photos(20), photos(5, seed=1)
+    shared = np.concatenate([other, images[[3]], images[[7, 7]], saved(images[[8]])])
+    pack_arrays(tmp_path / "b.lmdb", shared, [0, 0, 0, 0, 0, 1, 1, 1, 0], ["emu", "dog"])  # classes by name
+    report = find(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"), similar=True)
+    assert summary(report) == ([([3, 20, 21], [5], True), ([7], [6, 7], False)], [(8, 8, False)])
+    assert report.exact_duplicates == 3
+    assert lines(report)[:4] == [
+        f"3 images of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups, 1 of them with different labels",
+        "  3 (cat), 20 (cat), 21 (dog) = 5 (dog): different labels",
+        "  7 (dog) = 6 (dog), 7 (dog)",
+        "1 pair of near duplicates",
+    ]
+    pack_arrays(tmp_path / "c.lmdb", scaled(photos(20)[[9, 10]], 32))  # of another size, without labels
+    report = find(LMDBReader(planted), LMDBReader(tmp_path / "c.lmdb"), similar=True)
+    assert summary(report) == ([], [(9, 0, False), (10, 1, False)])
+    assert not report.exact_comparable
+    assert lines(report)[1].startswith("exact duplicates cannot be found: the files differ in the channels or the size")
+
+
+def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
+    images = photos(20)[[11, 12, 13]]
+    layout = Layout.of(ImageSpec(3, 0, 0), "source")
+    with LMDBWriter(tmp_path / "b.lmdb", layout, classes=[]) as writer:
+        for sample_image, side in zip(images, (64, 96, 80), strict=True):
+            pixels = cv2.resize(sample_image.transpose(1, 2, 0), (side, side + 10))
+            for quality in (95, 70):
+                content = cv2.imencode(".jpg", pixels[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
+                pixels_read = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
+                add_image(writer, np.asarray(pixels_read), 0, content)
+        writer.finish()
+    own = LMDBReader(tmp_path / "b.lmdb")
+    assert summary(find(own, similar=True)) == ([], [(0, 1, False), (2, 3, False), (4, 5, False)])
+    expected = [(11, 0, False), (11, 1, False), (12, 2, False), (12, 3, False), (13, 4, False), (13, 5, False)]
+    assert summary(find(LMDBReader(planted), own, similar=True)) == ([], expected)
+
+
+def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    succeed(main, planted)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "  4 (dog), 22 (dog)"  # look-alikes are searched for when that is asked for
+    succeed(main, planted, "--similar", "--json", "--out", tmp_path / "new" / "p.png")
+    document = json.loads(capsys.readouterr().out)
+    assert document["exact"][0] == {"records": [3, 20, 21], "other_records": [], "labels_differ": True}
+    assert (document["images"], document["other_images"], document["exact_duplicates"]) == (27, None, 3)
+    assert {pair["record"] for pair in document["near"]} == {5, 6}
+    with Image.open(tmp_path / "new" / "p.png") as image:
+        assert image.size == (4 * 276, 170)  # two groups and two pairs
+        shown = np.asarray(image)[6:134, 6:134]
+    np.testing.assert_array_equal(shown, photos(20)[3].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
+    pack_arrays(tmp_path / "b.lmdb", photos(3, seed=2))
+    succeed(main, planted, tmp_path / "b.lmdb", "--out", tmp_path / "p.png")
+    assert "no pairs" in capsys.readouterr().err
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_many_pairs_are_shown_in_part(tmp_path: Path) -> None:
+    images = photos(30)
+    pack_arrays(tmp_path / "a.lmdb", np.concatenate([images, saved(images, 90), images[:15]]))
+    main([str(tmp_path / "a.lmdb"), "--similar", "--out", str(tmp_path / "p.png")])
+    with Image.open(tmp_path / "p.png") as image:
+        assert image.size == (4 * 276, 5 * 170)
+        eleventh = np.asarray(image)[2 * 170 + 6 : 2 * 170 + 134, 2 * 276 + 6 : 2 * 276 + 134]
+    pairs = find(LMDBReader(tmp_path / "a.lmdb"), similar=True).near
+    best = pairs[0].record  # after ten of the fifteen exact duplicates
+    np.testing.assert_array_equal(eleventh, images[best].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
+
+
+def test_bad_input(planted: Path, tmp_path: Path, refused: Any) -> None:
+    (tmp_path / "link.lmdb").symlink_to(planted)
+    assert "the same file" in refused(main, planted, tmp_path / "link.lmdb")
+    assert "end in .png" in refused(main, planted, "--out", "x.jpg")
+    assert "no such file" in refused(main, planted, tmp_path / "none.lmdb")
+
+
+def test_the_search_does_not_run_ahead_of_what_takes_its_pairs(monkeypatch):
+    """Where all images look alike every comparison is a pair: all tiles at once would not fit into memory."""
+    submit = near_duplicates.ThreadPoolExecutor.submit
+    monkeypatch.setattr(near_duplicates, "cores", lambda: 3)
+    monkeypatch.setattr(near_duplicates, "TILE", 20)
+    alike = np.full(20, 0b1111, np.uint64)
+    with patch.object(near_duplicates.ThreadPoolExecutor, "submit", autospec=True, side_effect=submit) as compared:
+        tiles = near_duplicates._close(alike, alike, within=True)
+        next(tiles)
+        assert compared.call_count == 3
+        assert sum(len(distances) for _, distances in tiles) == 20 * 19 // 2 - 19
+    assert compared.call_count == 20
