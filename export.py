@@ -1,4 +1,6 @@
-"""Write a network for use elsewhere: `python export.py --checkpoint runs/gan --format onnx --out gan.onnx`."""
+"""Write a network for use elsewhere: `python export.py --checkpoint runs/gan --format onnx --out
+gan.onnx`.
+"""
 
 from duetgan.commands import run
 

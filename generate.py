@@ -1,4 +1,6 @@
-"""Draw images, films and data sets with a generator: `python generate.py grid --checkpoint runs/gan --out grid.png`."""
+"""Draw images, films and data sets with a generator: `python generate.py grid --checkpoint runs/gan
+--out grid.png`.
+"""
 
 from duetgan.commands import run
 

@@ -1,4 +1,6 @@
-"""Entry points for torch.hub: `torch.hub.load("path/to/duet", "resnet_classifier", source="local", checkpoint=...)`."""
+"""Entry points for torch.hub: `torch.hub.load("path/to/duet", "resnet_classifier", source="local",
+checkpoint=...)`.
+"""
 
 from duetgan.hub import dcgan, dependencies, r3gan, resnet_classifier, stylegan2
 

@@ -1,4 +1,6 @@
-"""Train and evaluate both models on the embedded sample or on your own images: `python quickstart.py photos/`."""
+"""Train and evaluate both models on the embedded sample or on your own images: `python
+quickstart.py photos/`.
+"""
 
 from duetgan.commands import run
 

@@ -1,4 +1,6 @@
-"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same command resumes."""
+"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same
+command resumes.
+"""
 
 from duetgan.commands import run
 

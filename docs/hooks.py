@@ -1,5 +1,6 @@
-"""What the repository's pages and editors take from the code: `python docs/hooks.py` writes the lists of keys.md and
-recipes.md below their marks, and configs/schema.json. MkDocs calls `on_config`.
+"""What the repository's pages and editors take from the code: `python docs/hooks.py` writes the
+lists of keys.md and recipes.md below their marks, and configs/schema.json. MkDocs calls
+`on_config`.
 """
 
 import json
@@ -19,7 +20,9 @@ def recipes() -> str:
     lines: list[str] = []
     for task, title in TITLES.items():
         lines += ["", f"## {title}", ""]
-        listed = [f"- `{recipe.name}.yaml`: {recipe.purpose}" for recipe in read() if recipe.task == task]
+        listed = [
+            f"- `{recipe.name}.yaml`: {recipe.purpose}" for recipe in read() if recipe.task == task
+        ]
         lines += ["\n".join(wrap(line, 120, subsequent_indent="  ")) for line in listed]
     return "\n".join(lines[1:]) + "\n"
 

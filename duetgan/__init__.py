@@ -1,4 +1,5 @@
-"""Duet as a library: `duetgan.load("runs/classifier").predict("cat.jpg")`; docs/library.md describes it.
+"""Duet as a library: `duetgan.load("runs/classifier").predict("cat.jpg")`; docs/library.md
+describes it.
 
 Importing `duetgan` imports no torch; the first use of a name does.
 """

@@ -26,14 +26,16 @@ from duetgan.utils.images import grid
 from duetgan.utils.memory import cores, ran_out
 
 BATCH = 64  # images at first; halved where memory runs out
-FARTHEST = 2.0  # generated images leave [-1, 1] by a little; what leaves it by more is in another range
+# generated images leave [-1, 1] by a little; what leaves it by more is in another range
+FARTHEST = 2.0
 
 
 class Predictions(NamedTuple):
     """What a classifier says of n images."""
 
     labels: list[str]  # the most probable class of each
-    probabilities: Tensor  # float64 [n, classes] on the CPU, in the order of the classifier's `class_names`
+    # float64 [n, classes] on the CPU, in the order of the classifier's `class_names`
+    probabilities: Tensor
 
 
 class Classifier(nn.Module):
@@ -57,17 +59,21 @@ class Classifier(nn.Module):
         return self.network(images)
 
     def predict(self, images: "Image | Iterable[Image]") -> Predictions:
-        """Labels and probabilities of one image or many: whatever `transform` takes, also arrays [N, H, W, C] and
-        tensors [N, C, H, W], or an iterable of them, which is read batch by batch.
+        """Labels and probabilities of one image or many: whatever `transform` takes, also arrays
+        [N, H, W, C] and tensors [N, C, H, W], or an iterable of them, which is read batch by batch.
 
         Raises UserError for an image that cannot be read.
         """
         items, rows = _each(images), [torch.empty(0, len(self.class_names), dtype=torch.float64)]
         with ThreadPoolExecutor(cores(), "decode") as pool:
             while batch := list(itertools.islice(items, self._batch)):
-                rows.append(self._probabilities(torch.stack(list(pool.map(self.transform.pixels, batch)))))
+                rows.append(
+                    self._probabilities(torch.stack(list(pool.map(self.transform.pixels, batch))))
+                )
         probabilities = torch.cat(rows)
-        return Predictions([self.class_names[i] for i in probabilities.argmax(1).tolist()], probabilities)
+        return Predictions(
+            [self.class_names[i] for i in probabilities.argmax(1).tolist()], probabilities
+        )
 
     def _probabilities(self, pixels: Tensor) -> Tensor:
         try:
@@ -82,29 +88,36 @@ class Classifier(nn.Module):
 class Samples(NamedTuple):
     """What a generator drew. Sample i depends on `seed`, its class and `indices[i]` alone."""
 
-    images: Tensor  # [n, channels, H, W] on the CPU, as files have them: uint8, uint16 or float32; alpha not multiplied
+    # [n, channels, H, W] on the CPU, as files have them: uint8, uint16 or float32; alpha not
+    # multiplied
+    images: Tensor
     labels: list[str]  # each one's class; empty for an unconditional generator
     seed: int
     indices: list[int]
 
 
 class Generator(nn.Module):
-    """A trained generator of any architecture. `network` is the nn.Module with its EMA weights, in evaluation mode."""
+    """A trained generator of any architecture. `network` is the nn.Module with its EMA weights, in
+    evaluation mode.
+    """
 
     def __init__(self, checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Args: `checkpoint` as `utils.checkpoint.load` gives it. Raises UserError for a classifier's."""
+        """Args: `checkpoint` as `utils.checkpoint.load` gives it. Raises UserError for a
+        classifier's.
+        """
         super().__init__()
         self.network: ImageGenerator = generator_from(checkpoint, device, several=True)
         self.class_names: list[str] = list(checkpoint["classes"]) if self.network.classes else []
-        self.label_names = self.network.label_names(self.class_names)  # what can be asked for: classes, or sets of them
+        # what can be asked for: classes, or sets of them
+        self.label_names = self.network.label_names(self.class_names)
         self.z_dim = self.network.z_dim
         self.transform = Transform.of(checkpoint)
         self.image_shape, self.image_range = self.transform.spec.shape, (-1.0, 1.0)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """Images [N, channels, H, H] in about [-1, 1] of z [N, z_dim] (normal) and labels int64 [N], places in
-        `class_names`; None without classes. `options` (noise, truncation_psi, truncation_cutoff,
-        truncation_mean): as the network's.
+        """Images [N, channels, H, H] in about [-1, 1] of z [N, z_dim] (normal) and labels int64
+        [N], places in `class_names`; None without classes. `options` (noise, truncation_psi,
+        truncation_cutoff, truncation_mean): as the network's.
 
         Raises UserError for another type or shape, and for labels of no class.
         """
@@ -112,7 +125,11 @@ class Generator(nn.Module):
             raise UserError(f"z: {_kind(z)} was given; it is normal: torch.randn(N, {self.z_dim})")
         classes = len(self.class_names)
         if (labels is None) != (classes == 0):
-            wanted = f"int64 [N], 0 to {classes - 1}" if classes else "None: this generator is unconditional"
+            wanted = (
+                f"int64 [N], 0 to {classes - 1}"
+                if classes
+                else "None: this generator is unconditional"
+            )
             raise UserError(f"labels: give {wanted}")
         if labels is not None and not labels.is_floating_point() and len(labels):
             low, high = (int(value) for value in labels.aminmax())
@@ -124,15 +141,18 @@ class Generator(nn.Module):
         self,
         n: int = 1,
         *,
-        classes: str | Sequence[str] | None = None,  # by name ("cat; dog" of several labels), in turn; None: all
+        # by name ("cat; dog" of several labels), in turn; None: all
+        classes: str | Sequence[str] | None = None,
         seed: int = 0,
         psi: float = 1.0,  # truncation: 1 none, 0 the mean image; for generators with w
-        truncation_mean: TruncationMean = "class",  # of its class or of all ("global"), towards which w is truncated
+        # of its class or of all ("global"), towards which w is truncated
+        truncation_mean: TruncationMean = "class",
         noise: NoiseMode = "random",
     ) -> Samples:
         """`n` images. The same seed gives the same images, however many are drawn.
 
-        Raises UserError for no image, an unknown class, and for a truncation that the generator cannot do.
+        Raises UserError for no image, an unknown class, and for a truncation that the generator
+        cannot do.
         """
         if n < 1 or noise not in get_args(NoiseMode):
             raise UserError(
@@ -143,8 +163,12 @@ class Generator(nn.Module):
         names = [self.label_names[label] for label in sampler.classes(range(n))]
         return Samples(sampler.images(range(n)), names, seed, sampler.indices(range(n)))
 
-    def grid(self, n: int | None = None, *, columns: int | None = None, **options: Any) -> PIL.Image.Image:
-        """`n` samples as one picture; unless said 64, or 8 of each class, a column a class. `options` as `sample`."""
+    def grid(
+        self, n: int | None = None, *, columns: int | None = None, **options: Any
+    ) -> PIL.Image.Image:
+        """`n` samples as one picture; unless said 64, or 8 of each class, a column a class.
+        `options` as `sample`.
+        """
         chosen = options.get("classes")
         kinds = len([chosen] if isinstance(chosen, str) else chosen or self.label_names)
         pixels = grid(
@@ -162,51 +186,75 @@ class Generator(nn.Module):
         classes: str | Sequence[str] | None = None,  # where the search may start
         seed: int = 0,
         steps: int = 500,
-        features: Literal["resnet50", "pixels"] | None = None,  # None: resnet50 where its weights are, else pixels
+        # None: resnet50 where its weights are, else pixels
+        features: Literal["resnet50", "pixels"] | None = None,
     ) -> Projection:
-        """The w whose image is nearest to `image` (StyleGAN2, appendix D): `ws` [num_ws, w_dim], `image` uint8.
+        """The w whose image is nearest to `image` (StyleGAN2, appendix D): `ws` [num_ws, w_dim],
+        `image` uint8.
 
         Raises UserError for a generator without w.
         """
         if space not in ("w", "w+") or features not in ("resnet50", "pixels", None):
-            raise UserError(f"project: space {space!r} is w or w+, features {features!r} resnet50 or pixels")
+            raise UserError(
+                f"project: space {space!r} is w or w+, features {features!r} resnet50 or pixels"
+            )
         target = self.transform.pixels(image)[None]
         sampler = self._sampler(classes, seed)
-        config = ProjectionConfig(space="both" if space == "w+" else "w", steps=steps, features=features)
+        config = ProjectionConfig(
+            space="both" if space == "w+" else "w", steps=steps, features=features
+        )
         return find(sampler, target, config).spaces[space]
 
     def _sampler(self, classes: str | Sequence[str] | None, seed: int, **options: Any) -> Sampler:
-        names = [classes] if isinstance(classes, str) else self.label_names if classes is None else classes
+        names = (
+            [classes]
+            if isinstance(classes, str)
+            else self.label_names
+            if classes is None
+            else classes
+        )
         if not names and classes is not None:
             raise UserError("classes: none is named; give one or more, or None for all")
         chosen = [label_of(name, self.label_names, "classes") for name in names]
-        return Sampler(generator=self.network, chosen=chosen, seed=seed, batch_size=BATCH, **options)
+        return Sampler(
+            generator=self.network, chosen=chosen, seed=seed, batch_size=BATCH, **options
+        )
 
 
 Which: TypeAlias = Literal["last", "best"]
 
 
-def load(checkpoint: str | Path, *, which: Which = "last", device: str | None = None) -> Classifier | Generator:
+def load(
+    checkpoint: str | Path, *, which: Which = "last", device: str | None = None
+) -> Classifier | Generator:
     """A trained classifier or generator, in evaluation mode, with its average (EMA) weights.
 
     Args:
-        checkpoint: a run folder, a checkpoint file, a .safetensors file of `duet export`, or a ready-made classifier:
-            `torchvision:NAME`, `timm:NAME`, a state dict, a folder of the hub. Nothing in it is executed.
+        checkpoint: a run folder, a checkpoint file, a .safetensors file of `duet export`, or a
+            ready-made classifier: `torchvision:NAME`, `timm:NAME`, a state dict, a folder of the
+            hub. Nothing in it is executed.
         which: checkpoint of a run folder.
         device: "cpu", "cuda", ...; None: the accelerator where there is one.
 
-    Raises UserError (a ValueError; one line with the remedy) where it is missing, damaged, or the device is not there.
+    Raises UserError (a ValueError; one line with the remedy) where it is missing, damaged, or the
+    device is not there.
     """
     content = open_checkpoint(checkpoint, which)[1]
-    return (Classifier if content["task"] == "classifier" else Generator)(content, choose_device(device))
+    return (Classifier if content["task"] == "classifier" else Generator)(
+        content, choose_device(device)
+    )
 
 
-def load_classifier(checkpoint: str | Path, *, which: Which = "last", device: str | None = None) -> Classifier:
+def load_classifier(
+    checkpoint: str | Path, *, which: Which = "last", device: str | None = None
+) -> Classifier:
     """`load` where it must be a classifier: raises UserError for a generator."""
     return Classifier(open_checkpoint(checkpoint, which)[1], choose_device(device))
 
 
-def load_generator(checkpoint: str | Path, *, which: Which = "last", device: str | None = None) -> Generator:
+def load_generator(
+    checkpoint: str | Path, *, which: Which = "last", device: str | None = None
+) -> Generator:
     """`load` where it must be a generator: raises UserError for a classifier."""
     return Generator(open_checkpoint(checkpoint, which)[1], choose_device(device))
 
@@ -222,7 +270,9 @@ def _each(images: "Image | Iterable[Image]") -> Iterator[Image]:
 
 
 def _check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
-    """Raise UserError for what is no batch of images in [-1, 1] of this shape; warn of what looks like [0, 1]."""
+    """Raise UserError for what is no batch of images in [-1, 1] of this shape; warn of what looks
+    like [0, 1].
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return  # a program is made of the network: nothing is looked at
     wanted = f"float [N, {', '.join(map(str, shape))}] in [-1, 1], as `transform` gives; `predict` takes any image"
@@ -232,9 +282,14 @@ def _check_images(images: Tensor, shape: tuple[int, int, int]) -> None:
         return
     low, high = (float(value) for value in images.detach().aminmax())
     if not (low >= -FARTHEST and high <= FARTHEST):
-        raise UserError(f"images: values from {low:.3g} to {high:.3g} were given; the network takes {wanted}")
+        raise UserError(
+            f"images: values from {low:.3g} to {high:.3g} were given; the network takes {wanted}"
+        )
     if low >= 0 and high > 0:
-        warnings.warn(f"no pixel is below 0: are these images in [0, 1]? The network takes {wanted}", stacklevel=3)
+        warnings.warn(
+            f"no pixel is below 0: are these images in [0, 1]? The network takes {wanted}",
+            stacklevel=3,
+        )
 
 
 def _kind(tensor: Tensor) -> str:

@@ -1,4 +1,6 @@
-"""Find duplicates in a packed file, or between two: `duet duplicates A.lmdb [B.lmdb] [--similar] [--json]`."""
+"""Find duplicates in a packed file, or between two: `duet duplicates A.lmdb [B.lmdb] [--similar]
+[--json]`.
+"""
 
 import json
 import sys
@@ -17,14 +19,22 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("path", type=Path, metavar="A.lmdb")
     parser.add_argument("other", type=Path, metavar="B.lmdb", nargs="?")
-    parser.add_argument("--similar", action="store_true", help="also search for images that look alike")
+    parser.add_argument(
+        "--similar", action="store_true", help="also search for images that look alike"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--list", type=Path, metavar="FILE", help="write all groups and pairs into a text file")
-    parser.add_argument("--out", type=file(".png"), metavar="PNG", help=f"draw up to {SHOWN} pairs side by side")
+    parser.add_argument(
+        "--list", type=Path, metavar="FILE", help="write all groups and pairs into a text file"
+    )
+    parser.add_argument(
+        "--out", type=file(".png"), metavar="PNG", help=f"draw up to {SHOWN} pairs side by side"
+    )
     args = parser.parse_args(argv)
     with LMDBReader(args.path) as reader, LMDBReader(args.other or args.path) as other:
         if args.other and args.other.samefile(args.path):
-            raise UserError(f"{args.other} and {args.path} are the same file: give it once to search within it")
+            raise UserError(
+                f"{args.other} and {args.path} are the same file: give it once to search within it"
+            )
         report = find(reader, other if args.other else None, similar=args.similar)
         text, all_of_it = lines(report), lines(report, None)
         if args.list:

@@ -1,4 +1,6 @@
-"""Look at what the models do, in a browser: samples, mixtures, walks, predictions and their reasons, runs over time."""
+"""Look at what the models do, in a browser: samples, mixtures, walks, predictions and their
+reasons, runs over time.
+"""
 
 import ipaddress
 import logging
@@ -25,8 +27,17 @@ def parser() -> Parser:
     add = options.add_argument
     text = "run folder, checkpoint, or a folder of runs; may be repeated (default: runs/quickstart)"
     add("--checkpoint", action="append", default=[], metavar="RUN", help=text)
-    add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
-    add("--data", metavar="X.lmdb", help="the classifier's training images (default: as its config says)")
+    add(
+        "--which",
+        choices=("last", "best"),
+        default="last",
+        help="which checkpoint of a run folder (default: last)",
+    )
+    add(
+        "--data",
+        metavar="X.lmdb",
+        help="the classifier's training images (default: as its config says)",
+    )
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     text = "address to listen at; beyond this machine a token is needed (default: 127.0.0.1)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
@@ -48,7 +59,9 @@ def main(argv: list[str]) -> int:
         address, port = listener.getsockname()[:2]
         own = ipaddress.ip_address(address)
         token = None if own.is_loopback else secrets.token_urlsafe(16)
-        runs = open_runs(options.checkpoint, which=options.which, device=choose_device(options.device))
+        runs = open_runs(
+            options.checkpoint, which=options.which, device=choose_device(options.device)
+        )
         worker = Worker()
         app = App(runs, worker, token=token, data=options.data)
         server = create_server(
@@ -60,7 +73,8 @@ def main(argv: list[str]) -> int:
             ident=None,
         )
 
-        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of threads that are on their way
+        # it warns of threads that are on their way
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)
 
         def end(*_: object) -> None:
             worker.end()
@@ -68,7 +82,13 @@ def main(argv: list[str]) -> int:
 
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, end)
-        host = socket.gethostname() if own.is_unspecified else f"[{address}]" if own.version == 6 else address
+        host = (
+            socket.gethostname()
+            if own.is_unspecified
+            else f"[{address}]"
+            if own.version == 6
+            else address
+        )
         place = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
         print(f"open {place} in a browser; Ctrl-C ends the explorer", flush=True)
         leave_threads()  # a model may still compute when all is to end
@@ -81,5 +101,8 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket at this address. Raises UserError where there is none to be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     asked, remedy = f"--host {host} --port {port}", "give another address or port"
-    with explained((OSError, UnicodeError), lambda why: f"{asked}: {getattr(why, 'strerror', None) or why}; {remedy}"):
+    with explained(
+        (OSError, UnicodeError),
+        lambda why: f"{asked}: {getattr(why, 'strerror', None) or why}; {remedy}",
+    ):
         return socket.create_server((host, port), family=family)

@@ -1,4 +1,6 @@
-"""Draw images, films and data sets with a trained generator, or find an image among those that it can draw."""
+"""Draw images, films and data sets with a trained generator, or find an image among those that it
+can draw.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -9,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from duetgan.data.lmdb.writer import check_target
 from duetgan.inference import settings
 from duetgan.utils.checkpoint import resolve_for_people
-from duetgan.utils.config.cli import PSI, Parser, add_model_options, add_truncation_options, file, number, positive
+from duetgan.utils.config.cli import (
+    PSI,
+    Parser,
+    add_model_options,
+    add_truncation_options,
+    file,
+    number,
+    positive,
+)
 from duetgan.utils.errors import require_same_classes
 from duetgan.utils.files import check_writable
 
@@ -26,25 +36,49 @@ def parser() -> Parser:
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def begin(
-        run: Callable[[Namespace], str], name: str, text: str, without: str = "", out: Sequence[str] = (".png",)
+        run: Callable[[Namespace], str],
+        name: str,
+        text: str,
+        without: str = "",
+        out: Sequence[str] = (".png",),
     ) -> Callable[..., Any]:
         command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
         command.set_defaults(
-            run=run, classes="all", truncation_psi=1.0, truncation_cutoff=None, truncation_mean="class"
+            run=run,
+            classes="all",
+            truncation_psi=1.0,
+            truncation_cutoff=None,
+            truncation_mean="class",
         )
         add_model_options(command)
         add = command.add_argument
-        add("--out", required=True, type=file(*out), metavar="FILE", help="the file to write; of grid also a folder")
+        add(
+            "--out",
+            required=True,
+            type=file(*out),
+            metavar="FILE",
+            help="the file to write; of grid also a folder",
+        )
         add("--seed", type=number(int), default=0, help="of every draw")
         if "classes" not in without:
-            add("--classes", default="all", metavar="A,B", help='names of classes, or of sets of them: "cat;dog"')
+            add(
+                "--classes",
+                default="all",
+                metavar="A,B",
+                help='names of classes, or of sets of them: "cat;dog"',
+            )
         text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours"
         add("--latents", choices=("torch", "numpy"), default="torch", help=text)
         if "noise" not in without:
             add_truncation_options(command, psi="psi" not in without)
             text = "truncate the first L layers only (default: all)"
             add("--truncation-cutoff", type=number(int, 0), metavar="L", help=text)
-            add("--noise-mode", choices=("random", "const", "none"), default="random", help="per-pixel noise")
+            add(
+                "--noise-mode",
+                choices=("random", "const", "none"),
+                default="random",
+                help="per-pixel noise",
+            )
         return add
 
     in_all = "images in all (default: {} a class; {} without classes)"
@@ -64,10 +98,14 @@ def parser() -> Parser:
     add_film_options(begin(interpolate, "interpolate", text, out=(".mp4", ".gif")))
     text = "the nearest images to a given one, in w and in w+"
     add_projection_options(begin(find_image, "project", text, without="noise, psi"))
-    text = "strips of images on their way from one class of a classifier to another, the rest staying"
+    text = (
+        "strips of images on their way from one class of a classifier to another, the rest staying"
+    )
     add_edit_options(begin(edit, "edit", text, without="classes"))
 
-    add = begin(write_dataset, "dataset", "a packed data set of samples, for train.py", out=(".lmdb",))
+    add = begin(
+        write_dataset, "dataset", "a packed data set of samples, for train.py", out=(".lmdb",)
+    )
     add("--n", type=positive, metavar="N", help=in_all.format(*settings.DATASET))
     add("--encoding", choices=settings.ENCODINGS, default="raw", help="how they are stored")
     add("--overwrite", action="store_true", help="replace --out if it exists")
@@ -75,19 +113,40 @@ def parser() -> Parser:
 
 
 def add_film_options(add: Callable[..., Any]) -> None:
-    add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
-    add("--n", type=number(int, 2), metavar="N", help="samples to go through (default: 8, or one a class up to 16)")
+    add(
+        "--space",
+        choices=("w", "z"),
+        help="straight in w, or along great circles in z (default: w if there is one)",
+    )
+    add(
+        "--n",
+        type=number(int, 2),
+        metavar="N",
+        help="samples to go through (default: 8, or one a class up to 16)",
+    )
     add("--frames", type=positive, default=settings.FRAMES, help="from one to the next")
     add("--fps", type=positive, default=settings.FPS, help="frames a second")
-    add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")
+    add(
+        "--scale",
+        type=positive,
+        metavar="N",
+        help="a pixel becomes NxN (default: small images to 256 px)",
+    )
 
 
 def add_projection_options(add: Callable[..., Any]) -> None:
     add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
-    add("--space", choices=tuple(settings.SPACES), default="both", help="one w for all layers, or one each")
     add(
-        "--features", choices=settings.FEATURES, help="what is compared (default: resnet50, without its weights pixels)"
+        "--space",
+        choices=tuple(settings.SPACES),
+        default="both",
+        help="one w for all layers, or one each",
+    )
+    add(
+        "--features",
+        choices=settings.FEATURES,
+        help="what is compared (default: resnet50, without its weights pixels)",
     )
     add("--weights", metavar="FILE", help="ResNet-50's weights (default: $DUET_WEIGHTS, weights/)")
     add("--pixel-weight", type=WEIGHT, default=SEARCH.pixel_weight)
@@ -100,16 +159,28 @@ def add_projection_options(add: Callable[..., Any]) -> None:
         help="the stored noise maps, none, or searched for as well",
     )
     add("--noise-weight", type=WEIGHT, default=SEARCH.noise_weight)
-    add("--save", type=file(".safetensors"), metavar="FILE.safetensors", help="latents and noise that were found")
+    add(
+        "--save",
+        type=file(".safetensors"),
+        metavar="FILE.safetensors",
+        help="latents and noise that were found",
+    )
 
 
 def add_edit_options(add: Callable[..., Any]) -> None:
     add("--classifier", required=True, metavar="RUN_OR_FILE", help="whose answer is moved")
-    add("--from", required=True, dest="source", metavar="CLASS", help="the class that images are of")
+    add(
+        "--from", required=True, dest="source", metavar="CLASS", help="the class that images are of"
+    )
     add("--to", required=True, dest="target", metavar="CLASS", help="the class that they become")
     add("--n", type=positive, default=4, metavar="N", help="samples, a strip each")
     add("--columns", type=number(int, 2), default=7, metavar="N", help="images of a strip")
-    add("--image", type=Path, metavar="FILE", help="an image to start from instead of samples; it is projected into w+")
+    add(
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help="an image to start from instead of samples; it is projected into w+",
+    )
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
     add("--steps", type=positive, default=SEARCH.steps, help="of its projection")
     text = "another classifier, whose answers stand beside; it took no part in finding the edit"
@@ -120,7 +191,12 @@ def add_edit_options(add: Callable[..., Any]) -> None:
     for name, what in (("pixel", "pixels"), ("keep", "other classes")):
         text = f"how much change of {what} counts"
         add(f"--{name}-weight", type=WEIGHT, default=EDIT.pixel_weight, metavar="X", help=text)
-    add("--reach", type=number(float, 0, 1, inner=True), default=EDIT.reach, help="probability at which it is there")
+    add(
+        "--reach",
+        type=number(float, 0, 1, inner=True),
+        default=EDIT.reach,
+        help="probability at which it is there",
+    )
     add("--limit", type=ABOVE_0, default=EDIT.limit, help="the largest step that is tried")
 
 
@@ -132,7 +208,13 @@ def psis(text: str) -> list[float]:
 def draw_table(options: Namespace) -> str:
     """`grid`, `truncation` or `mix`: a PNG file; of `grid` also a folder of single ones."""
     sampler, checkpoint, _ = open_sampler(options)
-    from duetgan.inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
+    from duetgan.inference.samples import (
+        draw_grid,
+        draw_mix,
+        draw_truncation,
+        parse_layers,
+        with_styles,
+    )
 
     out, names, count = options.out, sampler.generator.label_names(checkpoint["classes"]), options.n
     if options.command == "grid":
@@ -164,7 +246,9 @@ def find_image(options: Namespace) -> str:
     target = read_target(options.image, checkpoint, options.resize)[None]
     names = sampler.generator.label_names(checkpoint["classes"])
     lines = project(sampler, names, target, options.out, config, save_to=options.save)
-    return "\n".join([*lines, f"wrote {options.out}" + (f" and {options.save}" if options.save else "")])
+    return "\n".join(
+        [*lines, f"wrote {options.out}" + (f" and {options.save}" if options.save else "")]
+    )
 
 
 def edit(options: Namespace) -> str:
@@ -180,7 +264,9 @@ def edit(options: Namespace) -> str:
     guide = read(resolve_for_people(options.classifier))
     names = guide["classes"]
     if sampler.generator.classes:
-        require_same_classes("the generator", checkpoint["classes"], f"the classifier {options.classifier}", names)
+        require_same_classes(
+            "the generator", checkpoint["classes"], f"the classifier {options.classifier}", names
+        )
     editor = Editor(sampler, classifier_from(guide, sampler.device), names, config)
     source, target = pair_of(names, options.source, options.target)
     how: dict[str, Any] = {"columns": options.columns}
@@ -223,7 +309,9 @@ def chosen(options: Namespace, config: Any) -> Any:
 
 
 def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
-    """The generator with the options of its sampling, its checkpoint, and that one's file. Raises UserError."""
+    """The generator with the options of its sampling, its checkpoint, and that one's file. Raises
+    UserError.
+    """
     check_writable(options.out.parent)
     path = resolve_for_people(options.checkpoint, options.which)
     from duetgan.inference.samples import Sampler, chosen_classes
@@ -231,11 +319,15 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     from duetgan.utils.distributed.collectives import choose_device
 
     checkpoint = read(path)
-    generator = generator_from(checkpoint, choose_device(options.device), several=options.command != "edit")
+    generator = generator_from(
+        checkpoint, choose_device(options.device), several=options.command != "edit"
+    )
     classes = generator.label_names(checkpoint["classes"])
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(options.classes, classes, None if generator.sets is None else settings.SETS),
+        chosen=chosen_classes(
+            options.classes, classes, None if generator.sets is None else settings.SETS
+        ),
         seed=options.seed,
         truncation_psi=options.truncation_psi,
         truncation_cutoff=options.truncation_cutoff,

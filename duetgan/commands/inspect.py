@@ -1,7 +1,7 @@
 """Describe a packed file: `duet inspect X.lmdb [--verify] [--json] [--out grid.png]`.
 
-The image grid goes beside the file as `X.grid.png`, or to `--out`; with `--json` or `--verify` it is drawn only if
-`--out` is given. With `--json` stdout is one document.
+The image grid goes beside the file as `X.grid.png`, or to `--out`; with `--json` or `--verify` it
+is drawn only if `--out` is given. With `--json` stdout is one document.
 """
 
 import json
@@ -16,18 +16,28 @@ from duetgan.utils.config.cli import Parser, file
 def main(argv: list[str]) -> None:
     parser = Parser(prog="duet inspect", description="Show what a packed file holds.")
     parser.add_argument("path", type=Path, metavar="X.lmdb")
-    parser.add_argument("--verify", action="store_true", help="check every record; exit code 2 if one is damaged")
+    parser.add_argument(
+        "--verify", action="store_true", help="check every record; exit code 2 if one is damaged"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--out", type=file(".png"), metavar="PNG", help="the grid of images; default: X.grid.png")
+    parser.add_argument(
+        "--out", type=file(".png"), metavar="PNG", help="the grid of images; default: X.grid.png"
+    )
     args = parser.parse_args(argv)
     with LMDBReader(args.path) as reader:
         damage = verify(reader) if args.verify else None
-        document = {"file": str(reader.path), "bytes": reader.path.stat().st_size, **reader.meta.model_dump()}
+        document = {
+            "file": str(reader.path),
+            "bytes": reader.path.stat().st_size,
+            **reader.meta.model_dump(),
+        }
         document["size"] = reader.meta.spec.resolution or None
         document |= labels_document(document.pop("sets"), reader.meta)
         if damage is not None:
             document["damaged"] = sorted(damage.records)
-        print(json.dumps(document, indent=2) if args.json else "\n".join(lines(document, reader.meta)))
+        print(
+            json.dumps(document, indent=2) if args.json else "\n".join(lines(document, reader.meta))
+        )
         if damage is not None:
             report(damage, reader)
         if args.out or not (args.json or args.verify):

@@ -1,7 +1,8 @@
 """Answer a question about the generator and the classifier with many runs, controls and intervals.
 
-`python study.py augment`: do samples help the classifier? The same command goes on where it was stopped. It writes
-study.json and a page, report.html. `python study.py page FOLDER...` prints what studies found, as Markdown.
+`python study.py augment`: do samples help the classifier? The same command goes on where it was
+stopped. It writes study.json and a page, report.html. `python study.py page FOLDER...` prints what
+studies found, as Markdown.
 """
 
 import json
@@ -22,15 +23,35 @@ WEEK = 7 * 24 * 60  # minutes
 
 
 def parser() -> Parser:
-    options = Parser(prog="study.py", description=__doc__, epilog="Any key of the recipe: --section.key value.")
+    options = Parser(
+        prog="study.py", description=__doc__, epilog="Any key of the recipe: --section.key value."
+    )
     add = options.add_argument
-    add("subject", metavar="SUBJECT", help="; ".join(f"{name}: {what}" for name, what in SUBJECTS.items()))
+    add(
+        "subject",
+        metavar="SUBJECT",
+        help="; ".join(f"{name}: {what}" for name, what in SUBJECTS.items()),
+    )
     add("--config", metavar="FILE", help="a recipe (default: configs/study_SUBJECT.yaml)")
     add("--out", metavar="DIR", help="folder of the study (default: runs/NAME, the recipe's)")
-    add("--quick", action="store_true", help="the recipe's section quick: a first answer, with wide intervals")
-    add("--minutes", type=number(float, 0.01, WEEK), metavar="M", help="stop after them; the same command goes on")
+    add(
+        "--quick",
+        action="store_true",
+        help="the recipe's section quick: a first answer, with wide intervals",
+    )
+    add(
+        "--minutes",
+        type=number(float, 0.01, WEEK),
+        metavar="M",
+        help="stop after them; the same command goes on",
+    )
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
-    add("--seeds", type=positive, metavar="N", help="trainings of each arm (default: the recipe's, 5 unless it says)")
+    add(
+        "--seeds",
+        type=positive,
+        metavar="N",
+        help="trainings of each arm (default: the recipe's, 5 unless it says)",
+    )
     add("--json", action="store_true", help="print study.json instead of the verdict")
     return options
 
@@ -46,7 +67,11 @@ def main(argv: list[str]) -> int:
         return 0
     options, overrides = parser().parse_known(argv)
     entry(SUBJECTS, options.subject, "study")
-    file = Path(recipe_file(options.config)) if options.config else CONFIGS / f"study_{options.subject}.yaml"
+    file = (
+        Path(recipe_file(options.config))
+        if options.config
+        else CONFIGS / f"study_{options.subject}.yaml"
+    )
     overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]
     out = options.out or str(runs_folder() / (file.stem + "_quick" * options.quick))
     tree = read_yaml(file)
@@ -57,10 +82,17 @@ def main(argv: list[str]) -> int:
 
     config_class, subject_class = load_subject(options.subject)
     with explained(UnknownKey, lambda error: error.among(sorted(parser()._option_string_actions))):
-        config: Any = build(config_class, quickened(tree) if options.quick else tree, overrides, source=str(file))
+        config: Any = build(
+            config_class, quickened(tree) if options.quick else tree, overrides, source=str(file)
+        )
     folder = Path(out).resolve()
     study = Study(options.subject, subject_class(config, folder, options.device))
-    write = partial(write_study_page, folder, command=shlex.join(["python", "study.py", *argv]), config=to_tree(config))
+    write = partial(
+        write_study_page,
+        folder,
+        command=shlex.join(["python", "study.py", *argv]),
+        config=to_tree(config),
+    )
     try:
         document = study.run(options.minutes)
     except StoppedBySignal:

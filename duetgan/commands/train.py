@@ -1,4 +1,6 @@
-"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same command resumes."""
+"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same
+command resumes.
+"""
 
 import os
 from argparse import SUPPRESS, Namespace
@@ -20,7 +22,9 @@ RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
 def parser() -> Parser:
     parse = Parser(
-        prog="train.py", description=__doc__, epilog="Any key of the config is overridden by --section.key value."
+        prog="train.py",
+        description=__doc__,
+        epilog="Any key of the config is overridden by --section.key value.",
     )
     add = parse.add_argument
     add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
@@ -33,17 +37,37 @@ def parser() -> Parser:
         metavar="N",
         help="stop after saving at step N; schedules keep the config's length",
     )
-    add("--init-from", metavar="FILE|RUN", help="start from another run's weights, as far as they fit; not a resume")
-    add("--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them")
-    add("--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type")
+    add(
+        "--init-from",
+        metavar="FILE|RUN",
+        help="start from another run's weights, as far as they fit; not a resume",
+    )
+    add(
+        "--profile",
+        type=positive,
+        metavar="N",
+        help="measure N steps: a table, and RUN/profile/; stops after them",
+    )
+    add(
+        "--lr-find",
+        action="store_true",
+        help="search the learning rate: RUN/lr_find.png, and the option to type",
+    )
     add("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
     rate = number(float, 0, inner=True)
     add("--lr-find-from", type=rate, metavar="RATE", help="the first of them (default: 1e-6)")
     add("--lr-find-to", type=rate, metavar="RATE", help="the last of them (default: 10)")
     add_import_option(parse)
-    add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
+    # of `python -m torch.distributed.launch`; the environment says it too
+    add("--local-rank", type=int, help=SUPPRESS)
     add("--list", action="store_true", help="print the recipes of configs/ with a line each")
-    add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
+    add(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="print all config keys, or those about WORD",
+    )
     add(
         "--dry-run",
         nargs="?",
@@ -57,7 +81,9 @@ def parser() -> Parser:
 
 
 def check_names(overrides: Sequence[str], *, config: str | None) -> None:
-    """Raise UserError for options that do not exist and cannot wait for the config, which knows the others."""
+    """Raise UserError for options that do not exist and cannot wait for the config, which knows the
+    others.
+    """
     for name in [token.partition("=")[0] for token in overrides if token.startswith("--")]:
         if name in RESUME:
             raise UserError(
@@ -82,23 +108,33 @@ def main(argv: list[str]) -> int:
         raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
     options.config = recipe_file(options.config)
     read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
-    given = {"steps": options.lr_find_steps, "first": options.lr_find_from, "last": options.lr_find_to}
+    given = {
+        "steps": options.lr_find_steps,
+        "first": options.lr_find_from,
+        "last": options.lr_find_to,
+    }
     sweep = {name: value for name, value in given.items() if value is not None}
     refuse(
         (
             options.profile is not None and (options.dry_run or options.max_steps is not None),
             "--profile N trains its own few steps and stops; leave --dry-run and --max-steps out",
         ),
-        (sweep and not options.lr_find, "--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it"),
+        (
+            sweep and not options.lr_find,
+            "--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it",
+        ),
         (options.layers and not options.dry_run, "--layers belongs to --dry-run; add it"),
         (
-            options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None),
+            options.lr_find
+            and (options.dry_run or options.max_steps is not None or options.profile is not None),
             "--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out",
         ),
     )
     if options.init_from is not None:
-        overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
-    overrides += [f"--import={name}" for name in getattr(options, "imports", ())]  # a key too, of the run
+        # a key of the config: it is saved with the run
+        overrides += ["--init_from", options.init_from]
+    # a key too, of the run
+    overrides += [f"--import={name}" for name in getattr(options, "imports", ())]
     if (code := launch.start_processes("train", argv, options.gpus, options.procs)) is not None:
         return code
     # a process of a launcher ends as it is told to, and the launcher says so
@@ -111,9 +147,13 @@ def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) 
     if os.environ.get("RANK", "0") == "0" and not options.dry_run:
         folder.open()  # where another run is writing, nothing else is waited for
     with closing(folder):
-        from duetgan.training.engine.run import train  # imports torch, which must not happen before --gpus is applied
+        # imports torch, which must not happen before --gpus is applied
+        from duetgan.training.engine.run import train
 
-        with explained(UnknownKey, lambda key: key.among([f"--{name.replace('_', '-')}" for name in vars(options)])):
+        with explained(
+            UnknownKey,
+            lambda key: key.among([f"--{name.replace('_', '-')}" for name in vars(options)]),
+        ):
             return train(
                 options.config,
                 overrides,

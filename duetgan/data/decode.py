@@ -1,9 +1,9 @@
 """Decode a stored image, crop it and bring it to size: the fast path of reading encoded images.
 
-JPEG is decoded by libjpeg-turbo (simplejpeg), in RGB, and no more of it than needed: rows below the crop are never
-decoded, and where a crop is several times as large as asked for it is decoded at a half, a quarter or an eighth of its
-size (scaled DCT), at MARGIN times the size asked for or more. PNG is decoded by OpenCV. What needs the rules of
-data/values.py is decoded by them.
+JPEG is decoded by libjpeg-turbo (simplejpeg), in RGB, and no more of it than needed: rows below the
+crop are never decoded, and where a crop is several times as large as asked for it is decoded at a
+half, a quarter or an eighth of its size (scaled DCT), at MARGIN times the size asked for or more.
+PNG is decoded by OpenCV. What needs the rules of data/values.py is decoded by them.
 """
 
 import math
@@ -24,24 +24,27 @@ from duetgan.utils.images import visible
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
 
-MARGIN = 1.5  # a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
+# a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
+MARGIN = 1.5
 MORE_ROWS = 16  # of a JPEG than a crop needs, see `first_rows`
 TRIES = 10  # draws of a random crop before the middle is taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop:
-    """A random part of the image: Szegedy et al. 2015, "Going Deeper with Convolutions", section 6; the draws are
-    made as by torchvision's RandomResizedCrop.
+    """A random part of the image: Szegedy et al. 2015, "Going Deeper with Convolutions", section 6;
+    the draws are made as by torchvision's RandomResizedCrop.
     """
 
     area: tuple[float, float] = (0.08, 1.0)  # share of the image, uniform
     # width / height, over that of what it becomes; uniform in the logarithm
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
 
-    def box(self, height: int, width: int, draws: np.random.Generator, wanted: Size = (1, 1)) -> Box:
-        """A crop of an image of height x width px that becomes one of `wanted`; if TRIES draws do not fit, the largest
-        one in the middle that keeps the aspect's bounds.
+    def box(
+        self, height: int, width: int, draws: np.random.Generator, wanted: Size = (1, 1)
+    ) -> Box:
+        """A crop of an image of height x width px that becomes one of `wanted`; if TRIES draws do
+        not fit, the largest one in the middle that keeps the aspect's bounds.
         """
         own = wanted[1] / wanted[0]
         low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
@@ -56,9 +59,12 @@ class RandomCrop:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-def decode(payload: bytes | memoryview, codec: int, spec: ImageSpec, size: Size | None = None) -> np.ndarray:
-    """The whole image: [H, W, C] of the channels and depth of `spec`. Raises ImageError if it cannot be decoded, or if
-    its header has another size than `size`, that of its record: then nothing is decoded.
+def decode(
+    payload: bytes | memoryview, codec: int, spec: ImageSpec, size: Size | None = None
+) -> np.ndarray:
+    """The whole image: [H, W, C] of the channels and depth of `spec`. Raises ImageError if it
+    cannot be decoded, or if its header has another size than `size`, that of its record: then
+    nothing is decoded.
     """
     channels = spec.channels
     if codec == CODEC_JPEG:
@@ -66,12 +72,17 @@ def decode(payload: bytes | memoryview, codec: int, spec: ImageSpec, size: Size 
     if codec == CODEC_PNG:
         flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
         flag = flag if spec.plain else cv2.IMREAD_UNCHANGED
-        width, height = int.from_bytes(payload[16:20], "big"), int.from_bytes(payload[20:24], "big")  # of its header
+        # of its header
+        width, height = int.from_bytes(payload[16:20], "big"), int.from_bytes(payload[20:24], "big")
         if payload[:8] != PNG:
             raise ImageError("cannot be decoded: it has no header of a PNG")
         check_size((height, width), size)
         pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
-        if pixels is None or pixels.dtype != spec.depth or pixels.size != pixels.shape[0] * pixels.shape[1] * channels:
+        if (
+            pixels is None
+            or pixels.dtype != spec.depth
+            or pixels.size != pixels.shape[0] * pixels.shape[1] * channels
+        ):
             raise ImageError("cannot be decoded")
         pixels = pixels.reshape(*pixels.shape[:2], channels)
         return pixels if spec.plain or channels == 1 else pixels[:, :, [2, 1, 0, 3][:channels]]
@@ -84,16 +95,21 @@ def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
         raise IndexError(f"record {index} of {len(reader)}")
     if reader.meta.encoding == "raw":
         return reader.raw_image(index), int(reader.labels()[index])
-    with reader.encoded(index) as (entry, payload, size):  # its own label: another block's index may be damaged
+    # its own label: another block's index may be damaged
+    with reader.encoded(index) as (entry, payload, size):
         label = int(entry["label"])
         if not 0 <= label < max(1, reader.meta.labels):
-            raise ImageError(f"label {label} has no class, the file has {len(reader.classes)} classes")
+            raise ImageError(
+                f"label {label} has no class, the file has {len(reader.classes)} classes"
+            )
         return decode(payload, entry["codec"], reader.meta.spec, size), label
 
 
 def visible_image(reader: LMDBReader, index: int) -> np.ndarray:
     """A record's image for people: uint8 [H, W, 1 or 3]. Raises as `stored_image`."""
-    return np.asarray(visible(stored_image(reader, index)[0].transpose(2, 0, 1), reader.spec)).transpose(1, 2, 0)
+    return np.asarray(
+        visible(stored_image(reader, index)[0].transpose(2, 0, 1), reader.spec)
+    ).transpose(1, 2, 0)
 
 
 def decode_crop(
@@ -104,10 +120,11 @@ def decode_crop(
     out: np.ndarray,  # [C, H, W], filled
     spec: ImageSpec,  # its channels and depth
 ) -> None:
-    """Decode the part of an image inside `box` and bring it to the size of `out`. Raises ImageError as `decode` does.
+    """Decode the part of an image inside `box` and bring it to the size of `out`. Raises ImageError
+    as `decode` does.
 
-    Scaled by OpenCV: bilinear where it is enlarged or shrunk to not less than half (after the scaled DCT), else by
-    area averaging.
+    Scaled by OpenCV: bilinear where it is enlarged or shrunk to not less than half (after the
+    scaled DCT), else by area averaging.
     """
     top, left, h, w = box
     channels, height, width = out.shape
@@ -144,7 +161,8 @@ def crop_into(
     if alpha or channels > 4:
         np.copyto(out, resized(pixels, (down, across), method, alpha).transpose(2, 0, 1))
         return
-    target = out.transpose(1, 2, 0) if channels > 1 else out[0]  # OpenCV knows no third axis of length one
+    # OpenCV knows no third axis of length one
+    target = out.transpose(1, 2, 0) if channels > 1 else out[0]
     if target.flags.c_contiguous:
         cv2.resize(pixels, (across, down), dst=target, interpolation=method)
     else:
@@ -152,10 +170,12 @@ def crop_into(
 
 
 def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | memoryview:
-    """A baseline JPEG that ends after its first `rows` rows, at least; the payload itself where that cannot be made.
+    """A baseline JPEG that ends after its first `rows` rows, at least; the payload itself where
+    that cannot be made.
 
-    The height in the frame header is lowered; the decoder then stops after that many rows. MORE_ROWS more than needed
-    are kept, since the last ones of an image are interpolated differently where colours are subsampled.
+    The height in the frame header is lowered; the decoder then stops after that many rows.
+    MORE_ROWS more than needed are kept, since the last ones of an image are interpolated
+    differently where colours are subsampled.
     """
     rows += MORE_ROWS
     at, end = 2, len(payload) - 9
@@ -173,7 +193,9 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
     return payload
 
 
-def _decode_jpeg(payload: bytes | memoryview, channels: int, size: Size | None, shrink: int = 1) -> np.ndarray:
+def _decode_jpeg(
+    payload: bytes | memoryview, channels: int, size: Size | None, shrink: int = 1
+) -> np.ndarray:
     """A JPEG, at 1/`shrink` of its size (1, 2, 4 or 8)."""
     try:
         rows, columns, *_ = simplejpeg.decode_jpeg_header(payload, strict=False)
@@ -183,7 +205,8 @@ def _decode_jpeg(payload: bytes | memoryview, channels: int, size: Size | None, 
             "GRAY" if channels == 1 else "RGB",
             min_factor=shrink,
             min_height=-(-rows // shrink) if shrink > 1 else 0,
-            strict=False,  # the file's checksum was compared; warnings are those it had when it was packed
+            # the file's checksum was compared; warnings are those it had when it was packed
+            strict=False,
         )
     except ImageError:
         raise

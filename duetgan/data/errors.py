@@ -1,4 +1,6 @@
-"""What images and packed files are refused by, and the limits that both reading and packing keep to."""
+"""What images and packed files are refused by, and the limits that both reading and packing keep
+to.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +14,24 @@ MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images
 
 
 class ImageError(ValueError):
-    """An image that cannot be read or is refused; the message is the reason, without the file's name."""
+    """An image that cannot be read or is refused; the message is the reason, without the file's
+    name.
+    """
 
 
 def unread(error: Exception) -> ImageError:
     """That a file cannot be read, where `error` was raised."""
     refused = isinstance(error, bounded.Refused)
-    return ImageError(str(error) if refused else f"cannot be read ({getattr(error, 'strerror', None) or error})")
+    return ImageError(
+        str(error) if refused else f"cannot be read ({getattr(error, 'strerror', None) or error})"
+    )
 
 
 class DamageError(UserError):
     """Records whose bytes are not those that were written.
 
-    The text names the records of the file; `records` counts from `first`, the number of the file's first record in a
-    data set of several files.
+    The text names the records of the file; `records` counts from `first`, the number of the file's
+    first record in a data set of several files.
     """
 
     def __init__(self, path: Path, records: Sequence[int], reason: str, first: int = 0) -> None:
@@ -36,7 +42,9 @@ class DamageError(UserError):
             whole = records[-1] - records[0] == len(records) - 1
             name += f" to {records[-1]}" if whole else f" and {len(records) - 1} more"
         # Other ranks may not meet the same record: every rank says it.
-        super().__init__(f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True)
+        super().__init__(
+            f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True
+        )
 
     def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str, int]]:
         """So that it travels between processes."""

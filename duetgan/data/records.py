@@ -1,5 +1,5 @@
-"""From images to records: the pixels of one, packed files of images that are in memory, and all images of a source, in
-threads and in order: what packing and the index of tar files do first.
+"""From images to records: the pixels of one, packed files of images that are in memory, and all
+images of a source, in threads and in order: what packing and the index of tar files do first.
 """
 
 import hashlib
@@ -20,7 +20,15 @@ from PIL import ExifTags, Image
 
 from duetgan.data.errors import MOST_SIDE, ImageError
 from duetgan.data.images import RESIZE_FILTERS, encode, fit, formats, resized
-from duetgan.data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, SIGNATURE, Meta, check_encoding, make_entry
+from duetgan.data.lmdb.format import (
+    CODEC_JPEG,
+    CODEC_PNG,
+    CODEC_RULES,
+    SIGNATURE,
+    Meta,
+    check_encoding,
+    make_entry,
+)
 from duetgan.data.lmdb.record import Layout, Record, value_ends
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.sources.base import ArraySource, Problem, Source
@@ -30,16 +38,18 @@ from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.memory import cores
 from duetgan.utils.provenance import Provenance
 
-CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}  # of images that are encoded here
+# of images that are encoded here
+CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}
 DEPTHS = {"8": "uint8", "16": "uint16", "float": "float32"}  # as --depth names them
 SHORT = {depth: name for name, depth in DEPTHS.items()}
-PAD_SHARE = 8  # resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE
+# resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE
+PAD_SHARE = 8
 
 MOST_WORKERS = 16  # that are started unasked: more than the one writer can keep up with
 WINDOW = 4  # pieces per thread that may be under way or wait for an earlier one
 
-# A piece is what a thread converts at a time: long enough that handing it over costs little, short enough that the
-# pieces under way take little memory.
+# A piece is what a thread converts at a time: long enough that handing it over costs little, short
+# enough that the pieces under way take little memory.
 PIECE_BYTES = 1 << 20  # of pixels
 PIECE_IMAGES = 64
 PIECE_FILES = 4  # of images that keep sizes of their own
@@ -59,9 +69,13 @@ def make_record(
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     wanted = layout.spec
     if image.dtype != wanted.depth or image.ndim != 3 or image.shape[2] != wanted.channels:
-        raise ValueError(f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {wanted.channels}]")
+        raise ValueError(
+            f"image {image.dtype} {image.shape}, expected {wanted.depth} [H, W, {wanted.channels}]"
+        )
     if wanted.side and image.shape[:2] != wanted.size:
-        raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {wanted.width}x{wanted.height}")
+        raise ValueError(
+            f"image of {image.shape[1]}x{image.shape[0]} px, expected {wanted.width}x{wanted.height}"
+        )
     assert (payload is None) == (layout.encoding != "source")
     levels = pyramid(image, layout)
     if payload is not None:
@@ -72,20 +86,28 @@ def make_record(
         payloads = [encode(level, layout.encoding) for level in levels]
     codec = CODECS.get(layout.encoding, codec)
     sizes = [level.shape[:2] for level in levels]
-    entries = [make_entry(content, label, h, w, codec) for content, (h, w) in zip(payloads, sizes, strict=True)]
+    entries = [
+        make_entry(content, label, h, w, codec)
+        for content, (h, w) in zip(payloads, sizes, strict=True)
+    ]
     pixels = image.shape[0] * image.shape[1]
-    record = Record(label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image))
+    record = Record(
+        label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image)
+    )
     return replace(record, ends=value_ends(image)) if wanted.deep else record
 
 
-def add_image(writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None) -> None:
+def add_image(
+    writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None
+) -> None:
     """Append an image [H, W, C] of the largest resolution to a file; see `make_record`."""
     writer.add_record(make_record(image, label, writer.layout, payload))
 
 
 def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
-    """The image at every resolution, ascending; each is the mean of 2x2 pixels of the next larger one, rounded half
-    up, as in the progressive growing of GANs (Karras et al. 2018, section 2: average pooling).
+    """The image at every resolution, ascending; each is the mean of 2x2 pixels of the next larger
+    one, rounded half up, as in the progressive growing of GANs (Karras et al. 2018, section 2:
+    average pooling).
     """
     levels = [image]
     for side in reversed(layout.resolutions[:-1]):
@@ -109,24 +131,35 @@ def signature(pixels: np.ndarray) -> np.ndarray:
 
 
 def pixel_sums(image: np.ndarray) -> np.ndarray:
-    """Sums of the values and of their squares of an image [H, W, C]: [2, C], int64 of 8 bits, else float64."""
+    """Sums of the values and of their squares of an image [H, W, C]: [2, C], int64 of 8 bits, else
+    float64.
+    """
     channels = image.shape[2]
     if image.dtype != np.uint8 or channels > 4:
         flat = image.reshape(-1, channels)
-        sums = [flat.sum(0, np.float64), np.einsum("nc,nc->c", flat, flat, dtype=np.float64, casting="unsafe")]
+        sums = [
+            flat.sum(0, np.float64),
+            np.einsum("nc,nc->c", flat, flat, dtype=np.float64, casting="unsafe"),
+        ]
         return np.array(sums).astype(np.int64 if image.dtype == np.uint8 else np.float64)
-    squares = cv2.multiply(image, image, dtype=cv2.CV_32F)  # at most 255**2: exact, as are the float64 sums
+    # at most 255**2: exact, as are the float64 sums
+    squares = cv2.multiply(image, image, dtype=cv2.CV_32F)
     sums = [cv2.sumElems(values)[:channels] for values in (image, squares)]
     return np.array(sums).astype(np.int64)
 
 
 def plain_codec(content: bytes, channels: int) -> int:
-    """The decoder that reads this file as `decode_image` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
-    (8 bits, no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
+    """The decoder that reads this file as `decode_image` does: CODEC_JPEG or CODEC_PNG where no
+    rule applies to it (8 bits, no transparency, no orientation, no change from colour to grey),
+    else CODEC_RULES.
     """
     with Image.open(io.BytesIO(content), formats=formats(content)) as image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-        if turned or image.has_transparency_data or image.mode not in (("L",) if channels == 1 else ("L", "RGB")):
+        if (
+            turned
+            or image.has_transparency_data
+            or image.mode not in (("L",) if channels == 1 else ("L", "RGB"))
+        ):
             return CODEC_RULES
         if image.format == "PNG" and content[24] == 8:  # bits, in the header
             return CODEC_PNG
@@ -143,12 +176,15 @@ def pack_arrays(
     encoding: str = "raw",
     source: str = "arrays",
     passport: Provenance | None = None,  # of generated images
-    smallest: int | None = None,  # px: also store the images at half their side, a quarter and so on down to this
+    # px: also store the images at half their side, a quarter and so on down to this
+    smallest: int | None = None,
     overwrite: bool = False,
 ) -> Meta:
     """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
     channels, height, width = images.shape[1:]
-    image = replace(ImageSpec.of(channels, 0, {"depth": images.dtype.name}), height=height, width=width)
+    image = replace(
+        ImageSpec.of(channels, 0, {"depth": images.dtype.name}), height=height, width=width
+    )
     layout = Layout.of(image, encoding, smallest, ranged=not image.deep)
     about: Any = {"classes": classes, "sets": sets, "source": source, "passport": passport}
     with LMDBWriter(path, layout, **about, overwrite=overwrite) as writer:
@@ -176,15 +212,17 @@ def make_plan(
     encoding: str = "raw",
     channels: int | str | None = None,  # "auto": those of all images
     depth: str | None = None,  # "8", "16", "float"; "auto": that of all images
-    value_range: tuple[float, float] | None = None,  # of 16 bits and floats; None: found while packing
+    # of 16 bits and floats; None: found while packing
+    value_range: tuple[float, float] | None = None,
     resize: str = "auto",  # "crop" or "pad"
     smallest: int | None = None,  # px: side of a pyramid's smallest images; None: no pyramid
 ) -> Plan:
     """Decide what the user has left open.
 
-    Channels and depth: the source's own; of files 3 and 8 bits, of arrays as they are. Size: the source's own, else the
-    first readable image's, and then all must have it. Resize "auto": "pad" where all images have one known size that
-    lies within both sides, at most 1/8 below the shorter one, else "crop".
+    Channels and depth: the source's own; of files 3 and 8 bits, of arrays as they are. Size: the
+    source's own, else the first readable image's, and then all must have it. Resize "auto": "pad"
+    where all images have one known size that lies within both sides, at most 1/8 below the shorter
+    one, else "crop".
     Raises UserError for options that do not fit together.
     """
     own = source.spec
@@ -198,10 +236,14 @@ def make_plan(
         if shape is not None or source.as_is:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         with explained(ValueError, lambda why: f"{source.name}: {why}"):
-            return Plan(layout=Layout.of(_form(source, channels or 3, depth or "8"), encoding), mode="exact")
+            return Plan(
+                layout=Layout.of(_form(source, channels or 3, depth or "8"), encoding), mode="exact"
+            )
     form, ranged = _form(source, channels, depth), True
     if value_range is not None:
-        with explained(ValueError, lambda why: f"--range {value_range[0]:g},{value_range[1]:g}: {why}"):
+        with explained(
+            ValueError, lambda why: f"--range {value_range[0]:g},{value_range[1]:g}: {why}"
+        ):
             known = dict(zip(("low", "high"), value_range, strict=True))
             form = ImageSpec.of(form.channels, 0, {**(form.pixel_format or {}), **known})
     elif form.deep and not form.alpha:
@@ -209,11 +251,17 @@ def make_plan(
     with explained(ValueError, lambda why: f"{source.name}: {why}"):
         check_encoding(form, encoding)
     if size is None:
-        height, width = shape or next(_of_images(source, lambda it: decode_image(it, form).shape[:2]))
+        height, width = shape or next(
+            _of_images(source, lambda it: decode_image(it, form).shape[:2])
+        )
         image, mode = replace(form, height=height, width=width), "exact"
         if height != width:
-            example = "x".join(str(max(1, round(side / image.side * 4)) * 16) for side in (width, height))
-            raise UserError(f"{source.name}: images are {width}x{height} px, not square: pass --size N, or {example}")
+            example = "x".join(
+                str(max(1, round(side / image.side * 4)) * 16) for side in (width, height)
+            )
+            raise UserError(
+                f"{source.name}: images are {width}x{height} px, not square: pass --size N, or {example}"
+            )
     elif shape == (image := ImageSpec.of(form.channels, size, form.pixel_format)).size:
         mode = "exact"
     elif resize == "auto":
@@ -222,37 +270,54 @@ def make_plan(
     else:
         mode = resize
     if max(image.size) > MOST_SIDE:
-        raise UserError(f"{source.name}: {image}; a packed image has at most {MOST_SIDE} px: lower --size")
-    with explained(ValueError, f"--pyramid {smallest}: {image} must be {smallest} px times 2, 4, 8, ..."):
+        raise UserError(
+            f"{source.name}: {image}; a packed image has at most {MOST_SIDE} px: lower --size"
+        )
+    with explained(
+        ValueError, f"--pyramid {smallest}: {image} must be {smallest} px times 2, 4, 8, ..."
+    ):
         return Plan(layout=Layout.of(image, encoding, smallest, ranged), mode=mode)
 
 
 def _form(source: Source, channels: int | str | None, depth: str | None) -> ImageSpec:
     """The channels, alpha and depth that a source's images are packed with; without a size.
 
-    "auto": colours where an image has some, alpha where one has it, the largest depth. Two channels are grey and alpha,
-    four RGB and alpha, unless the first image has so many without alpha. Raises UserError where "auto" finds floats
-    beside whole numbers, or numbers of channels that do not go together.
+    "auto": colours where an image has some, alpha where one has it, the largest depth. Two channels
+    are grey and alpha, four RGB and alpha, unless the first image has so many without alpha. Raises
+    UserError where "auto" finds floats beside whole numbers, or numbers of channels that do not go
+    together.
     """
     own = source.spec
-    usual = (own.channels, SHORT[own.depth]) if own else ("auto", "auto") if source.as_is else (3, "8")
+    usual = (
+        (own.channels, SHORT[own.depth]) if own else ("auto", "auto") if source.as_is else (3, "8")
+    )
     channels, depth = channels or usual[0], depth or usual[1]
-    if own is not None and channels in ("auto", own.channels) and depth in ("auto", SHORT[own.depth]):
+    if (
+        own is not None
+        and channels in ("auto", own.channels)
+        and depth in ("auto", SHORT[own.depth])
+    ):
         return replace(own, height=0, width=0)
     deepest = DEPTHS.get(depth, "uint8")
     if channels in (1, 3) and depth != "auto":
         return ImageSpec.of(int(channels), 0, {"depth": deepest})
-    found = Counter(itertools.islice(_of_images(source, kind), None if "auto" in (channels, depth) else 1))
+    found = Counter(
+        itertools.islice(_of_images(source, kind), None if "auto" in (channels, depth) else 1)
+    )
     first, depths = next(iter(found)), {form.depth for form in found}
     kinds = ", ".join(f"{count:,} of {form.title}" for form, count in found.items())
     if depth == "auto":
         if "float32" in depths and len(depths) > 1:
-            raise UserError(f"{source.name}: {kinds}: floats and whole numbers have no range in common: pass --depth")
+            raise UserError(
+                f"{source.name}: {kinds}: floats and whole numbers have no range in common: pass --depth"
+            )
         deepest = max(depths, key=list(DEPTHS.values()).index)
     if channels == "auto":
         colours = {form.colours for form in found}
         if len(colours) > 1 and colours != {1, 3}:
-            raise UserError(f"{source.name}: {kinds}: these do not go together: pass --channels, or pack them apart")
+            raise UserError(
+                f"{source.name}: {kinds}: these do not go together: pass --channels, or pack them apart"
+            )
         alpha = any(form.alpha for form in found)
         channels = max(colours) + alpha
     else:
@@ -273,10 +338,13 @@ def _of_images(source: Source, found: Callable[[Content], T]) -> Iterator[T]:
         except ImageError as error:
             problem = problem or Problem(source.item_name(index), str(error))
     if not readable:
-        raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
+        raise UserError(
+            f"{source.name}: none of {len(source)} images can be read; the first: {problem}"
+        )
 
 
-WITH_ALPHA = (b"\x89PNG", b"RIFF", b"GIF8")  # how files begin that may be transparent: PNG, WebP, GIF
+# how files begin that may be transparent: PNG, WebP, GIF
+WITH_ALPHA = (b"\x89PNG", b"RIFF", b"GIF8")
 
 
 def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) -> Converted:
@@ -289,7 +357,9 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
         elif isinstance(content, bytes):
             payload, codec = content, plain_codec(content, layout.spec.channels)
         else:
-            raise UserError(f"{source.item_name(row)} is no file that could be kept: choose --encoding raw or png")
+            raise UserError(
+                f"{source.item_name(row)} is no file that could be kept: choose --encoding raw or png"
+            )
         record = make_record(image, int(source.labels()[row]), layout, payload, codec)
     except ImageError as error:
         return error
@@ -304,11 +374,19 @@ def _convert(source: Source, row: int, read: Callable[[], Content], plan: Plan) 
     else:
         transparent = isinstance(content, Values) and content.alpha
     on_white = payload is None and not layout.spec.alpha and transparent
-    return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged, cut=cut, on_white=on_white)
+    return replace(
+        record,
+        digest=hashlib.sha256(as_had).digest(),
+        enlarged=enlarged,
+        cut=cut,
+        on_white=on_white,
+    )
 
 
 def thread_count(source: Source, workers: int | None) -> int:
-    """The threads that convert beside this one: `workers`; None: one a core where there are files to decode."""
+    """The threads that convert beside this one: `workers`; None: one a core where there are files
+    to decode.
+    """
     if workers is not None:
         return workers
     return 0 if isinstance(source, ArraySource) or cores() == 1 else min(MOST_WORKERS, cores())
@@ -317,8 +395,8 @@ def thread_count(source: Source, workers: int | None) -> int:
 def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     """All images of a source in order, converted by so many threads beside this one.
 
-    Close it after an error. It then waits for no thread: they are daemons, so that one that reads from a server that
-    does not answer holds up neither Ctrl-C nor the end of the program.
+    Close it after an error. It then waits for no thread: they are daemons, so that one that reads
+    from a server that does not answer holds up neither Ctrl-C nor the end of the program.
     """
     if not workers:
         for row in range(len(source)):

@@ -24,7 +24,9 @@ class Member(NamedTuple):
 
 
 def state_of(status: os.stat_result) -> tuple[int, int]:
-    """What says that a file is the one it was: its size in bytes and the time of its last change in ns."""
+    """What says that a file is the one it was: its size in bytes and the time of its last change in
+    ns.
+    """
     return status.st_size, status.st_mtime_ns
 
 
@@ -43,12 +45,15 @@ class _Open:
 
 
 class TarFiles:
-    """The bytes of members of several tar files. Those read last stay open; threads may share it, processes may not.
+    """The bytes of members of several tar files. Those read last stay open; threads may share it,
+    processes may not.
 
     With `states` (`state_of`) a file is refused that is not as it was.
     """
 
-    def __init__(self, paths: Sequence[Path], states: Sequence[tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], states: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         self._paths, self._states = paths, states
         self._file = functools.lru_cache(OPEN)(self._opened)
 
@@ -56,7 +61,8 @@ class TarFiles:
         """A member's bytes. Raises ImageError, and UserError for a tar that has changed."""
         with explained(OSError, unread):
             bounded.refuse_large(member.size, kind)
-            file = self._file(member.shard)  # kept until the read is done: it is closed with its last reference
+            # kept until the read is done: it is closed with its last reference
+            file = self._file(member.shard)
             content = os.pread(file.descriptor, member.size, member.start)
         if len(content) != member.size:
             raise ImageError(f"is cut off: {len(content):,} of {member.size:,} bytes")
@@ -88,10 +94,14 @@ class _Bounded:
 
 
 def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
-    """All members of a tar that is not compressed. Raises OSError, tarfile's errors and ValueError, also at its end
-    for what tarfile ends at silently: a damaged head, no mark of the end, and members behind it.
+    """All members of a tar that is not compressed. Raises OSError, tarfile's errors and ValueError,
+    also at its end for what tarfile ends at silently: a damaged head, no mark of the end, and
+    members behind it.
     """
-    with bounded.open_file(path, bounded.ARCHIVE) as file, tarfile.open(fileobj=_Bounded(file), mode="r:") as archive:  # type: ignore[call-overload]
+    with (
+        bounded.open_file(path, bounded.ARCHIVE) as file,
+        tarfile.open(fileobj=_Bounded(file), mode="r:") as archive,
+    ):  # type: ignore[call-overload]
         last = -1
         while (member := archive.next()) is not None:
             archive.members.clear()  # tarfile keeps all of them
@@ -102,7 +112,8 @@ def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
         place = archive.offset
         size = os.fstat(file.fileno()).st_size
         if place >= size:
-            raise ValueError(f"{size:,} of at least {max(place, size + 1):,} bytes")  # an end mark follows the members
+            # an end mark follows the members
+            raise ValueError(f"{size:,} of at least {max(place, size + 1):,} bytes")
         file.seek(place)
         if any(file.read(END + 512)):  # and a head behind it
             raise ValueError(f"no member begins at byte {place:,}; joined tars must be given apart")

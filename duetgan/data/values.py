@@ -1,7 +1,8 @@
-"""Images of any depth and number of channels: what a file holds, as it is, and brought to an ImageSpec.
+"""Images of any depth and number of channels: what a file holds, as it is, and brought to an
+ImageSpec.
 
-Files hold straight alpha, and so do packed records. What is scaled or composited is multiplied by alpha before. The
-rules are in docs/lmdb.md.
+Files hold straight alpha, and so do packed records. What is scaled or composited is multiplied by
+alpha before. The rules are in docs/lmdb.md.
 """
 
 import io
@@ -33,9 +34,11 @@ from duetgan.utils.image_spec import MOST_CHANNELS, RANGES, ImageSpec
 NPY = b"\x93NUMPY"  # how one begins
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 EXACT = 1 << 24  # whole numbers up to here are exact as floats of 32 bits
-STRAIGHT, DEFLATE = (2,), (1, 8, 32946)  # of TIFF: straight alpha in ExtraSamples; not compressed, or by zlib
+# of TIFF: straight alpha in ExtraSamples; not compressed, or by zlib
+STRAIGHT, DEFLATE = (2,), (1, 8, 32946)
 GREY = ("1", "L", "LA", "La")  # Pillow's modes
-WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}  # what products of values fit into
+# what products of values fit into
+WIDE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float64}
 
 
 class Values(NamedTuple):
@@ -45,22 +48,31 @@ class Values(NamedTuple):
     alpha: bool = False  # the last channel is transparency
 
 
-Content: TypeAlias = bytes | np.ndarray | Values  # a file, or pixels [H, W, C], with alpha as Values
+# a file, or pixels [H, W, C], with alpha as Values
+Content: TypeAlias = bytes | np.ndarray | Values
 
 
-def decode_image(content: Content, spec: ImageSpec, size: tuple[int, int] | None = None) -> np.ndarray:
-    """An image with the channels and the depth of `spec`: [H, W, C], any size. Raises ImageError. `size`: of a file's
-    record, see `opened`.
+def decode_image(
+    content: Content, spec: ImageSpec, size: tuple[int, int] | None = None
+) -> np.ndarray:
+    """An image with the channels and the depth of `spec`: [H, W, C], any size. Raises ImageError.
+    `size`: of a file's record, see `opened`.
     """
     return bring(native(content, spec.plain, size), spec)
 
 
 def kind(content: Content) -> ImageSpec:
-    """Channels, alpha and depth of an image, by a file's header where that tells them. Raises ImageError."""
+    """Channels, alpha and depth of an image, by a file's header where that tells them. Raises
+    ImageError.
+    """
     if isinstance(content, bytes) and content[:6] != NPY and content[:4] not in TIFF:
         with opened(content) as image:
-            grey, alpha = image.mode in GREY or image.mode.startswith("I"), image.has_transparency_data
-            grey = content[25] in (0, 4) if content[:8] == PNG else grey  # Pillow has RGBA for grey of 16 bits
+            grey, alpha = (
+                image.mode in GREY or image.mode.startswith("I"),
+                image.has_transparency_data,
+            )
+            # Pillow has RGBA for grey of 16 bits
+            grey = content[25] in (0, 4) if content[:8] == PNG else grey
             depth = "uint16" if has_16_bits(content) else "uint8"
             return ImageSpec.of((1 if grey else 3) + alpha, 0, {"alpha": alpha, "depth": depth})
     pixels, alpha = native(content)
@@ -77,8 +89,8 @@ def bits_of(content: Content) -> int:
 
 
 def native(content: Content, plain: bool = False, size: tuple[int, int] | None = None) -> Values:
-    """An image's values as they are, of files with `plain` as Pillow has them. Raises ImageError for what cannot be
-    read and for values without a meaning.
+    """An image's values as they are, of files with `plain` as Pillow has them. Raises ImageError
+    for what cannot be read and for values without a meaning.
     """
     if isinstance(content, Values):
         return content
@@ -95,7 +107,8 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
             raise ImageError("has 16 bits and is stored turned; save it upright")
         if (pixels := cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)) is None:
             raise ImageError("cannot be decoded")
-        order = [0, 3] if content[25] == 4 else [2, 1, 0, 3][: pixels.shape[2]]  # of its header: grey and alpha
+        # of its header: grey and alpha
+        order = [0, 3] if content[25] == 4 else [2, 1, 0, 3][: pixels.shape[2]]
         return Values(known(pixels[:, :, order]), pixels.shape[2] == 4)
 
 
@@ -106,10 +119,14 @@ def of_pillow(image: Image.Image) -> Values:
     if image.mode == "F" or image.mode.startswith("I"):
         array = np.asarray(image)[:, :, None]
         whole = array.dtype.kind != "f" and 0 <= array.min() <= array.max() < 65536
-        pixels, clear = known(array.astype(np.uint16) if whole else array), image.info.get("transparency")
+        pixels, clear = (
+            known(array.astype(np.uint16) if whole else array),
+            image.info.get("transparency"),
+        )
         if clear is None:
             return Values(pixels)
-        return Values(np.dstack([pixels, (pixels != clear) * np.uint16(65535)]), True)  # the value that stands for it
+        # the value that stands for it
+        return Values(np.dstack([pixels, (pixels != clear) * np.uint16(65535)]), True)
     grey = image.mode in GREY
     if image.has_transparency_data:
         pixels = np.asarray(image.convert("RGBA"))
@@ -127,25 +144,36 @@ def npy_array(content: bytes) -> np.ndarray:
 
 
 def npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Shape, whether it is in Fortran's order, type and first byte of the array of a .npy file of `size` bytes. Raises
-    ImageError for one that is none, or has other bytes.
+    """Shape, whether it is in Fortran's order, type and first byte of the array of a .npy file of
+    `size` bytes. Raises ImageError for one that is none, or has other bytes.
     """
     # whatever Python's own parser raises
-    with explained(Exception, lambda why: ImageError(f"is no array of NumPy's ({' '.join(str(why).split())[:80]})")):
+    with explained(
+        Exception,
+        lambda why: ImageError(f"is no array of NumPy's ({' '.join(str(why).split())[:80]})"),
+    ):
         version = np.lib.format.read_magic(stream)
-        read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        read: Any = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
         shape, fortran, dtype = read[version](stream)
     if dtype.hasobject or dtype.kind not in "iuf":
-        raise ImageError(f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32")
+        raise ImageError(
+            f"is an array of {str(dtype)[:40]}; save numbers: uint8, uint16 or float32"
+        )
     start, told = stream.tell(), math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 1 or size - start != told:
-        raise ImageError(f"has {size - start:,} bytes of values, by its header {list(shape)[:8]} of {dtype}")
+        raise ImageError(
+            f"has {size - start:,} bytes of values, by its header {list(shape)[:8]} of {dtype}"
+        )
     return shape, fortran, dtype, start
 
 
 def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
-    """An array as an image [H, W, C] or as `many` [n, H, W, C]: the last axis holds channels if there are few enough,
-    and else, or where that alone leaves a square, the first of an image. Raises ImageError.
+    """An array as an image [H, W, C] or as `many` [n, H, W, C]: the last axis holds channels if
+    there are few enough, and else, or where that alone leaves a square, the first of an image.
+    Raises ImageError.
     """
     first = int(many)
     if array.ndim == first + 2:
@@ -155,7 +183,9 @@ def channels_last(array: np.ndarray, *, many: bool = False) -> np.ndarray:
         ahead = c > MOST_CHANNELS or (a <= MOST_CHANNELS and a != b == c)
         return np.moveaxis(array, first, -1) if ahead else array
     axes = " or ".join(f"[{'n, ' * many}{axes}]" for axes in ("H, W", "H, W, C", "C, H, W"))
-    raise ImageError(f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels")
+    raise ImageError(
+        f"is of shape {list(array.shape)[:8]}; give {axes} with at most {MOST_CHANNELS} channels"
+    )
 
 
 def check_shape(height: int, width: int, channels: int) -> None:
@@ -168,8 +198,8 @@ def check_shape(height: int, width: int, channels: int) -> None:
 
 
 def known(array: np.ndarray) -> np.ndarray:
-    """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change them, for numbers
-    that are not finite, and for sizes that no image has.
+    """Numbers [H, W, C] as uint8, uint16 or else float32. Raises ImageError where that would change
+    them, for numbers that are not finite, and for sizes that no image has.
     """
     check_shape(*array.shape)
     kept = array.dtype.newbyteorder("=")
@@ -190,7 +220,8 @@ def known(array: np.ndarray) -> np.ndarray:
 
 def _tiff(content: bytes) -> Values | None:
     """The pages of a TIFF file as channels, in their order; None: one page as Pillow reads it."""
-    with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:  # others: tifffile knows
+    # others: tifffile knows
+    with suppress(*DAMAGED, *BOMB), Image.open(io.BytesIO(content), formats=FORMATS) as image:
         few = set(image.tag_v2.get(258, (1,))) <= {1, 8}  # type: ignore[attr-defined]  # BitsPerSample
         if (few or image.mode.startswith("I;16")) and not has_another(image):
             return None
@@ -207,30 +238,49 @@ def stacked(parts: list[Values]) -> Values:
     """Images of one size and kind as the channels of one. Raises ImageError."""
     kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
     if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
-        raise ImageError("has pages or channels of several sizes or kinds; save one of them as an image")
-    return parts[0] if len(parts) == 1 else Values(known(np.dstack([part.pixels for part in parts])))
+        raise ImageError(
+            "has pages or channels of several sizes or kinds; save one of them as an image"
+        )
+    return (
+        parts[0] if len(parts) == 1 else Values(known(np.dstack([part.pixels for part in parts])))
+    )
 
 
 def open_tiff(content: Any) -> Any:
-    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError; UserError if tifffile is not installed."""
+    """A tifffile.TiffFile of bytes or of an open file. Raises ImageError; UserError if tifffile is
+    not installed.
+    """
     told = "TIFF files of several pages or more than 8 bits need tifffile, which is not installed: pip install tifffile"
     with explained(ImportError, told):
         import tifffile
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
     # tifffile raises whatever comes up
-    with explained(Exception, lambda why: ImageError(f"is no TIFF file ({' '.join(str(why).split())[:80]})")):
+    with explained(
+        Exception, lambda why: ImageError(f"is no TIFF file ({' '.join(str(why).split())[:80]})")
+    ):
         # a name, since that of an open file is its number
-        return tifffile.TiffFile(io.BytesIO(content) if isinstance(content, bytes) else content, name="it")
+        return tifffile.TiffFile(
+            io.BytesIO(content) if isinstance(content, bytes) else content, name="it"
+        )
 
 
 def page_values(page: Any, size: int) -> Values:
-    """A page of a TIFF file of `size` bytes. Raises ImageError, before anything is decoded if it is too large."""
+    """A page of a TIFF file of `size` bytes. Raises ImageError, before anything is decoded if it is
+    too large.
+    """
     try:
         shape, dtype = tuple(page.shape), page.dtype
         described = page.axes in ("YX", "YXS", "SYX") and dtype is not None
-        if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):  # black is 0, or RGB
-            raise ImageError(f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values")
-        check_shape(page.imagelength, page.imagewidth, math.prod(shape) // max(1, page.imagelength * page.imagewidth))
+        # black is 0, or RGB
+        if not described or dtype.kind not in "iuf" or page.photometric not in (1, 2):
+            raise ImageError(
+                f"has a page of {page.axes or 'no'} axes and type {dtype}; save grey or RGB values"
+            )
+        check_shape(
+            page.imagelength,
+            page.imagewidth,
+            math.prod(shape) // max(1, page.imagelength * page.imagewidth),
+        )
         if page.tags.get(274) is not None and page.tags[274].value != 1:
             raise ImageError("is stored turned (orientation); save it upright")
         _check_segments(page, size)
@@ -238,7 +288,9 @@ def page_values(page: Any, size: int) -> Values:
     except ImageError:
         raise
     except Exception as error:
-        raise ImageError(f"is truncated or damaged ({' '.join(str(error).split())[:120]})") from None
+        raise ImageError(
+            f"is truncated or damaged ({' '.join(str(error).split())[:120]})"
+        ) from None
     extra = tuple(map(int, page.extrasamples))
     if 1 in extra:
         raise ImageError("has colours multiplied by alpha; save it with straight alpha")
@@ -248,17 +300,27 @@ def page_values(page: Any, size: int) -> Values:
 
 
 def _check_segments(page: Any, size: int) -> None:
-    """Raise ImageError unless each strip or tile lies in the file and unpacks to no more than it may."""
+    """Raise ImageError unless each strip or tile lies in the file and unpacks to no more than it
+    may.
+    """
     if int(page.compression) not in DEFLATE:
         name = getattr(page.compression, "name", page.compression)
         raise ImageError(f"is compressed by {name}; save it without compression, or by deflate")
     most = math.prod(page.chunks) * page.dtype.itemsize
     for start, count in zip(page.dataoffsets, page.databytecounts, strict=True):
-        if start < 0 or count < 0 or start + count > size or (page.compression == 1 and count > 2 * most + 64):
+        if (
+            start < 0
+            or count < 0
+            or start + count > size
+            or (page.compression == 1 and count > 2 * most + 64)
+        ):
             raise ImageError("is truncated: a part lies beyond its end")
         if page.compression != 1:
             page.parent.filehandle.seek(start)
-            if len(zlib.decompressobj().decompress(page.parent.filehandle.read(count), most + 1)) > most:
+            if (
+                len(zlib.decompressobj().decompress(page.parent.filehandle.read(count), most + 1))
+                > most
+            ):
                 raise ImageError("holds more than it declares")
 
 
@@ -268,25 +330,37 @@ def _check_segments(page: Any, size: int) -> None:
 def bring(values: Values, spec: ImageSpec) -> np.ndarray:
     """Values with the channels and depth of `spec`: [H, W, C].
 
-    8 bits become 16 by repetition (x 257), 16 become 8 by their high ones, and whole numbers floats as they are. Grey
-    is repeated to RGB, RGB weighed to grey (ITU-R 601); an image without alpha is opaque; with alpha, where none is
-    wanted, it is put on white. Raises ImageError for all else.
+    8 bits become 16 by repetition (x 257), 16 become 8 by their high ones, and whole numbers floats
+    as they are. Grey is repeated to RGB, RGB weighed to grey (ITU-R 601); an image without alpha is
+    opaque; with alpha, where none is wanted, it is put on white. Raises ImageError for all else.
     """
     pixels, alpha = values
     if pixels.dtype != spec.depth:
         if pixels.dtype == np.float32:
-            raise ImageError("has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth float")
+            raise ImageError(
+                "has floating-point pixels; save it with 8 or 16 bits, or pack it with --depth float"
+            )
         if spec.depth == "uint16":
             pixels = pixels.astype(np.uint16) * np.uint16(257)
         else:
-            pixels = (pixels >> 8).astype(np.uint8) if spec.depth == "uint8" else pixels.astype(np.float32)
+            pixels = (
+                (pixels >> 8).astype(np.uint8)
+                if spec.depth == "uint8"
+                else pixels.astype(np.float32)
+            )
     most = int(RANGES[spec.depth][1])
-    if alpha and spec.depth == "float32" and not 0 <= pixels[:, :, -1].min() <= pixels[:, :, -1].max() <= 1:
+    if (
+        alpha
+        and spec.depth == "float32"
+        and not 0 <= pixels[:, :, -1].min() <= pixels[:, :, -1].max() <= 1
+    ):
         raise ImageError("has alpha outside 0 to 1")
     if alpha and not spec.alpha:
         wide: Any = pixels.astype(WIDE[spec.depth])
         white = wide[:, :, :-1] * wide[:, :, -1:] + most * (most - wide[:, :, -1:])
-        pixels = (white if spec.depth == "float32" else (white + most // 2) // most).astype(spec.depth)
+        pixels = (white if spec.depth == "float32" else (white + most // 2) // most).astype(
+            spec.depth
+        )
         alpha = False
     colours = pixels[:, :, : pixels.shape[2] - alpha]
     if colours.shape[2] != spec.colours:
@@ -298,10 +372,14 @@ def bring(values: Values, spec: ImageSpec) -> np.ndarray:
         if spec.colours == 3:
             colours = np.repeat(colours, 3, axis=2)
         elif spec.depth == "uint8":
-            colours = np.asarray(Image.fromarray(np.ascontiguousarray(colours)).convert("L"))[:, :, None]
+            colours = np.asarray(Image.fromarray(np.ascontiguousarray(colours)).convert("L"))[
+                :, :, None
+            ]
         else:
             floats = colours @ np.array([0.299, 0.587, 0.114])
-            colours = (floats if spec.depth == "float32" else floats.round()).astype(spec.depth)[:, :, None]
+            colours = (floats if spec.depth == "float32" else floats.round()).astype(spec.depth)[
+                :, :, None
+            ]
     if not spec.alpha:
         return np.ascontiguousarray(colours)
     opacity = pixels[:, :, -1:] if alpha else np.full_like(pixels[:, :, :1], most)

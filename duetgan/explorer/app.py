@@ -1,7 +1,8 @@
-"""The explorer as a web application (WSGI): who may ask, what is asked, and the answers; the one thread in which models
-compute, and the bounded queue before it.
+"""The explorer as a web application (WSGI): who may ask, what is asked, and the answers; the one
+thread in which models compute, and the bounded queue before it.
 
-A browser names runs by their number and steps by their place: nothing that it sends is ever part of a file's name.
+A browser names runs by their number and steps by their place: nothing that it sends is ever part of
+a file's name.
 """
 
 import hmac
@@ -69,7 +70,9 @@ class Worker:
             return future.result()
 
     def tick(self) -> None:
-        """For work that takes long, to be called now and then: raises Unavailable where all is to end."""
+        """For work that takes long, to be called now and then: raises Unavailable where all is to
+        end.
+        """
         if self._ending.is_set():
             raise Unavailable("the explorer is ending")
 
@@ -86,7 +89,8 @@ STATIC = {  # all the files that are served, read at the start
     "/page.css": (HERE / "page.css", "text/css"),
     "/page.js": (HERE / "page.js", "text/javascript"),
 }
-LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine; another name that leads here is an attack
+# names of this machine; another name that leads here is an attack
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 POLICY = (
     "default-src 'none'; img-src 'self' data:; script-src 'self'; connect-src 'self' data:; style-src 'self'; "
     "style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -128,7 +132,10 @@ class Asked:
         mean = self._args.get("mean", "class")
         if mean not in get_args(TruncationMean):
             raise UserError(f"mean {mean[:80]!r}: give {' or '.join(get_args(TruncationMean))}")
-        seed, psi = self.number(f"seed{which}", 0, LARGEST_SEED), self.number("psi", 0, 2, "1", float)
+        seed, psi = (
+            self.number(f"seed{which}", 0, LARGEST_SEED),
+            self.number("psi", 0, 2, "1", float),
+        )
         return Source(seed, label, psi, cast(TruncationMean, mean))
 
     def sources(self, shown: Shown) -> list[Source]:
@@ -150,7 +157,9 @@ class Asked:
         """The number of a class of the run."""
         given = self._args.get(name, "")
         if given not in shown.classes:
-            raise UserError(f"{name} {given[:80]!r}: no class of {shown.name}{did_you_mean(given[:80], shown.classes)}")
+            raise UserError(
+                f"{name} {given[:80]!r}: no class of {shown.name}{did_you_mean(given[:80], shown.classes)}"
+            )
         return shown.classes.index(given)
 
     def layers(self, shown: Shown) -> list[int]:
@@ -167,21 +176,36 @@ class Asked:
 
 
 class App:
-    """The application. `token`: what a browser must know; None: only this machine's own names are answered."""
+    """The application. `token`: what a browser must know; None: only this machine's own names are
+    answered.
+    """
 
     def __init__(
-        self, runs: Sequence[Shown], worker: Worker, *, token: str | None = None, data: str | None = None
+        self,
+        runs: Sequence[Shown],
+        worker: Worker,
+        *,
+        token: str | None = None,
+        data: str | None = None,
     ) -> None:
         self.runs, self.worker, self.token = runs, worker, token
-        self._static = {path: (bounded.read_file(file, bounded.CONFIG), kind) for path, (file, kind) in STATIC.items()}
+        self._static = {
+            path: (bounded.read_file(file, bounded.CONFIG), kind)
+            for path, (file, kind) in STATIC.items()
+        }
         self._asks: dict[str, Callable[[Asked], Answer]] = {
-            "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": bounded.UPLOAD.limit},
+            "/api/runs": lambda _: {
+                "runs": [shown.facts() for shown in runs],
+                "upload": bounded.UPLOAD.limit,
+            },
             "/api/draw": self._of("gan", models.draw, Asked.sources),
             "/api/mix": self._of("gan", models.mix, Asked.pair, Asked.layers),
             "/api/walk": self._of("gan", models.walk, Asked.pair),
             "/api/edit": self._of("gan", models.edit, Asked.source, Asked.target),
             "/api/history": self._history,
-            "/api/compare": lambda asked: worker.run(partial(compare_page, asked.run(name="a"), asked.run(name="b"))),
+            "/api/compare": lambda asked: worker.run(
+                partial(compare_page, asked.run(name="a"), asked.run(name="b"))
+            ),
         }
         self._takes: dict[str, Callable[[Asked], Answer]] = {  # an image, by POST
             "/api/name": self._of("classifier", models.name, Asked.image),
@@ -196,7 +220,9 @@ class App:
         except HTTPException as error:
             response = _line(str(error.description), error.code or 500)
         except (UserError, ImageError) as error:
-            response = _line(f"the image {error}" if isinstance(error, ImageError) else str(error), 400)
+            response = _line(
+                f"the image {error}" if isinstance(error, ImageError) else str(error), 400
+            )
         except Unavailable as error:
             response = _line(str(error), 503)
             response.headers["Retry-After"] = "2"
@@ -207,7 +233,9 @@ class App:
         return response(environ, start_response)
 
     def _admit(self, request: Request) -> Response | None:
-        """Nothing, or what a browser gets that may not ask, or that brings the token. Raises HTTPException."""
+        """Nothing, or what a browser gets that may not ask, or that brings the token. Raises
+        HTTPException.
+        """
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
         foreign = origin is not None and origin.partition("://")[2] != request.headers.get("Host")
@@ -215,9 +243,12 @@ class App:
             raise Forbidden("another page may not ask the explorer")
         if self.token is None:
             if _host_name(request) not in LOOPBACK:
-                raise Forbidden("the explorer answers to localhost only; start it with --host to open it to others")
+                raise Forbidden(
+                    "the explorer answers to localhost only; start it with --host to open it to others"
+                )
             return None
-        cookie = f"duet-explorer-{request.environ['SERVER_PORT']}"  # a browser's cookies know no ports
+        # a browser's cookies know no ports
+        cookie = f"duet-explorer-{request.environ['SERVER_PORT']}"
         if _same(request.args.get("token"), self.token):
             response = redirect("/", 303)
             response.set_cookie(cookie, self.token, httponly=True, samesite="Lax")
@@ -238,7 +269,9 @@ class App:
             raise NotFound("there is nothing here")
         answer = ask(Asked(request, self.runs))
         if isinstance(answer, str):
-            return Response(answer.encode(errors="replace"), content_type="text/html; charset=utf-8")
+            return Response(
+                answer.encode(errors="replace"), content_type="text/html; charset=utf-8"
+            )
         return Response(json.dumps(answer, allow_nan=False), content_type="application/json")
 
     # --- what is asked; all that needs a model runs in its thread
@@ -264,7 +297,9 @@ class App:
 
 
 def _line(text: str, status: int) -> Response:
-    return Response(printable(" ".join(text.split())), status, content_type="text/plain; charset=utf-8")
+    return Response(
+        printable(" ".join(text.split())), status, content_type="text/plain; charset=utf-8"
+    )
 
 
 def _same(given: str | None, token: str) -> bool:

@@ -1,7 +1,8 @@
 """Which training images helped or hurt a prediction, and whose labels are likely wrong.
 
 `duet influence --checkpoint RUN --data train.lmdb (--image FILE | --mislabelled) --out FILE.png`.
-Every checkpoint that the run has kept counts, by its learning rate; train with `--checkpoint.keep 10` to have some.
+Every checkpoint that the run has kept counts, by its learning rate; train with `--checkpoint.keep
+10` to have some.
 """
 
 import json
@@ -22,32 +23,71 @@ def parser() -> Parser:
     options = Parser(prog="duet influence", description=__doc__)
     add_import_option(options)
     add = options.add_argument
-    add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder (all its checkpoints) or one file")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="RUN_OR_FILE",
+        help="run folder (all its checkpoints) or one file",
+    )
     add("--data", required=True, metavar="X.lmdb", help="the training images")
-    add("--image", metavar="FILE", help="show the training images that helped and hurt its prediction most")
+    add(
+        "--image",
+        metavar="FILE",
+        help="show the training images that helped and hurt its prediction most",
+    )
     add("--label", metavar="NAME", help="the class to explain (default: the predicted one)")
-    add("--mislabelled", action="store_true", help="show the training images whose labels are likely wrong")
+    add(
+        "--mislabelled",
+        action="store_true",
+        help="show the training images whose labels are likely wrong",
+    )
     add("--by", choices=MEASURES, help="measure of --mislabelled (default: probability)")
-    add("--top", type=positive, default=TOP, metavar="N", help=f"images of each kind (default: {TOP})")
+    add(
+        "--top",
+        type=positive,
+        default=TOP,
+        metavar="N",
+        help=f"images of each kind (default: {TOP})",
+    )
     add("--out", required=True, type=file(".png"), metavar="FILE.png", help="the image grid")
     add("--json", action="store_true", help="print one JSON document instead of a table")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
-    add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")
+    add(
+        "--batch-size",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="changes speed and memory only (default: 64)",
+    )
     return options
 
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     refuse(
-        ((options.image is None) == (not options.mislabelled), "give either --image FILE or --mislabelled"),
-        (options.label is not None and options.image is None, "--label belongs to --image; leave it out"),
-        (options.by is not None and not options.mislabelled, "--by belongs to --mislabelled; leave it out"),
+        (
+            (options.image is None) == (not options.mislabelled),
+            "give either --image FILE or --mislabelled",
+        ),
+        (
+            options.label is not None and options.image is None,
+            "--label belongs to --image; leave it out",
+        ),
+        (
+            options.by is not None and not options.mislabelled,
+            "--by belongs to --mislabelled; leave it out",
+        ),
     )
     check_writable(options.out.parent)
     files = checkpoint_files(options.checkpoint)
-    from duetgan.inference.influence_scores import answer  # with torch, now that the options are known to be right
+    # with torch, now that the options are known to be right
+    from duetgan.inference.influence_scores import answer
 
-    document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **answer(options, files)}
+    document = {
+        "checkpoints": [str(file) for file in files],
+        "data": str(options.data),
+        **answer(options, files),
+    }
     print(json.dumps(document, indent=1, allow_nan=False) if options.json else _table(document))
     print(f"wrote {options.out}", file=sys.stderr)
     return 0
@@ -61,14 +101,21 @@ def checkpoint_files(run_or_file: str) -> list[Path]:
 
 def _table(document: dict[str, Any]) -> str:
     if "mislabelled" in document:
-        lines = [f"confident learning would change {document['issues']} labels; the first by {document['measure']}:"]
+        lines = [
+            f"confident learning would change {document['issues']} labels; the first by {document['measure']}:"
+        ]
         for item in document["mislabelled"]:
             lines.append(
                 f"record {item['record']}: {item['label']} {item['given']:.3f}, rather {item['named']} "
                 f"{item['probability']:.3f}"
             )
         return "\n".join(lines)
-    lines = [f"{document['image']}: {document['named']} {document['probability']:.3f}; for {document['label']}"]
+    lines = [
+        f"{document['image']}: {document['named']} {document['probability']:.3f}; for {document['label']}"
+    ]
     for kind in ("helped", "hurt"):
-        lines += [f"{kind} {item['score']:+.3g}: record {item['record']}, {item['label']}" for item in document[kind]]
+        lines += [
+            f"{kind} {item['score']:+.3g}: record {item['record']}, {item['label']}"
+            for item in document[kind]
+        ]
     return "\n".join(lines)

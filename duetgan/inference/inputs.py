@@ -1,5 +1,5 @@
-"""An image of a user's as a network takes it; and what predict.py is given: images, folders, patterns, archives, packed
-files and lists, as one row of images.
+"""An image of a user's as a network takes it; and what predict.py is given: images, folders,
+patterns, archives, packed files and lists, as one row of images.
 """
 
 import glob
@@ -33,10 +33,10 @@ Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tens
 class Transform:
     """An image as a network takes it: float32 [C, H, W], those of `spec`, in [-1, 1].
 
-    Brings it to size as the images of the network's training were. Takes a file's name; a PIL image; an array [H, W],
-    [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]; where `spec` is not plain, values as it has them. Can be
-    sent to the workers of a DataLoader. Raises UserError for an image that cannot be read, and for floats outside
-    [0, 1].
+    Brings it to size as the images of the network's training were. Takes a file's name; a PIL
+    image; an array [H, W], [H, W, C]; a tensor [C, H, W]: uint8, or floats in [0, 1]; where `spec`
+    is not plain, values as it has them. Can be sent to the workers of a DataLoader. Raises
+    UserError for an image that cannot be read, and for floats outside [0, 1].
     """
 
     spec: ImageSpec  # of what it gives
@@ -51,7 +51,9 @@ class Transform:
         return cls(ImageSpec.read(checkpoint["shape"]), resize or trained_mode(checkpoint))
 
     def read(self, image: "Image | Content") -> Tensor:
-        """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's name."""
+        """`pixels`, also of a file's bytes; raises ImageError, whose message lacks the image's
+        name.
+        """
         if isinstance(image, str | os.PathLike):
             image = read_file(Path(image))
         spec = self.spec
@@ -63,7 +65,9 @@ class Transform:
             values = _hwc(image, spec.plain)
             values = _eight_bits(values) if spec.plain else known(values)
             pixels = bring(Values(values, spec.alpha and values.shape[2] == spec.channels), spec)
-        return torch.from_numpy(fit(pixels, spec.size, self.mode, spec.alpha).transpose(2, 0, 1).copy())
+        return torch.from_numpy(
+            fit(pixels, spec.size, self.mode, spec.alpha).transpose(2, 0, 1).copy()
+        )
 
     def pixels(self, image: Image) -> Tensor:
         """The same in the depth of `spec`: [C, H, W]."""
@@ -84,8 +88,12 @@ def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
     elif isinstance(image, Tensor) and array.ndim == 3:
         array = array.transpose(1, 2, 0)
     if array.ndim != 3 or (plain and array.shape[2] not in (1, 3)):
-        layout = "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
-        raise ImageError(f"is of shape {list(image.shape)}; give {layout}{' with 1 or 3 channels' * plain}")
+        layout = (
+            "a tensor [C, H, W]" if isinstance(image, Tensor) else "an array [H, W] or [H, W, C]"
+        )
+        raise ImageError(
+            f"is of shape {list(image.shape)}; give {layout}{' with 1 or 3 channels' * plain}"
+        )
     check_shape(*array.shape)
     return array
 
@@ -102,7 +110,9 @@ def _eight_bits(array: np.ndarray) -> np.ndarray:
     return np.asarray((array * 255).round(), dtype=np.uint8)
 
 
-def read_target(path: str | Path, checkpoint: Mapping[str, Any], resize: str | None = None) -> Tensor:
+def read_target(
+    path: str | Path, checkpoint: Mapping[str, Any], resize: str | None = None
+) -> Tensor:
     """The image that `--image` names, as `Transform.pixels`. Raises UserError if it cannot be read."""
     with explained(ImageError, lambda why: f"--image {path}: {why}; give another image"):
         return Transform.of(checkpoint, resize).read(path)
@@ -120,11 +130,12 @@ def file_input(path: str | Path) -> Input:
 
 
 class Inputs:
-    """The images that `given` names, in order: image files; folders (with all that lies below) and patterns like
-    `a/**/*.jpg`; zip, tar, CSV, Parquet, Arrow and LMDB files; .txt files, which name an image in each line.
+    """The images that `given` names, in order: image files; folders (with all that lies below) and
+    patterns like `a/**/*.jpg`; zip, tar, CSV, Parquet, Arrow and LMDB files; .txt files, which name
+    an image in each line.
 
-    A file that is not there is an image that cannot be read. Raises UserError for a pattern that nothing matches, and
-    for sources without images, before any image is read.
+    A file that is not there is an image that cannot be read. Raises UserError for a pattern that
+    nothing matches, and for sources without images, before any image is read.
     """
 
     def __init__(self, given: Sequence[str], stack: ExitStack) -> None:
@@ -132,7 +143,9 @@ class Inputs:
         self._parts: list[tuple[str, Source | list[str]]] = []
         for name in given:
             part = _part(name)
-            self._parts.append((name, stack.enter_context(part) if isinstance(part, Source) else part))
+            self._parts.append(
+                (name, stack.enter_context(part) if isinstance(part, Source) else part)
+            )
 
     def __len__(self) -> int:
         return sum(len(part) for _, part in self._parts)
@@ -163,7 +176,11 @@ class Inputs:
 def _part(name: str) -> Source | list[str]:
     path = Path(name)
     if glob.has_magic(name) and not path.exists():
-        if not (files := sorted(found for found in glob.glob(name, recursive=True) if Path(found).is_file())):
+        if not (
+            files := sorted(
+                found for found in glob.glob(name, recursive=True) if Path(found).is_file()
+            )
+        ):
             raise UserError(f"{name}: no file matches; quote the pattern, or give a folder")
         return files
     if path.suffix.lower() == ".txt":

@@ -22,7 +22,8 @@ from duetgan.utils.runlog.progress import Bar
 
 
 def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
-    """Write the film to an .mp4 or .gif file; returns how many frames it has. Memory does not grow with their number.
+    """Write the film to an .mp4 or .gif file; returns how many frames it has. Memory does not grow
+    with their number.
 
     `scale`: see `enlargement`. Raises UserError.
     """
@@ -34,17 +35,21 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
 
 
 class Journey:
-    """The frames of a film, uint8 [H, W, C] one after the other; made batch by batch, each time anew.
+    """The frames of a film, uint8 [H, W, C] one after the other; made batch by batch, each time
+    anew.
 
-    Frame k of a segment lies k / `frames` of the way from its sample to the next, and after the last sample comes the
-    first. Noise maps are those of the first sample all through, so that nothing flickers.
+    Frame k of a segment lies k / `frames` of the way from its sample to the next, and after the
+    last sample comes the first. Noise maps are those of the first sample all through, so that
+    nothing flickers.
     """
 
     def __init__(
         self,
         sampler: Sampler,
-        space: Literal["z", "w"] | None = None,  # where the way is straight; None: w if the generator has one, else z
-        keyframes: int | None = None,  # samples it goes through, two at least; None: 8, or one of each class up to 16
+        # where the way is straight; None: w if the generator has one, else z
+        space: Literal["z", "w"] | None = None,
+        # samples it goes through, two at least; None: 8, or one of each class up to 16
+        keyframes: int | None = None,
         frames: int = FRAMES,  # from one sample to the next
     ) -> None:
         self.sampler, self.frames = sampler, frames
@@ -67,7 +72,9 @@ class Journey:
     def _images(self, places: range, noise: list[Tensor] | NoiseMode) -> Tensor:
         """Frames [n, C, H, W] in about [-1, 1]; `places` counts them from the film's start."""
         segments = [place // self.frames for place in places]
-        needed = sorted({(segment + step) % self.keyframes for segment in segments for step in (0, 1)})
+        needed = sorted(
+            {(segment + step) % self.keyframes for segment in segments for step in (0, 1)}
+        )
         row = {keyframe: index for index, keyframe in enumerate(needed)}
         before = [row[segment] for segment in segments]
         after = [row[(segment + 1) % self.keyframes] for segment in segments]
@@ -78,8 +85,12 @@ class Journey:
         ends = (None, None) if labels is None else (labels[before], labels[after])
         sampler, between = self.sampler, slerp(z[before], z[after], t)
         if not sampler.generator.has_styles:
-            mixed = [one_hot(end, sampler.generator.classes, t.dtype) for end in ends if end is not None]
-            return sampler.generator(between, torch.lerp(mixed[0], mixed[1], t) if mixed else None, noise=maps)
+            mixed = [
+                one_hot(end, sampler.generator.classes, t.dtype) for end in ends if end is not None
+            ]
+            return sampler.generator(
+                between, torch.lerp(mixed[0], mixed[1], t) if mixed else None, noise=maps
+            )
         generator, t = with_styles(sampler.generator, "interpolate"), t[:, None]
         if self.space == "w":
             ws = sampler.styles(z, labels)
@@ -93,9 +104,9 @@ class Journey:
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
     """From a to b [n, d] along the great circle, t [n, 1] of the way; lengths change evenly.
 
-    Shoemake, "Animating rotation with quaternion curves" (1985): (sin((1 - t) u) a + sin(t u) b) / sin u for unit
-    vectors at the angle u. Where a and b are parallel the way is straight; where they are opposite there is no single
-    way, and it goes straight as well.
+    Shoemake, "Animating rotation with quaternion curves" (1985): (sin((1 - t) u) a + sin(t u) b) /
+    sin u for unit vectors at the angle u. Where a and b are parallel the way is straight; where
+    they are opposite there is no single way, and it goes straight as well.
     """
     lengths = a.norm(dim=1, keepdim=True), b.norm(dim=1, keepdim=True)
     a_unit, b_unit = a / lengths[0], b / lengths[1]
@@ -114,35 +125,47 @@ LEAST_SIDE = 256  # px that smaller images are enlarged to, or a little more
 BT709 = "colorprim=bt709:transfer=bt709:colormatrix=bt709:range=tv"  # what H.264 is marked with
 FORMATS = {  # codec, pixels, options of the codec and of the file
     # hardly to be told from the original; the index in front
-    ".mp4": ("libx264", "yuv420p", {"crf": "18", "preset": "medium", "x264-params": BT709}, {"movflags": "+faststart"}),
+    ".mp4": (
+        "libx264",
+        "yuv420p",
+        {"crf": "18", "preset": "medium", "x264-params": BT709},
+        {"movflags": "+faststart"},
+    ),
     # each frame whole, not what differs; repeats for ever
     ".gif": ("gif", "pal8", {"gifflags": "0"}, {"loop": "0"}),
 }
 
 
 def enlargement(size: Sequence[int], asked: int | None = None) -> int:
-    """How much frames of such sides are enlarged: as asked, else to LEAST_SIDE or a little more, to even sides.
+    """How much frames of such sides are enlarged: as asked, else to LEAST_SIDE or a little more, to
+    even sides.
 
     Raises UserError if an enlarged side would be odd, which yuv420p cannot hold.
     """
     odd = [side for side in size if side % 2]
     if asked and asked % 2 and odd:
-        raise UserError(f"--scale {asked}: {odd[0] * asked} px is an odd size, films have even ones; take {asked + 1}")
+        raise UserError(
+            f"--scale {asked}: {odd[0] * asked} px is an odd size, films have even ones; take {asked + 1}"
+        )
     scale = max(1, -(-LEAST_SIDE // min(size)))
     return asked or scale + (scale % 2 if odd else 0)
 
 
 @contextmanager
 def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Write a film, as `building` does: the context hands out what takes its frames, uint8 [H, W, C] with C 1 or 3, all
-    of one size; each pixel becomes scale x scale. Raises UserError if the file cannot be written.
+    """Write a film, as `building` does: the context hands out what takes its frames, uint8 [H, W,
+    C] with C 1 or 3, all of one size; each pixel becomes scale x scale. Raises UserError if the
+    file cannot be written.
     """
     import av  # not at the start of every generate.py
 
     check_film(path, fps=fps)
     kind = path.suffix.lower()
     codec, pixel_format, options, of_file = entry(FORMATS, kind, f"{path}: format")
-    with building(path) as temporary, av.open(str(temporary), "w", format=kind[1:], options=of_file) as container:
+    with (
+        building(path) as temporary,
+        av.open(str(temporary), "w", format=kind[1:], options=of_file) as container,
+    ):
         stream: Any = container.add_stream(codec, rate=fps)
         stream.pix_fmt, stream.options = pixel_format, options
 
@@ -163,7 +186,9 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
 
 
 def _with_palette(pixels: np.ndarray) -> Any:
-    """A frame as places in a palette of its own, and that, [256, 4]: lossless in up to 256 colours, as grey is."""
+    """A frame as places in a palette of its own, and that, [256, 4]: lossless in up to 256 colours,
+    as grey is.
+    """
     image = Image.fromarray(pixels).quantize(256, dither=Image.Dither.NONE)
     palette = np.full((256, 4), 255, np.uint8)  # alpha, red, green, blue
     colours = np.asarray(image.getpalette(), np.uint8).reshape(-1, 3)

@@ -1,5 +1,6 @@
-"""Image files of a user's as a trained model takes them, and what a classifier says of them. Where predict.py's answers
-go, one by one: a table for people, JSON, CSV, images sorted into a folder a class, and what is drawn beside them.
+"""Image files of a user's as a trained model takes them, and what a classifier says of them. Where
+predict.py's answers go, one by one: a table for people, JSON, CSV, images sorted into a folder a
+class, and what is drawn beside them.
 """
 
 import contextlib
@@ -55,17 +56,25 @@ def predict(
     maps: Maps | None = None,
     fast: Classifier | None = None,
 ) -> Iterator[tuple[Input, dict[str, Any]]]:
-    """One answer an image, in order: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`,
-    `error`. No more than two batches are in memory. Where an image may have several labels, `labels` lists those that
-    reach their thresholds, the likeliest first, and `label` has ";" between them.
+    """One answer an image, in order: `file`, `label`, `probabilities` (the `top` ones, largest
+    first), or `file`, `error`. No more than two batches are in memory. Where an image may have
+    several labels, `labels` lists those that reach their thresholds, the likeliest first, and
+    `label` has ";" between them.
 
-    With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
+    With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count
+    (`models.fast.faster`).
     """
     classes: list[str] = checkpoint["classes"]
-    with contextlib.closing(read_batches(inputs, Transform.of(checkpoint, resize), batch_size=batch_size)) as batches:
+    with contextlib.closing(
+        read_batches(inputs, Transform.of(checkpoint, resize), batch_size=batch_size)
+    ) as batches:
         for batch in batches:
             files = [next(maps.files) if maps else Path() for _ in batch]
-            if read := [(*row[1:], file) for row, file in zip(batch, files, strict=True) if row[2] is not None]:
+            if read := [
+                (*row[1:], file)
+                for row, file in zip(batch, files, strict=True)
+                if row[2] is not None
+            ]:
                 answers, pixels, files = zip(*read, strict=True)
                 images = torch.stack(pixels)
                 probabilities = judge_images(fast or classifier, images)
@@ -79,16 +88,20 @@ def predict(
                     answer["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
                     answer |= {"gradcam": str(file)} if maps else {}
                 if maps is not None:
-                    save_maps(classifier, classes, images, probabilities, maps._replace(files=iter(files)))
+                    save_maps(
+                        classifier, classes, images, probabilities, maps._replace(files=iter(files))
+                    )
             yield from ((given, answer) for given, answer, _ in batch)
 
 
 def read_batches(
     inputs: Iterable[Input], transform: Transform, *, batch_size: int
 ) -> Generator[list[tuple[Input, dict[str, Any], Tensor | None]], None, None]:
-    """The images by batches, in order, with the beginning of an answer: None and an `error` where one cannot be read.
+    """The images by batches, in order, with the beginning of an answer: None and an `error` where
+    one cannot be read.
 
-    A thread for each core decodes. While the caller works on a batch they read the next one, and no further.
+    A thread for each core decodes. While the caller works on a batch they read the next one, and no
+    further.
     """
 
     def read(given: Input) -> tuple[Input, dict[str, Any], Tensor | None]:
@@ -108,21 +121,30 @@ def read_batches(
         pool.shutdown(cancel_futures=True)
 
 
-def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps) -> None:
+def save_maps(
+    classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps
+) -> None:
     """Write an image beside its Grad-CAM for each of `images`, uint8 [n, C, H, W]."""
     predicted = probabilities.argmax(1)
     asked = predicted if maps.label is None else torch.full_like(predicted, maps.label)
     heats = image_heat(classifier, images, asked, maps.layer)
-    for image, heat, row, label, place in zip(images, heats, probabilities, asked.tolist(), maps.files, strict=True):
+    for image, heat, row, label, place in zip(
+        images, heats, probabilities, asked.tolist(), maps.files, strict=True
+    ):
         best = int(row.argmax())
-        what = f"evidence for {classes[label]} {row[label]:.3f}" if heat.any() else f"no evidence for {classes[label]}"
+        what = (
+            f"evidence for {classes[label]} {row[label]:.3f}"
+            if heat.any()
+            else f"no evidence for {classes[label]}"
+        )
         captions = [f"predicted {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"]
         save_captioned(overlay(visible(image, classifier.spec), heat), captions, place, columns=2)
 
 
 def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
-    """A PNG in `folder` for each file: its name without suffix and `-KIND`; numbered where that would come twice (also
-    where capital letters do not count) or is one of `files`. Raises UserError for a folder that cannot be written.
+    """A PNG in `folder` for each file: its name without suffix and `-KIND`; numbered where that
+    would come twice (also where capital letters do not count) or is one of `files`. Raises
+    UserError for a folder that cannot be written.
     """
     check_writable(folder)
     taken = {_identity(Path(file)) for file in files}
@@ -164,17 +186,26 @@ def json_array(stream: TextIO) -> Iterator[Sink]:
 
 @contextmanager
 def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
-    """A row an image: `file`, `label`, `probability`, and a column a class; with `top` K instead `label_2`,
-    `probability_2`, ... up to K. Empty behind `file` where an image cannot be read. Raises UserError as `building`.
+    """A row an image: `file`, `label`, `probability`, and a column a class; with `top` K instead
+    `label_2`, `probability_2`, ... up to K. Empty behind `file` where an image cannot be read.
+    Raises UserError as `building`.
     """
     places = range(2, (top or 0) + 1)
-    more = [f"{name}_{place}" for place in places for name in ("label", "probability")] if top else classes
+    more = (
+        [f"{name}_{place}" for place in places for name in ("label", "probability")]
+        if top
+        else classes
+    )
     with _rows(path, ["file", "label", "probability", *more]) as add:
 
         def write(given: Input, answer: dict[str, Any]) -> None:
             shares: dict[str, float] = answer.get("probabilities", {})
             pairs = list(itertools.chain(*shares.items()))
-            row = pairs if top else [*pairs[:2], *(shares[name] for name in classes if name in shares)]
+            row = (
+                pairs
+                if top
+                else [*pairs[:2], *(shares[name] for name in classes if name in shares)]
+            )
             row[:1] = [answer["label"]] if row else []
             add([given.name, *row, *[""] * (2 + len(more) - len(row))])
 
@@ -193,8 +224,8 @@ def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object
 
 
 def sorter(folder: Path) -> Sink:
-    """Puts each image into `folder`/CLASS: a link to its file, or a file where it lies in an archive. Raises UserError
-    where the disk refuses.
+    """Puts each image into `folder`/CLASS: a link to its file, or a file where it lies in an
+    archive. Raises UserError where the disk refuses.
     """
     check_writable(folder)
 
@@ -206,7 +237,8 @@ def sorter(folder: Path) -> Sink:
             return
         path = Path(given.name)
         label = answer["label"].replace(os.sep, "_").replace("\0", "")
-        label = label if label.strip(".") else f"_{label}"  # a checkpoint's word: it must not lead out of the folder
+        # a checkpoint's word: it must not lead out of the folder
+        label = label if label.strip(".") else f"_{label}"
         place = folder / label / path.name.replace(":", "_")
         if path.is_file():
             target = path.resolve()
@@ -235,7 +267,9 @@ def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iter
         yield stack.enter_context(csv_file(options.csv, classes, options.top))
     if options.errors:
         add = stack.enter_context(_rows(options.errors, ["file", "error"]))
-        yield lambda given, answer: add([given.name, answer["error"]]) if "error" in answer else None
+        yield (
+            lambda given, answer: add([given.name, answer["error"]]) if "error" in answer else None
+        )
     if options.sort_into:
         yield sorter(options.sort_into)
 
@@ -263,20 +297,25 @@ def line(result: dict[str, Any]) -> str:
 def asked(
     options: Namespace, kind: str, other: str, inputs: Inputs, classes: list[str]
 ) -> tuple[list[Path], int | None] | None:
-    """What `--KIND DIR` and `--KIND-class` ask for: each image's file, and the class; `other`: its further option.
+    """What `--KIND DIR` and `--KIND-class` ask for: each image's file, and the class; `other`: its
+    further option.
 
     Raises UserError for an unknown class, options without DIR, and a folder that cannot be written.
     """
     folder, name = getattr(options, kind), getattr(options, f"{kind}_class")
     if folder is None:
         if name is not None or getattr(options, other) is not None:
-            raise UserError(f"--{kind}-class and --{other.replace('_', '-')} belong to --{kind} DIR; add it")
+            raise UserError(
+                f"--{kind}-class and --{other.replace('_', '-')} belong to --{kind} DIR; add it"
+            )
         return None
     label = None if name is None else label_of(name, classes, f"--{kind}-class")
     return output_files(folder, list(inputs.names()), kind), label
 
 
-def gradcam(options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier) -> Maps | None:
+def gradcam(
+    options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
+) -> Maps | None:
     """What `--gradcam` asks for. Raises UserError as `asked`."""
     if not (found := asked(options, "gradcam", "gradcam_layer", inputs, classes)):
         return None
@@ -286,7 +325,9 @@ def gradcam(options: Namespace, inputs: Inputs, classes: list[str], classifier: 
 def counterfactuals(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Counterfactuals | None:
-    """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does not fit."""
+    """What `--counterfactual` asks for. Raises UserError as `asked`, and for a generator that does
+    not fit.
+    """
     refuse(
         (
             options.counterfactual and options.generator is None,

@@ -1,5 +1,5 @@
-"""Which samples a command shows, what they are made from (numbers -> classes and keys -> latents -> images), and
-tables of them: a grid, truncation and style mixing.
+"""Which samples a command shows, what they are made from (numbers -> classes and keys -> latents ->
+images), and tables of them: a grid, truncation and style mixing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,14 @@ from torch import Tensor
 
 from duetgan.inference.settings import GRID, label_of
 from duetgan.metrics.features.precision import device_of, full_float32
-from duetgan.models.gan import ImageGenerator, NoiseMode, StyledGenerator, TruncationMean, draw, generate
+from duetgan.models.gan import (
+    ImageGenerator,
+    NoiseMode,
+    StyledGenerator,
+    TruncationMean,
+    draw,
+    generate,
+)
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import Checkpoint
 from duetgan.utils.errors import UserError
@@ -23,11 +30,12 @@ from duetgan.utils.runlog.progress import Bar
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A generator and how it is sampled. Samples have numbers, from 0, which go round the chosen classes.
+    """A generator and how it is sampled. Samples have numbers, from 0, which go round the chosen
+    classes.
 
-    Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`: it depends on the seed, its class
-    and i // K alone. Where images may have several labels, a class is a set of them (`ImageGenerator.sets`). Raises
-    UserError for a truncation that the generator cannot do.
+    Number i of K chosen classes is the (i // K)-th sample of class `chosen[i % K]`: it depends on
+    the seed, its class and i // K alone. Where images may have several labels, a class is a set of
+    them (`ImageGenerator.sets`). Raises UserError for a truncation that the generator cannot do.
     """
 
     generator: ImageGenerator
@@ -35,9 +43,11 @@ class Sampler:
     seed: int = 0
     truncation_psi: float = 1.0
     truncation_cutoff: int | None = None  # layers that are truncated; None: all
-    truncation_mean: TruncationMean = "class"  # of its class or of all, towards which w is truncated
+    # of its class or of all, towards which w is truncated
+    truncation_mean: TruncationMean = "class"
     noise_mode: NoiseMode = "random"
-    numpy_latents: bool = False  # z by NVIDIA's rule: the j-th sample of a class is their seed `seed` + j
+    # z by NVIDIA's rule: the j-th sample of a class is their seed `seed` + j
+    numpy_latents: bool = False
     batch_size: int = 64  # changes speed and memory only
 
     def __post_init__(self) -> None:
@@ -74,14 +84,19 @@ class Sampler:
 
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
         """What the generator takes for these, on the CPU; None if it is unconditional."""
-        return self.generator.conditions(torch.tensor(self.classes(numbers))) if self.chosen else None
+        return (
+            self.generator.conditions(torch.tensor(self.classes(numbers))) if self.chosen else None
+        )
 
     def indices(self, numbers: Sequence[int]) -> list[int]:
         """The samples' indices in their keys (seed, "eval", index)."""
         if not self.chosen:
             return list(numbers)
         count = len(self.chosen)
-        return [number // count * self.generator.kinds + self.chosen[number % count] for number in numbers]
+        return [
+            number // count * self.generator.kinds + self.chosen[number % count]
+            for number in numbers
+        ]
 
     def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
         """NVIDIA's seeds of the samples, where z is drawn by its rule."""
@@ -105,20 +120,37 @@ class Sampler:
 
     def latents(self, numbers: Sequence[int]) -> "Start":
         """z with the labels, and the noise of the samples."""
-        z, maps = draw(self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers))
+        z, maps = draw(
+            self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers)
+        )
         labels = self.labels(numbers)
-        noise = [upload(m, self.device) for m in maps] if self.noise_mode == "random" else self.noise_mode
-        return Start(upload(z, self.device), None if labels is None else upload(labels, self.device), noise)
+        noise = (
+            [upload(m, self.device) for m in maps]
+            if self.noise_mode == "random"
+            else self.noise_mode
+        )
+        return Start(
+            upload(z, self.device), None if labels is None else upload(labels, self.device), noise
+        )
 
     def styles(self, z: Tensor, labels: Tensor | None, psi: float | None = None) -> Tensor:
-        """Return the truncated styles [n, num_ws, w_dim] of a generator with w; by the sampler's psi unless said."""
-        generator, psi = cast(StyledGenerator, self.generator), self.truncation_psi if psi is None else psi
+        """Return the truncated styles [n, num_ws, w_dim] of a generator with w; by the sampler's
+        psi unless said.
+        """
+        generator, psi = (
+            cast(StyledGenerator, self.generator),
+            self.truncation_psi if psi is None else psi,
+        )
         ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
-        return generator.truncate(ws, psi, self.truncation_cutoff, labels=labels, mean=self.truncation_mean)
+        return generator.truncate(
+            ws, psi, self.truncation_cutoff, labels=labels, mean=self.truncation_mean
+        )
 
 
 def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
-    """The generator, if there is a w between z and the image; UserError naming `what` needs one if there is none."""
+    """The generator, if there is a w between z and the image; UserError naming `what` needs one if
+    there is none.
+    """
     if not generator.has_styles:
         raise UserError(
             f"{what} works on w, which this generator does not have (one that is still growing does not show it); "
@@ -128,13 +160,15 @@ def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
 
 
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
-    """Labels of `all` classes (the first `most`), or of those named with commas between. Raises UserError for an
-    unknown or a repeated class, and for any name where there are no `classes`.
+    """Labels of `all` classes (the first `most`), or of those named with commas between. Raises
+    UserError for an unknown or a repeated class, and for any name where there are no `classes`.
     """
     if names == "all":
         return list(range(len(classes)))[:most]
     if not classes:
-        raise UserError(f"--classes {names}: this generator is unconditional and has none; leave it out")
+        raise UserError(
+            f"--classes {names}: this generator is unconditional and has none; leave it out"
+        )
     parts = [names] if names in classes else names.split(",")
     chosen = [label_of(part.strip(), classes, "--classes") for part in parts]
     if len(set(chosen)) < len(chosen):
@@ -145,13 +179,17 @@ def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) 
 # --- tables
 
 COLUMNS = 8  # of a grid without classes
-CELL, COPIES = 64, 3  # px that small images are enlarged to; the picture, Pillow's copy, and samples and file
+# px that small images are enlarged to; the picture, Pillow's copy, and samples and file
+CELL, COPIES = 64, 3
 
 
-def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()) -> int:
-    """Write `count` images to a PNG file, or one by one into a folder (`save_image`), as many of each class or one
-    less; returns how many they are. A single image has seed, index (of its key) and class, of `names`, in its name and
-    text chunks. Raises UserError for a picture that memory does not hold.
+def draw_grid(
+    sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()
+) -> int:
+    """Write `count` images to a PNG file, or one by one into a folder (`save_image`), as many of
+    each class or one less; returns how many they are. A single image has seed, index (of its key)
+    and class, of `names`, in its name and text chunks. Raises UserError for a picture that memory
+    does not hold.
     """
     kinds, spec = len(sampler.chosen), sampler.generator.spec
     count = count or GRID[0] * kinds or GRID[1]
@@ -166,10 +204,18 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
     if not picture:
         for numbers in bar:
             words = captions(sampler, names, numbers) if kinds else [""] * len(numbers)
-            for index, word, image in zip(sampler.indices(numbers), words, sampler.images(numbers), strict=True):
-                about = {"seed": str(sampler.seed), "index": str(index)} | ({"class": word} if word else {})
-                name = "-".join(f"{key}{value}" if key != "class" else value for key, value in about.items())
-                save_image(image.permute(1, 2, 0).numpy(), spec, out / name.replace("/", "_"), about)
+            for index, word, image in zip(
+                sampler.indices(numbers), words, sampler.images(numbers), strict=True
+            ):
+                about = {"seed": str(sampler.seed), "index": str(index)} | (
+                    {"class": word} if word else {}
+                )
+                name = "-".join(
+                    f"{key}{value}" if key != "class" else value for key, value in about.items()
+                )
+                save_image(
+                    image.permute(1, 2, 0).numpy(), spec, out / name.replace("/", "_"), about
+                )
         return count
     images = [image for numbers in bar for image in sampler.images(numbers)]
     rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
@@ -179,33 +225,55 @@ def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None, names: S
 
 
 def draw_truncation(
-    sampler: Sampler, names: Sequence[str], out: Path, *, psis: Sequence[float], count: int | None = None
+    sampler: Sampler,
+    names: Sequence[str],
+    out: Path,
+    *,
+    psis: Sequence[float],
+    count: int | None = None,
 ) -> int:
-    """Write a PNG: a row for each psi, in each column the same latents and noise; returns how many samples it shows.
+    """Write a PNG: a row for each psi, in each column the same latents and noise; returns how many
+    samples it shows.
 
-    StyleGAN, section 4 and appendix B: mean + psi (w - mean), of the sample's class unless the sampler says otherwise.
+    StyleGAN, section 4 and appendix B: mean + psi (w - mean), of the sample's class unless the
+    sampler says otherwise.
     Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
     rows = [synthesize(sampler, truncated_styles(sampler, numbers, psi)) for psi in psis]
     heads = [f"psi {psi:g}" for psi in psis]
-    save_table(rows, out, row_heads=heads, column_heads=captions(sampler, names, numbers), spec=sampler.generator.spec)
+    save_table(
+        rows,
+        out,
+        row_heads=heads,
+        column_heads=captions(sampler, names, numbers),
+        spec=sampler.generator.spec,
+    )
     return len(numbers)
 
 
 def draw_mix(
-    sampler: Sampler, names: Sequence[str], out: Path, *, layers: Sequence[int], count: int | None = None
+    sampler: Sampler,
+    names: Sequence[str],
+    out: Path,
+    *,
+    layers: Sequence[int],
+    count: int | None = None,
 ) -> int:
-    """Write a PNG: sources A down the left, sources B along the top, at the crossing A with B's styles at `layers`.
+    """Write a PNG: sources A down the left, sources B along the top, at the crossing A with B's
+    styles at `layers`.
 
-    Style mixing of StyleGAN, section 3.1. Noise follows its layer's style, so that all layers give B itself and none A.
+    Style mixing of StyleGAN, section 3.1. Noise follows its layer's style, so that all layers give
+    B itself and none A.
     Returns the number of sources on a side. Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "mix")
     count = count or default_count(sampler, most=8)
     kinds = max(1, len(sampler.chosen))
-    sides = [[(2 * (i // kinds) + side) * kinds + i % kinds for i in range(count)] for side in (0, 1)]
+    sides = [
+        [(2 * (i // kinds) + side) * kinds + i % kinds for i in range(count)] for side in (0, 1)
+    ]
     a, b = (truncated_styles(sampler, numbers) for numbers in sides)
     rows: list[list[Tensor | None]] = [[None, *synthesize(sampler, b)]]
     for row, source in enumerate(synthesize(sampler, a)):
@@ -214,21 +282,43 @@ def draw_mix(
         ["", *(f"{side} {name}" for name in captions(sampler, names, numbers))]
         for side, numbers in zip("AB", sides, strict=True)
     )
-    save_table(rows, out, row_heads=down, column_heads=along, margin=3 * PADDING, spec=sampler.generator.spec)
+    save_table(
+        rows,
+        out,
+        row_heads=down,
+        column_heads=along,
+        margin=3 * PADDING,
+        spec=sampler.generator.spec,
+    )
     return count
 
 
 def draw_style_tables(
-    checkpoint: Checkpoint, out: Path, *, seed: int, device: torch.device, mean: TruncationMean = "class"
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    seed: int,
+    device: torch.device,
+    mean: TruncationMean = "class",
 ) -> list[str]:
-    """Write truncation.png and mixing.png into the folder `out`; returns the names, none for a generator without w."""
+    """Write truncation.png and mixing.png into the folder `out`; returns the names, none for a
+    generator without w.
+    """
     generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
         return []
     names = generator.label_names(checkpoint["classes"])
-    sampler = Sampler(generator=generator, chosen=range(generator.kinds), seed=seed, truncation_mean=mean)
+    sampler = Sampler(
+        generator=generator, chosen=range(generator.kinds), seed=seed, truncation_mean=mean
+    )
     draw_truncation(sampler, names, out / "truncation.png", psis=(0, 0.3, 0.5, 0.7, 1), count=10)
-    draw_mix(sampler, names, out / "mixing.png", layers=range(cast(StyledGenerator, generator).num_ws // 2), count=6)
+    draw_mix(
+        sampler,
+        names,
+        out / "mixing.png",
+        layers=range(cast(StyledGenerator, generator).num_ws // 2),
+        count=6,
+    )
     return ["truncation.png", "mixing.png"]
 
 
@@ -237,7 +327,8 @@ class Start:
     """What images are drawn from; an edit leaves what does not change with w or z as it is."""
 
     code: Tensor  # the styles [n, num_ws, w_dim], or z [n, z_dim]
-    labels: Tensor | None  # int64 [n] beside z; None without classes, and beside w, which has the class in it
+    # int64 [n] beside z; None without classes, and beside w, which has the class in it
+    labels: Tensor | None
     noise: list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name
 
     def __len__(self) -> int:
@@ -258,12 +349,18 @@ class Start:
         labels = [part.labels for part in parts if part.labels is not None]
         noise = parts[0].noise
         if not isinstance(noise, str):
-            noise = [torch.cat(levels) for levels in zip(*(part.noise for part in parts), strict=True)]
-        return Start(torch.cat([part.code for part in parts]), torch.cat(labels) if labels else None, noise)
+            noise = [
+                torch.cat(levels) for levels in zip(*(part.noise for part in parts), strict=True)
+            ]
+        return Start(
+            torch.cat([part.code for part in parts]), torch.cat(labels) if labels else None, noise
+        )
 
 
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
-    """The truncated styles and the noise of samples of a generator with w; the sampler's psi unless one is given."""
+    """The truncated styles and the noise of samples of a generator with w; the sampler's psi unless
+    one is given.
+    """
     start = sampler.latents(numbers)
     with torch.no_grad(), full_float32(sampler.device):
         return Start(sampler.styles(start.code, start.labels, psi), None, start.noise)
@@ -275,7 +372,9 @@ def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
     own.code[:, layers] = b.code[:, layers]
     if isinstance(own.noise, str) or isinstance(b.noise, str):
         return own
-    return replace(own, noise=[b.noise[i] if i in layers else level for i, level in enumerate(own.noise)])
+    return replace(
+        own, noise=[b.noise[i] if i in layers else level for i, level in enumerate(own.noise)]
+    )
 
 
 def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
@@ -289,24 +388,34 @@ def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
 
 
 def default_count(sampler: Sampler, most: int = 16) -> int:
-    """Samples that are shown unless said: 8, or one of each class if that is more, but no more than `most`."""
+    """Samples that are shown unless said: 8, or one of each class if that is more, but no more than
+    `most`.
+    """
     return min(max(8, len(sampler.chosen)), most)
 
 
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """The names of the samples' classes; the samples' numbers where there are none."""
-    return [names[label] for label in sampler.classes(numbers)] or [str(number) for number in numbers]
+    return [names[label] for label in sampler.classes(numbers)] or [
+        str(number) for number in numbers
+    ]
 
 
 def parse_layers(text: str, count: int) -> list[int]:
-    """Layers like `0-3,6`, ascending. Raises UserError for what is none, or lies outside 0 to `count` - 1."""
+    """Layers like `0-3,6`, ascending. Raises UserError for what is none, or lies outside 0 to
+    `count` - 1.
+    """
     layers: set[int] = set()
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise UserError(f"--layers {text}: {part.strip()!r} is neither a layer nor a range; write it like 0-3,6")
+            raise UserError(
+                f"--layers {text}: {part.strip()!r} is neither a layer nor a range; write it like 0-3,6"
+            )
         low, high = int(first), int(last or first)
         if not low <= high < count:
-            raise UserError(f"--layers {text}: {part.strip()} is not within this generator's layers 0-{count - 1}")
+            raise UserError(
+                f"--layers {text}: {part.strip()} is not within this generator's layers 0-{count - 1}"
+            )
         layers.update(range(low, high + 1))
     return sorted(layers)

@@ -1,5 +1,5 @@
-"""Strips: an image on its way from one class to another, with the classifier's probabilities under each step. What
-`generate.py edit` and `predict.py --counterfactual` draw.
+"""Strips: an image on its way from one class to another, with the classifier's probabilities under
+each step. What `generate.py edit` and `predict.py --counterfactual` draw.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,8 @@ BEYOND = 1.25  # of the step at which an image arrives: where its strip ends
 class Strip:
     """One image on its way, in words and numbers."""
 
-    images: list[Tensor]  # uint8 [C, H, H]; the first is as it was, or the given image that was projected
+    # uint8 [C, H, H]; the first is as it was, or the given image that was projected
+    images: list[Tensor]
     captions: list[str]
     arrived: bool  # whether the classifier's probability of the target rose to what is wanted
     step: float  # at which it did; else where it came nearest
@@ -46,7 +47,8 @@ def make_strips(
     *,
     columns: int,
     judge: Classifier | None = None,
-    given: Tensor | None = None,  # uint8 [1, C, H, H], the image that `start` was projected from; shown first
+    # uint8 [1, C, H, H], the image that `start` was projected from; shown first
+    given: Tensor | None = None,
 ) -> list[Strip]:
     """A strip for each image: `columns` equal steps from 0 to a quarter beyond where it arrives."""
     steps, arrived = editor.reach(start, direction)
@@ -61,17 +63,28 @@ def make_strips(
     return [
         Strip([images[row] for images in shown], [column[row] for column in texts], *numbers)
         for row, numbers in enumerate(
-            zip(arrived.tolist(), steps.tolist(), probability.tolist(), change.tolist(), strict=True)
+            zip(
+                arrived.tolist(), steps.tolist(), probability.tolist(), change.tolist(), strict=True
+            )
         )
     ]
 
 
-def _captions(editor: Editor, images: Tensor, direction: Direction, judge: Classifier | None) -> list[str]:
-    """Two lines for each image: source and target with their probabilities, the judge's after a stroke."""
-    answers = [editor.probabilities(images, each) for each in ([None] if judge is None else [None, judge])]
+def _captions(
+    editor: Editor, images: Tensor, direction: Direction, judge: Classifier | None
+) -> list[str]:
+    """Two lines for each image: source and target with their probabilities, the judge's after a
+    stroke.
+    """
+    answers = [
+        editor.probabilities(images, each) for each in ([None] if judge is None else [None, judge])
+    ]
     labels = (direction.source, direction.target)
     return [
-        "\n".join(f"{editor.names[k]} " + " / ".join(f"{shares[row, k]:.2f}" for shares in answers) for k in labels)
+        "\n".join(
+            f"{editor.names[k]} " + " / ".join(f"{shares[row, k]:.2f}" for shares in answers)
+            for k in labels
+        )
         for row in range(len(images))
     ]
 
@@ -79,7 +92,12 @@ def _captions(editor: Editor, images: Tensor, direction: Direction, judge: Class
 def save_strips(strips: Sequence[Strip], path: Path) -> None:
     """Write strips below one another to a PNG file."""
     images = [image for strip in strips for image in strip.images]
-    save_captioned(images, [text for strip in strips for text in strip.captions], path, columns=len(strips[0].images))
+    save_captioned(
+        images,
+        [text for strip in strips for text in strip.captions],
+        path,
+        columns=len(strips[0].images),
+    )
 
 
 def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction) -> str:
@@ -87,8 +105,13 @@ def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction)
     text = f"{names[direction.source]} to {names[direction.target]}: {len(arrived)} of {len(strips)} images arrive"
     if not arrived:
         return text
-    step, change = (sum(values) / len(arrived) for values in zip(*((s.step, s.change) for s in arrived), strict=True))
-    return f"{text}, at a mean step of {step:.2f} and a mean change of pixels of {change:.3f} (0 to 1)"
+    step, change = (
+        sum(values) / len(arrived)
+        for values in zip(*((s.step, s.change) for s in arrived), strict=True)
+    )
+    return (
+        f"{text}, at a mean step of {step:.2f} and a mean change of pixels of {change:.3f} (0 to 1)"
+    )
 
 
 def counterfactual(
@@ -101,15 +124,21 @@ def counterfactual(
     columns: int = COLUMNS,
     judge: Classifier | None = None,
 ) -> tuple[Strip, Direction]:
-    """The strip of a given image from class `source` to `target`: it is projected first, into w+ that begins at the
-    best w, from the mean of class `source`. Raises UserError for a generator without w.
+    """The strip of a given image from class `source` to `target`: it is projected first, into w+
+    that begins at the best w, from the mean of class `source`. Raises UserError for a generator
+    without w.
     """
     with_styles(editor.generator, "editing a given image")
     sampler = replace(editor.sampler, chosen=[source] if editor.generator.classes else [])
     with Bar(total=2 * steps, desc="projecting", unit="step") as bar:
         nearest = find(sampler, image, ProjectionConfig(steps=steps), tick=bar.update).spaces["w+"]
-    start, direction = Start(nearest.ws[None], None, nearest.noise), editor.direction(source, target)
-    return make_strips(editor, start, direction, columns=columns, judge=judge, given=image)[0], direction
+    start, direction = (
+        Start(nearest.ws[None], None, nearest.noise),
+        editor.direction(source, target),
+    )
+    return make_strips(editor, start, direction, columns=columns, judge=judge, given=image)[
+        0
+    ], direction
 
 
 class Counterfactuals:
@@ -129,15 +158,21 @@ class Counterfactuals:
         """Raises UserError where generator and classifier do not fit each other."""
         self.files, self.target, self.steps = files, target, steps
         self.checkpoint = read(resolve_for_people(generator))
-        model = with_styles(generator_from(self.checkpoint, device_of(classifier)), "--counterfactual")
+        model = with_styles(
+            generator_from(self.checkpoint, device_of(classifier)), "--counterfactual"
+        )
         if model.classes:
-            require_same_classes(f"the generator {generator}", self.checkpoint["classes"], "the classifier", names)
-        sampler = Sampler(generator=model, chosen=range(model.classes), noise_mode="const", batch_size=batch_size)
+            require_same_classes(
+                f"the generator {generator}", self.checkpoint["classes"], "the classifier", names
+            )
+        sampler = Sampler(
+            generator=model, chosen=range(model.classes), noise_mode="const", batch_size=batch_size
+        )
         self.editor = Editor(sampler, classifier, names)
 
     def draw(self, file: str, label: str, *, resize: str | None) -> dict[str, Any]:
-        """Write the strip of an image that is named `label`; returns `class`, `image`, `arrived`, `probability`, `step`
-        and `pixel_change`, or `class` and `error`.
+        """Write the strip of an image that is named `label`; returns `class`, `image`, `arrived`,
+        `probability`, `step` and `pixel_change`, or `class` and `error`.
         """
         names = self.editor.names
         source, target = names.index(label), self.target
@@ -154,4 +189,9 @@ class Counterfactuals:
             return {"class": None if target is None else names[target], "error": str(error)}
         save_strips([strip], self.files[file])
         numbers = {"arrived": strip.arrived, "probability": strip.probability, "step": strip.step}
-        return {"class": names[target], "image": str(self.files[file]), **numbers, "pixel_change": strip.change}
+        return {
+            "class": names[target],
+            "image": str(self.files[file]),
+            **numbers,
+            "pixel_change": strip.change,
+        }

@@ -10,5 +10,9 @@ if TYPE_CHECKING:
     from duetgan.metrics.samples.kernel import kernel_distance
 
 __all__ = ["Figure", "Measured", "frechet_distance", "kernel_distance"]
-_PLACES = {"figures": __all__, "samples.frechet": ["frechet_distance"], "samples.kernel": ["kernel_distance"]}
+_PLACES = {
+    "figures": __all__,
+    "samples.frechet": ["frechet_distance"],
+    "samples.kernel": ["kernel_distance"],
+}
 __getattr__ = lazily("duetgan.metrics", _PLACES)

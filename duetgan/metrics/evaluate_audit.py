@@ -1,4 +1,6 @@
-"""`evaluate.py --audit`: what a generator's samples and its discriminator tell of single training images."""
+"""`evaluate.py --audit`: what a generator's samples and its discriminator tell of single training
+images.
+"""
 
 import sys
 from argparse import Namespace
@@ -40,14 +42,18 @@ from duetgan.utils.seeding import numpy_generator
 PAIRS = 24  # members shown with their nearest sample
 
 
-def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
-    """Attacks, controls, the test with planted copies, and images. Raises UserError where members or held-out images
-    are missing or not what they must be.
+def audit_gan_run(
+    checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace
+) -> dict[str, Any]:
+    """Attacks, controls, the test with planted copies, and images. Raises UserError where members
+    or held-out images are missing or not what they must be.
     """
     with collectives.raising_together():
         generator = generator_from(checkpoint, collectives.choose_device(options.device))
         if generator.classes:
-            require_same_classes("the generator", checkpoint["classes"], "the images", reader.classes)
+            require_same_classes(
+                "the generator", checkpoint["classes"], "the images", reader.classes
+            )
         train = _training_images(checkpoint, reader)
         if options.searched == 0:
             raise UserError("--audit is a search: leave --searched 0 out")
@@ -55,55 +61,84 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
     size: int = options.batch_size
     with train:
         with collectives.raising_together():
-            how_many: dict[str, Any] = {"conditional": bool(generator.classes), "searched": searched, "seed": seed}
+            how_many: dict[str, Any] = {
+                "conditional": bool(generator.classes),
+                "searched": searched,
+                "seed": seed,
+            }
             members, held_out, dropped = choose_sides(train, reader, **how_many)
-            options.extractor = options.extractor or ["pixels" if find_weights(options.weights) is None else "resnet50"]
+            options.extractor = options.extractor or [
+                "pixels" if find_weights(options.weights) is None else "resnet50"
+            ]
         files = [(train, members), (reader, held_out)]
         device = device_of(generator)
-        extractors = collectives.main_first(lambda: build_extractors(options, generator.spec, device, None))
-        place = search_place(extractors, generator.spec)  # no classifier: to it its training images are familiar
+        extractors = collectives.main_first(
+            lambda: build_extractors(options, generator.spec, device, None)
+        )
+        # no classifier: to it its training images are familiar
+        place = search_place(extractors, generator.spec)
         if collectives.is_main():
             print(f"extractor: {place.name}", file=sys.stderr)
         features = RealFeatures(batch_size=size, show=True)
         real = torch.cat([features.get(file, selection, [place])[0] for file, selection in files])
         labels = members.labels[np.arange(n) % len(members.labels)]
         asked = torch.from_numpy(labels) if generator.classes else None
-        (samples,) = sample_features(generator, asked, [place], total=n, seed=seed, batch_size=size, what="samples")
+        (samples,) = sample_features(
+            generator, asked, [place], total=n, seed=seed, batch_size=size, what="samples"
+        )
         logits = _logits(checkpoint, generator, files, seed, size)
 
         def finish() -> dict[str, Any]:
             key = partial(keyed_generator, seed, "eval", "audit", "planted")
             count, near = len(members.indices), nearest(real, samples)
-            scores = {"generator": -near.distances} | ({} if logits is None else {"discriminator": logits})
+            scores = {"generator": -near.distances} | (
+                {} if logits is None else {"discriminator": logits}
+            )
             document = audit_scores(scores, members=count, seed=seed)
             document["planted"] = [
                 membership_inference.detection(
-                    real, near.distances, members=count, samples=n, share=share, generator=key(number)
+                    real,
+                    near.distances,
+                    members=count,
+                    samples=n,
+                    share=share,
+                    generator=key(number),
                 )
                 for number, share in enumerate(membership_inference.SHARES)
             ]
             closest = near.distances[:count].sort(stable=True).indices[:PAIRS].numpy()
             indices = near.indices.numpy()[closest]
             copies = {
-                "closest": pairs(indices, labels[indices], members.indices[closest], near.distances[closest]),
+                "closest": pairs(
+                    indices, labels[indices], members.indices[closest], near.distances[closest]
+                ),
                 "first": [],
                 "usual_distance": float(near.distances[count:].median()),
             }
-            save_captioned(*neighbour_images(generator, train, copies, seed=seed), out / "audit_nearest.png")
+            save_captioned(
+                *neighbour_images(generator, train, copies, seed=seed), out / "audit_nearest.png"
+            )
             save_audit(scores, count, out / "audit.png")
             head = {"n": n, "extractor": place.name, "weights": place.source, "dropped": dropped}
-            tail = {"not_shown": membership_inference.NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
+            tail = {
+                "not_shown": membership_inference.NOT_SHOWN,
+                "images": ["audit.png", "audit_nearest.png"],
+            }
             return head | document | {"verdict": membership_inference.verdict(document)} | tail
 
         return collectives.from_main_process(finish)
 
 
 def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[str, Any]:
-    """The attack by each score [members + held out], and its control: two halves of the held-out images."""
+    """The attack by each score [members + held out], and its control: two halves of the held-out
+    images.
+    """
     document: dict[str, Any] = {"attacks": {}, "controls": {}}
     for name, score in scores.items():
         held_out = score[members:]
-        one, other = membership_inference.halves(len(held_out), keyed_generator(seed, "eval", "audit", "halves"))
+        one, other = membership_inference.halves(
+            len(held_out), keyed_generator(seed, "eval", "audit", "halves")
+        )
         document["attacks"][name] = membership_inference.attack(score[:members], held_out)
         document["controls"][name] = membership_inference.attack(held_out[one], held_out[other])
     return document
@@ -115,15 +150,18 @@ def _training_images(checkpoint: Checkpoint, reader: Dataset) -> Dataset:
     if train is None:
         raise UserError(f"--audit needs the images that the generator was trained on: {why}")
     if not set(recorded(checkpoint).trained_on).isdisjoint(identities(reader)):
-        raise UserError(f"--audit: {reader.path} was trained on; give images that were held out with --data")
+        raise UserError(
+            f"--audit: {reader.path} was trained on; give images that were held out with --data"
+        )
     return train
 
 
 def choose_sides(
     train: Dataset, reader: Dataset, *, conditional: bool, searched: int, seed: int
 ) -> tuple[Selection, Selection, int]:
-    """Members and held-out images in the same mix of classes, as many as there are, at most `searched` members; and
-    how many test images were left out, which are training images as well, pixel for pixel.
+    """Members and held-out images in the same mix of classes, as many as there are, at most
+    `searched` members; and how many test images were left out, which are training images as well,
+    pixel for pixel.
 
     Raises UserError for fewer than 20 on a side.
     """
@@ -135,7 +173,9 @@ def choose_sides(
     outside, inside = (np.bincount(labels, minlength=size) for labels in theirs)
     both = (outside > 0) & (inside > 0)
     outside[~both] = 0
-    ratio = min((inside[both] / outside[both]).min(initial=searched), searched / max(1, outside.sum()))
+    ratio = min(
+        (inside[both] / outside[both]).min(initial=searched), searched / max(1, outside.sum())
+    )
     wanted = outside, (ratio * outside).astype(int)
     drawn = []
     for role, labels, most in zip(("held-out", "members"), theirs, wanted, strict=True):
@@ -159,8 +199,8 @@ def _logits(
     seed: int,
     batch_size: int,
 ) -> Tensor | None:
-    """The discriminator's logits of the files' images, one after the other, on rank 0; None where there is no whole
-    discriminator. All ranks must call this.
+    """The discriminator's logits of the files' images, one after the other, on rank 0; None where
+    there is no whole discriminator. All ranks must call this.
     """
     full = generator.spec.side
     side, alpha = checkpoint.get("stage", [full, 1.0])
@@ -175,7 +215,10 @@ def _logits(
         def work(rows: range, file: Dataset = file, selection: Selection = selection) -> Tensor:
             images = selection.images(file, rows)
             labels = torch.from_numpy(selection.labels[rows.start : rows.stop])
-            pieces = zip(*(part.split(max(1, chunk_size(side) // group)) for part in (images, labels)), strict=True)
+            pieces = zip(
+                *(part.split(max(1, chunk_size(side) // group)) for part in (images, labels)),
+                strict=True,
+            )
             return torch.cat([partners.logits(discriminator, *piece) for piece in pieces])
 
         parts += shared_pass(len(selection.indices), work, side=full, batch_size=batch_size)
@@ -183,8 +226,8 @@ def _logits(
 
 
 class Partners:
-    """Samples beside which a discriminator sees every image where it looks at groups (minibatch standard deviation): a
-    logit that depended on other real images would tell of them too.
+    """Samples beside which a discriminator sees every image where it looks at groups (minibatch
+    standard deviation): a logit that depended on other real images would tell of them too.
     """
 
     def __init__(self, generator: ImageGenerator, count: int, *, seed: int) -> None:
@@ -195,7 +238,9 @@ class Partners:
             self.images = generate(generator, labels=labels, indices=range(count), seed=seed)
 
     def logits(self, discriminator: ImageDiscriminator, images: Tensor, labels: Tensor) -> Tensor:
-        """Logits float64 [n] on the CPU of images uint8 [n, C, R, R]; without classes labels count for nothing."""
+        """Logits float64 [n] on the CPU of images uint8 [n, C, R, R]; without classes labels count
+        for nothing.
+        """
         device, n = device_of(discriminator), len(images)
         # [n, group]: a row is a group; where groups are strided, a column is what lies together
         groups, named = images[:, None], labels[:, None]
@@ -207,7 +252,8 @@ class Partners:
             groups, named = groups.transpose(0, 1), named.t()
         with evaluating(discriminator), full_float32(device):
             logits = discriminator(
-                discriminator.spec.to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device)
+                discriminator.spec.to_float(groups.flatten(0, 1).to(device)),
+                named.flatten().to(device),
             )
         logits = logits.view(named.shape)
         return (logits[0] if strided else logits[:, 0]).cpu().double()

@@ -1,5 +1,6 @@
-"""The table of figures: each a pure function of a record, and a row that evaluation, training, report, comparison and
-docs/evaluation.md read. `python -m duetgan.metrics.figures` writes the tables of that page.
+"""The table of figures: each a pure function of a record, and a row that evaluation, training,
+report, comparison and docs/evaluation.md read. `python -m duetgan.metrics.figures` writes the
+tables of that page.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,14 +29,18 @@ class Figure:
     title: str  # in tables for people
     meaning: str  # in a report and in the docs
     compute: Callable[[Any], Measured]  # of `Answers`, or of `Samples` under one extractor
-    # what a comparison calls better; "": it is not compared. A verdict needs an interval, or the images' influence
+    # what a comparison calls better; "": it is not compared. A verdict needs an interval, or the
+    # images' influence
     better: Literal["larger", "smaller", ""] = ""
-    place: Place = "tile"  # in a report: at the top of the page, in a tile, as a column of the table of distances
+    # in a report: at the top of the page, in a tile, as a column of the table of distances
+    place: Place = "tile"
     unit: Literal["share", ""] = "share"
     interval: bool = True  # whether there may be one
-    needs: dict[str, str] = field(default_factory=dict)  # what the record must have, and the note where it has not
+    # what the record must have, and the note where it has not
+    needs: dict[str, str] = field(default_factory=dict)
     by_class: str = ""  # key of its values by class
-    by_judge: bool = False  # made of a classifier's answers: it stands once in a document, not for each extractor
+    # made of a classifier's answers: it stands once in a document, not for each extractor
+    by_judge: bool = False
     in_training: bool = False  # whether it is computed at evaluations during training, too
     digits: int = 4  # in tables
 
@@ -58,10 +63,11 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """A generator's samples beside real images in the features of one extractor, and a judge's answers to them.
+    """A generator's samples beside real images in the features of one extractor, and a judge's
+    answers to them.
 
-    Sample i was asked for the label of the i-th real image. The first n make the figures, those after them fill up the
-    classes for the diversity.
+    Sample i was asked for the label of the i-th real image. The first n make the figures, those
+    after them fill up the classes for the diversity.
     """
 
     fake: Tensor  # features [m, F] of samples
@@ -78,7 +84,9 @@ class Samples:
 
     @property
     def pixels(self) -> tuple[Tensor, Tensor] | None:
-        """The n samples and the n real images at 8x8 px in [0, 1], [n, C * 64]; None under another extractor."""
+        """The n samples and the n real images at 8x8 px in [0, 1], [n, C * 64]; None under another
+        extractor.
+        """
         return self.counted if self.extractor == "pixels" else None
 
     @property
@@ -164,7 +172,9 @@ ASKED = {
     "probabilities": "no classifier was given; --classifier RUN names one",
 }
 NEAR = {"neighbourhoods": ""}
-TOO_FEW = {"neighbourhoods": f"neighbourhoods need more than {neighbours.K_DENSITY} images on each side"}
+TOO_FEW = {
+    "neighbourhoods": f"neighbourhoods need more than {neighbours.K_DENSITY} images on each side"
+}
 
 GAN = [
     Figure(
@@ -252,7 +262,9 @@ def add(rows: list[Figure], figure: Figure) -> None:
 
 
 def measured(rows: Iterable[Figure], record: Any, notes: dict[str, str]) -> dict[str, Any]:
-    """The keys of a document that the rows give of a record; what is to be said of a figure goes into `notes`."""
+    """The keys of a document that the rows give of a record; what is to be said of a figure goes
+    into `notes`.
+    """
     document: dict[str, Any] = {}
     for row in rows:
         result = row.measure(record)
@@ -263,7 +275,11 @@ def measured(rows: Iterable[Figure], record: Any, notes: dict[str, str]) -> dict
 
 def history(rows: Iterable[Figure], document: dict[str, Any]) -> dict[str, float]:
     """The figures of a document that are followed during training, by key."""
-    return {row.key: document[row.key] for row in rows if row.in_training and document.get(row.key) is not None}
+    return {
+        row.key: document[row.key]
+        for row in rows
+        if row.in_training and document.get(row.key) is not None
+    }
 
 
 # --- their tables in the docs
@@ -276,7 +292,10 @@ def written(page: str) -> str:
     for name, rows in (("classifier", CLASSIFIER + LABELS[2:]), ("gan", GAN)):
         start, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
         head, _, rest = page.partition(start)
-        table = [f"| `{row.key}` | {row.meaning[0].upper()}{row.meaning[1:]} | {row.better or '-'} |" for row in rows]
+        table = [
+            f"| `{row.key}` | {row.meaning[0].upper()}{row.meaning[1:]} | {row.better or '-'} |"
+            for row in rows
+        ]
         lines = ["| figure | what it is | better |", "|---|---|---|", *table]
         page = head + start + "\n".join(lines) + f"\n{end}" + rest.partition(end)[2]
     return page

@@ -18,8 +18,9 @@ RESNET = ("layer1", "layer2", "layer3", "layer4")  # its stages
 
 
 def default_layer(classifier: Classifier) -> str:
-    """Whose maps Grad-CAM looks at unless told: those that the backbone names; of a ResNet the last stage whose maps
-    have MAPS_SIDE places a side or more (images of 64 px have 2x2 in layer4, one smear), without one layer1.
+    """Whose maps Grad-CAM looks at unless told: those that the backbone names; of a ResNet the last
+    stage whose maps have MAPS_SIDE places a side or more (images of 64 px have 2x2 in layer4, one
+    smear), without one layer1.
     """
     last = classifier.backbone.maps
     if last != RESNET[-1]:
@@ -34,35 +35,47 @@ def default_layer(classifier: Classifier) -> str:
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
-    """Heat [n, h, w], at least 0, at the resolution of the layer's maps, for images as the model takes them.
+    """Heat [n, h, w], at least 0, at the resolution of the layer's maps, for images as the model
+    takes them.
 
-    relu(sum_k alpha_k A^k), alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2), y_c being the logit of the class
-    in `targets` [n]. The model should be in evaluation mode; its parameters need not require gradients. Nothing before
-    the layer is differentiated. Raises UserError for an unknown layer and one without maps.
+    relu(sum_k alpha_k A^k), alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2), y_c being the
+    logit of the class in `targets` [n]. The model should be in evaluation mode; its parameters need
+    not require gradients. Nothing before the layer is differentiated. Raises UserError for an
+    unknown layer and one without maps.
     """
     # of each image its own logit: they do not touch one another
-    maps, gradients = output_gradient(model, layer, (images,), lambda logits: logits.gather(1, targets[:, None]).sum())
+    maps, gradients = output_gradient(
+        model, layer, (images,), lambda logits: logits.gather(1, targets[:, None]).sum()
+    )
     if maps.ndim != 4:
         shape = list(maps.shape)
-        raise UserError(f"layer {layer!r} gives no maps (its output is {shape}); choose a stage or a convolution")
-    channels_last = getattr(getattr(model, "network", model), "output_fmt", "") == "NHWC"  # timm's word: Swin's maps
+        raise UserError(
+            f"layer {layer!r} gives no maps (its output is {shape}); choose a stage or a convolution"
+        )
+    # timm's word: Swin's maps
+    channels_last = getattr(getattr(model, "network", model), "output_fmt", "") == "NHWC"
     if channels_last and not isinstance(find_layer(model, layer), nn.Conv2d):
         maps, gradients = (x.permute(0, 3, 1, 2) for x in (maps, gradients))
     return (gradients.mean((2, 3), keepdim=True) * maps).sum(1).relu()
 
 
-def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None) -> Tensor:
-    """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest value of 1. Without a
-    layer it is `default_layer`.
+def image_heat(
+    classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None
+) -> Tensor:
+    """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest
+    value of 1. Without a layer it is `default_layer`.
 
-    An image without evidence for its class has no heat at all: zeros. In full float32. Raises UserError as
-    `grad_cam` does.
+    An image without evidence for its class has no heat at all: zeros. In full float32. Raises
+    UserError as `grad_cam` does.
     """
     device = device_of(classifier)
     classifier.eval()
     with full_float32(device):
         heat = grad_cam(
-            classifier, classifier_input(classifier, images), targets.to(device), layer or default_layer(classifier)
+            classifier,
+            classifier_input(classifier, images),
+            targets.to(device),
+            layer or default_layer(classifier),
         )
     heat = heat.float().cpu()
     largest = heat.amax((1, 2), keepdim=True)
@@ -70,7 +83,8 @@ def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: s
 
 
 def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
-    """An image uint8 [C, H, W] enlarged to about SIDE px, and the same under its heat [h, w]; both uint8 [3, H', W'].
+    """An image uint8 [C, H, W] enlarged to about SIDE px, and the same under its heat [h, w]; both
+    uint8 [3, H', W'].
 
     The heat is scaled bilinearly, as in the paper; where there is none the image stays as it is.
     """
@@ -78,7 +92,12 @@ def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
 
     scale = max(1, round(SIDE / image.shape[-1]))
     large = image.expand(3, -1, -1).repeat_interleave(scale, 1).repeat_interleave(scale, 2)
-    smooth = F.interpolate(heat[None, None], size=large.shape[1:], mode="bilinear", align_corners=False)[0, 0]
-    colours = torch.from_numpy(np.asarray(colormaps["turbo"](smooth.numpy()))[..., :3]).permute(2, 0, 1) * 255
+    smooth = F.interpolate(
+        heat[None, None], size=large.shape[1:], mode="bilinear", align_corners=False
+    )[0, 0]
+    colours = (
+        torch.from_numpy(np.asarray(colormaps["turbo"](smooth.numpy()))[..., :3]).permute(2, 0, 1)
+        * 255
+    )
     opacity = STRENGTH * smooth.double()
     return large, (large * (1 - opacity) + colours * opacity).round().to(torch.uint8)

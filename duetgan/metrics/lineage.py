@@ -22,7 +22,8 @@ from duetgan.utils.provenance import Generated, Lineage, Provenance, recorded
 from duetgan.utils.runlog.run_log import say
 
 NONE_NAMED = "the run's config names no data.path"
-TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
+# share of the test images that a judge may have been trained on: public splits share a few
+TOLERATED = 0.01
 
 
 def provenance_of(
@@ -33,7 +34,9 @@ def provenance_of(
     truncation_psi: float = 1.0,
     selection: str | None = None,  # the rule by which samples are chosen; None: all that are drawn
 ) -> Provenance:
-    """The provenance of samples of a generator. Raises UserError for a seed or psi that no file can hold."""
+    """The provenance of samples of a generator. Raises UserError for a seed or psi that no file can
+    hold.
+    """
     provenance = {
         "generator": fingerprint(generator),
         "step": checkpoint["step"],
@@ -43,7 +46,10 @@ def provenance_of(
         "trained_on": (checkpoint.get("data") or {}).get("content_hash") or None,
         "classes": list(checkpoint["classes"]),
     }
-    with explained(ValueError, lambda why: f"the samples' provenance cannot be written: {why}; give another value"):
+    with explained(
+        ValueError,
+        lambda why: f"the samples' provenance cannot be written: {why}; give another value",
+    ):
         return Generated.read(provenance).model_dump()
 
 
@@ -51,7 +57,9 @@ def lineage_of(*readers: Dataset, samples: Sequence[Provenance] = ()) -> Lineage
     """What training on these files, and on samples of this provenance, leaves in a checkpoint."""
     metas = [meta for reader in readers for meta in metas_of(reader)]
     return Lineage.of(
-        trained_on=[known for meta in metas for known in (meta.content_hash, meta.fingerprint) if known],
+        trained_on=[
+            known for meta in metas for known in (meta.content_hash, meta.fingerprint) if known
+        ],
         synthetic=[*(meta.passport for meta in metas if meta.passport), *samples],
     )
 
@@ -62,9 +70,10 @@ def metas_of(reader: Dataset) -> list[Meta]:
 
 
 def data_of(checkpoint: Checkpoint, key: str) -> Any:
-    """`data.path` or `data.val_path` of a run's config: a path or pattern, several, or None. A relative one that is not
-    below the current folder is looked for below those that the checkpoint lies in: the run was most likely started in
-    one; then in a folder data beside the run, where a quickstart has it.
+    """`data.path` or `data.val_path` of a run's config: a path or pattern, several, or None. A
+    relative one that is not below the current folder is looked for below those that the checkpoint
+    lies in: the run was most likely started in one; then in a folder data beside the run, where a
+    quickstart has it.
     """
 
     def found(path: str) -> str:
@@ -78,7 +87,9 @@ def data_of(checkpoint: Checkpoint, key: str) -> Any:
 
 
 def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
-    """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the reason."""
+    """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the
+    reason.
+    """
     path = data_of(checkpoint, "path")
     if not path:
         return None, NONE_NAMED
@@ -94,8 +105,8 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
 
 
 def leaks(reader: Dataset, train: Dataset | None, why: str = "") -> dict[str, str]:
-    """A note under the key `leaks` where test images are among the training images, pixel for pixel, or why that is not
-    known; else none.
+    """A note under the key `leaks` where test images are among the training images, pixel for
+    pixel, or why that is not known; else none.
     """
     if train is None:
         told = f"whether test images are training images as well is not known: {why}"
@@ -110,7 +121,9 @@ def leaks(reader: Dataset, train: Dataset | None, why: str = "") -> dict[str, st
 
 
 def overlap(reader: Dataset, train: Dataset) -> int:
-    """How many of `reader`'s images are in `train`, pixel for pixel; 0 where a file has no signatures."""
+    """How many of `reader`'s images are in `train`, pixel for pixel; 0 where a file has no
+    signatures.
+    """
     try:
         return int(np.isin(reader.signatures()["digest"], train.signatures()["digest"]).sum())
     except UserError:
@@ -118,8 +131,12 @@ def overlap(reader: Dataset, train: Dataset) -> int:
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """The run that a checkpoint file belongs to; for a file outside a run the folder that it lies in."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    """The run that a checkpoint file belongs to; for a file outside a run the folder that it lies
+    in.
+    """
+    return (
+        checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    )
 
 
 def load_judge(
@@ -130,12 +147,14 @@ def load_judge(
     reader: Dataset | None,  # the test images; None: there are none
     *,
     option: str = "--classifier",  # that named it
-    guide: str | None = None,  # folder or file of a classifier whose gradients or answers edits were found with
+    # folder or file of a classifier whose gradients or answers edits were found with
+    guide: str | None = None,
 ) -> Classifier:
     """The classifier that names the samples.
 
-    Raises UserError if it helped to train the generator or to find edits (a guide's other checkpoints, too), was
-    trained on samples of any generator, has seen the test images, or knows other classes.
+    Raises UserError if it helped to train the generator or to find edits (a guide's other
+    checkpoints, too), was trained on samples of any generator, has seen the test images, or knows
+    other classes.
     """
     file = resolve(run)
     judge = read(file)
@@ -148,11 +167,17 @@ def load_judge(
             "give one of such as the generator's"
         )
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
-    taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
+    taught = helper and run_folder(file).resolve() in (
+        Path(helper).resolve(),
+        run_folder(Path(helper)).resolve(),
+    )
     weights = fingerprint(classifier)
     if guide is not None:
         other = resolve(guide)
-        of_its_run = file.parent.name == "checkpoints" and run_folder(file).resolve() == run_folder(other).resolve()
+        of_its_run = (
+            file.parent.name == "checkpoints"
+            and run_folder(file).resolve() == run_folder(other).resolve()
+        )
         if of_its_run or weights == fingerprint(classifier_from(read(other))):
             raise UserError(
                 f"{option} {run} is the classifier that the edits were found with; give one of another training"
@@ -165,13 +190,16 @@ def load_judge(
     return classifier
 
 
-def unfit(judge: Checkpoint, reader: Dataset | None, generator: Lineage | None = None, weights: str = "") -> str:
-    """Why a classifier with these weights cannot judge a generator's samples beside these test images, and the remedy;
-    empty if it can.
+def unfit(
+    judge: Checkpoint, reader: Dataset | None, generator: Lineage | None = None, weights: str = ""
+) -> str:
+    """Why a classifier with these weights cannot judge a generator's samples beside these test
+    images, and the remedy; empty if it can.
 
-    Neither it nor the weights it started from may have been trained on samples, or on the test images: on a file of
-    the same content or source, or on one they were drawn from. Where the file it was trained on is at hand, no more
-    than `TOLERATED` of the test images may be in it, pixel for pixel. Without test images that is not asked.
+    Neither it nor the weights it started from may have been trained on samples, or on the test
+    images: on a file of the same content or source, or on one they were drawn from. Where the file
+    it was trained on is at hand, no more than `TOLERATED` of the test images may be in it, pixel
+    for pixel. Without test images that is not asked.
     """
     images = set() if reader is None else identities(reader)
     why = recorded(judge).may_not_judge(generator or Lineage.of(), weights, images)
@@ -185,15 +213,21 @@ def unfit(judge: Checkpoint, reader: Dataset | None, generator: Lineage | None =
 
 
 def identities(reader: Dataset) -> set[str]:
-    """What test images are known by: hashes of content and source, of every file, and of the set it was drawn from."""
+    """What test images are known by: hashes of content and source, of every file, and of the set it
+    was drawn from.
+    """
     metas = metas_of(reader)
-    known = [text for meta in metas for text in (meta.content_hash, meta.fingerprint, meta.split and meta.split.whole)]
+    known = [
+        text
+        for meta in metas
+        for text in (meta.content_hash, meta.fingerprint, meta.split and meta.split.whole)
+    ]
     return {text for text in known if text}
 
 
 def shared(judge: Checkpoint, reader: Dataset) -> float:
-    """The share of the test images that are in the file a classifier was trained on, pixel for pixel; 0 if that is not
-    at hand or another one by now, with a warning, and as `overlap`.
+    """The share of the test images that are in the file a classifier was trained on, pixel for
+    pixel; 0 if that is not at hand or another one by now, with a warning, and as `overlap`.
     """
     content, (trained, why) = (judge.get("data") or {}).get("content_hash"), training_images(judge)
     with trained or nullcontext():

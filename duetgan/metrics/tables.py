@@ -44,27 +44,42 @@ def classifier_table(document: dict[str, Any]) -> str:
     several = "macro_f1" in document
     figures = list(_figures(LABELS if several else CLASSIFIER, document))
     if (rate := document.get("majority_class_rate")) is not None:
-        figures.insert(1, ("majority class", f"{decimal(rate)}  (always predicting the most frequent class)"))
+        figures.insert(
+            1, ("majority class", f"{decimal(rate)}  (always predicting the most frequent class)")
+        )
     if (fitted := document.get("temperature")) is not None:
         change = f"ECE {decimal(fitted['ece_before'])} -> {decimal(fitted['ece_after'])} on the other half"
         figures.append(("temperature", f"{decimal(fitted['value'], 3)}  ({change})"))
     if pairs := document.get("confused", [])[:3]:
         words = [f"{pair['true']} as {pair['predicted']} ({pair['n']})" for pair in pairs]
         figures.append(("most confused", ", ".join(words)))
-    for key, name in (("max_probability", "outliers by probability"), ("energy", "outliers by energy")):
+    for key, name in (
+        ("max_probability", "outliers by probability"),
+        ("energy", "outliers by energy"),
+    ):
         if row := document.get("ood", {}).get(key):
-            figures.append((name, f"AUROC {decimal(row['auroc'])}{_interval(row['auroc_interval'])}"))
+            figures.append(
+                (name, f"AUROC {decimal(row['auroc'])}{_interval(row['auroc_interval'])}")
+            )
     rows = document["per_class"].items()
     by_class = BY_CLASS | ({"threshold": "from"} if several else {})
-    classes = [[name, *(decimal(row[key]) for key in by_class), str(row["support"])] for name, row in rows]
-    parts = [columns(figures, "<"), "", columns([["class", *by_class.values(), "images"], *classes])]
+    classes = [
+        [name, *(decimal(row[key]) for key in by_class), str(row["support"])] for name, row in rows
+    ]
+    parts = [
+        columns(figures, "<"),
+        "",
+        columns([["class", *by_class.values(), "images"], *classes]),
+    ]
     if "robustness" in document:
         parts += ["", columns(accuracy_under(document, decimal))]
     return _page(document, parts)
 
 
 def accuracy_under(document: Mapping[str, Any], show: Callable[[Any], str]) -> list[list[str]]:
-    """Head and rows of the accuracy under each corruption, weakest first, as far as a document holds it."""
+    """Head and rows of the accuracy under each corruption, weakest first, as far as a document
+    holds it.
+    """
     rows = []
     for name, row in as_dict(as_dict(document.get("robustness")).get("corruptions")).items():
         shares = [each.get("accuracy") for each in as_dicts(as_dict(row).get("strengths"))]
@@ -83,7 +98,8 @@ def as_dicts(value: object) -> list[dict[str, Any]]:
 
 
 def credible(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a generator's document without the metrics that a weak classifier made, and with a note instead.
+    """Return a generator's document without the metrics that a weak classifier made, and with a
+    note instead.
 
     The metrics at the top come from the first extractor that is not such a classifier's features.
     """
@@ -103,12 +119,16 @@ def credible(document: dict[str, Any]) -> dict[str, Any]:
         elif not row.by_judge and first.get("extractor") in weak:
             result |= {key: replaced.get(key) for key in keys}
     if weak_judge and isinstance(document.get("images"), list):
-        result["images"] = [name for name in document["images"] if not str(name).startswith("recognised_")]
+        result["images"] = [
+            name for name in document["images"] if not str(name).startswith("recognised_")
+        ]
     return result
 
 
 def gan_table(document: dict[str, Any]) -> str:
-    """A generator's figures: distances with their floors, what was recognised, how varied the samples are."""
+    """A generator's figures: distances with their floors, what was recognised, how varied the
+    samples are.
+    """
     of_space = [row for row in GAN if row.place == "column" or row.key == "diversity_ratio"]
     distances = [
         [row["extractor"], *(_with_error(row, figure) for figure in of_space), str(row["n"])]
@@ -130,7 +150,11 @@ def gan_table(document: dict[str, Any]) -> str:
         )
         figures.append(("memorisation", words))
     parts = [columns([head, *distances]), "", columns(figures, "<")]
-    if by_class := {row.title: document[row.by_class] for row in GAN if row.by_class and document.get(row.by_class)}:
+    if by_class := {
+        row.title: document[row.by_class]
+        for row in GAN
+        if row.by_class and document.get(row.by_class)
+    }:
         names = next(iter(by_class.values()))
         rows = [[name, *(decimal(each.get(name)) for each in by_class.values())] for name in names]
         parts += ["", columns([["class", *by_class], *rows])]
@@ -148,7 +172,10 @@ def _figures(rows: Sequence[Figure], document: dict[str, Any]) -> Iterator[tuple
     """Name, value and interval of those that there are."""
     for row in rows:
         if (value := document.get(row.key)) is not None:
-            yield row.title, decimal(value, row.digits) + _interval(document.get(f"{row.key}_interval"))
+            yield (
+                row.title,
+                decimal(value, row.digits) + _interval(document.get(f"{row.key}_interval")),
+            )
 
 
 def _interval(interval: list[float] | None) -> str:
@@ -156,7 +183,13 @@ def _interval(interval: list[float] | None) -> str:
 
 
 def _with_error(document: dict[str, Any], row: Figure) -> str:
-    """`36.345 +-0.263`: a figure and how far the upper end of its 95 % interval lies from it, if it has one."""
+    """`36.345 +-0.263`: a figure and how far the upper end of its 95 % interval lies from it, if it
+    has one.
+    """
     value, interval = document.get(row.key), document.get(f"{row.key}_interval")
-    error = "" if value is None or interval is None else f" +-{decimal(interval[1] - value, row.digits)}"
+    error = (
+        ""
+        if value is None or interval is None
+        else f" +-{decimal(interval[1] - value, row.digits)}"
+    )
     return decimal(value, row.digits) + error

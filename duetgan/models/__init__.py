@@ -9,5 +9,14 @@ if TYPE_CHECKING:
     from duetgan.models.gan import ImageDiscriminator, ImageGenerator
     from duetgan.models.registry import ARCHITECTURES, BACKBONES, Architecture
 
-__all__ = ["ARCHITECTURES", "BACKBONES", "Architecture", "Backbone", "ImageDiscriminator", "ImageGenerator"]
-__getattr__ = lazily("duetgan.models", {"registry": __all__, "backbones.base": ["Backbone"], "gan": __all__[4:]})
+__all__ = [
+    "ARCHITECTURES",
+    "BACKBONES",
+    "Architecture",
+    "Backbone",
+    "ImageDiscriminator",
+    "ImageGenerator",
+]
+__getattr__ = lazily(
+    "duetgan.models", {"registry": __all__, "backbones.base": ["Backbone"], "gan": __all__[4:]}
+)

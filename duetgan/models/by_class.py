@@ -1,4 +1,6 @@
-"""Weights that belong to a class, copied by the class's name: its number depends on how the images were packed."""
+"""Weights that belong to a class, copied by the class's name: its number depends on how the images
+were packed.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,14 +16,18 @@ LISTED = 6  # class names in a message
 
 
 class ClassPart(NamedTuple):
-    """Where a tensor has a part for each class, and whether the network divides it by the root of their number."""
+    """Where a tensor has a part for each class, and whether the network divides it by the root of
+    their number.
+    """
 
     dimension: int
     is_scaled: bool = False
 
 
 def class_parts(network: nn.Module) -> dict[str, ClassPart]:
-    """Return the tensors of a network's state with a part for each class: embeddings, heads and thresholds."""
+    """Return the tensors of a network's state with a part for each class: embeddings, heads and
+    thresholds.
+    """
     parts = {"thresholds": ClassPart(0)}
     for name, module in network.named_modules():
         kind = name.rpartition(".")[2]
@@ -33,14 +39,20 @@ def class_parts(network: nn.Module) -> dict[str, ClassPart]:
     if isinstance(network, Classifier):
         head = f"network.{network.backbone.head}"
         layers = [
-            f"{head}.{name}".rstrip(".") for name, module in network.head.named_modules() if hasattr(module, "weight")
+            f"{head}.{name}".rstrip(".")
+            for name, module in network.head.named_modules()
+            if hasattr(module, "weight")
         ]
         parts |= {f"{layers[-1]}.weight": ClassPart(0), f"{layers[-1]}.bias": ClassPart(0)}
     return {name: part for name, part in parts.items() if name in network.state_dict()}
 
 
-def copy_by_name(here: Tensor, there: Tensor, part: ClassPart, ours: Sequence[str], theirs: Sequence[str]) -> Tensor:
-    """Return `here` with the parts in `there` of the classes that both have; `there` where more than these differs."""
+def copy_by_name(
+    here: Tensor, there: Tensor, part: ClassPart, ours: Sequence[str], theirs: Sequence[str]
+) -> Tensor:
+    """Return `here` with the parts in `there` of the classes that both have; `there` where more
+    than these differs.
+    """
     expected = list(here.shape)
     expected[part.dimension] = len(theirs)
     if list(there.shape) != expected or here.shape[part.dimension] != len(ours):
@@ -62,4 +74,6 @@ def matched(ours: Sequence[str], theirs: Sequence[str]) -> str:
         return f"without the {len(theirs)} classes there: this network has none"
     if not new:
         return f"all {len(ours)} classes taken by name"
-    return f"{len(ours) - len(new)} of {len(ours)} classes taken by name, new: {listed(new, LISTED)}"
+    return (
+        f"{len(ours) - len(new)} of {len(ours)} classes taken by name, new: {listed(new, LISTED)}"
+    )

@@ -1,7 +1,7 @@
 """Take the weights of another program: a run folder from NVIDIA's, R3GAN's or rosinality's file.
 
-`duet convert FILE OUT`: OUT serves --checkpoint of generate.py, evaluate.py and export.py, hubconf.py,
-and --init-from of train.py. FILE is read without running anything in it.
+`duet convert FILE OUT`: OUT serves --checkpoint of generate.py, evaluate.py and export.py,
+hubconf.py, and --init-from of train.py. FILE is read without running anything in it.
 """
 
 import mmap
@@ -25,7 +25,9 @@ def parser() -> Parser:
         help="NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or what export.py wrote",
     )
     options.add_argument("out", type=Path, metavar="OUT", help="the run folder to make")
-    options.add_argument("--classes", metavar="A,B", help="names of its classes, in order (default: 0, 1, ...)")
+    options.add_argument(
+        "--classes", metavar="A,B", help="names of its classes, in order (default: 0, 1, ...)"
+    )
     return options
 
 
@@ -43,14 +45,18 @@ def main(argv: list[str]) -> int:
     if options.classes is not None:
         names = [name.strip() for name in options.classes.split(",")]
         if len(names) != count or len(set(names)) != count or not all(names):
-            raise UserError(f"--classes has {len(set(names))} different names, the networks have {count} classes")
+            raise UserError(
+                f"--classes has {len(set(names))} different names, the networks have {count} classes"
+            )
     content = checkpoint_of(converted, names)
     with writing(folder):
         path = checkpoints.save(folder, content)
         checkpoints.point(folder, "last", path)
     side, channels = converted.shape["resolution"], converted.shape["channels"]
     of = f"{len(names)} classes" if names else "without classes"
-    print(f"{converted.architecture}, {side}x{side} px, {channels} channels, {of}: {', '.join(converted.state)}")
+    print(
+        f"{converted.architecture}, {side}x{side} px, {channels} channels, {of}: {', '.join(converted.state)}"
+    )
     for note in converted.notes:
         print(f"note: {note}")
     print(f"wrote {path}")
@@ -60,7 +66,8 @@ def main(argv: list[str]) -> int:
 def read(path: Path) -> "Converted":
     """The networks in a file of one of the programs, which its content tells apart.
 
-    Raises UserError for a file that is missing, damaged, or holds what Duet's networks cannot be; nothing in it is run.
+    Raises UserError for a file that is missing, damaged, or holds what Duet's networks cannot be;
+    nothing in it is run.
     """
     from duetgan.models.official import nvidia, r3gan, rosinality, tensorflow
     from duetgan.models.official.unpickle import Inert, read_pickle
@@ -93,10 +100,16 @@ def refuse_other_programs(path: Path, content: dict[str, Any]) -> None:
     parts = g.state.get("_modules", {}) if isinstance(g, Inert) else {}
     synthesis = parts.get("synthesis") if isinstance(parts, dict) else None
     layers = synthesis.state.get("_modules", {}) if isinstance(synthesis, Inert) else {}
-    with bounded.open_file(path, bounded.WEIGHTS) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        projected, alias_free = (text.find(word) >= 0 for word in (b"pg_modules", b"networks_stylegan3"))
+    with (
+        bounded.open_file(path, bounded.WEIGHTS) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+    ):
+        projected, alias_free = (
+            text.find(word) >= 0 for word in (b"pg_modules", b"networks_stylegan3")
+        )
     programs = {
-        "Projected GAN or StyleGAN-XL": projected or (isinstance(d, Inert) and d.name == "ProjectedDiscriminator"),
+        "Projected GAN or StyleGAN-XL": projected
+        or (isinstance(d, Inert) and d.name == "ProjectedDiscriminator"),
         "StyleGAN3": alias_free or (isinstance(layers, dict) and "input" in layers),
         "lucidrains' stylegan2-pytorch": "GAN" in content and "g_ema" not in content,
         "PyTorch-StudioGAN": "state_dict" in content and "g_ema" not in content,

@@ -1,9 +1,10 @@
-"""DCGAN (Radford et al., 1511.06434) in the form of SNGAN (Miyato et al., 1802.05957, table 3): the discriminator's
-weights have a fixed spectral norm.
+"""DCGAN (Radford et al., 1511.06434) in the form of SNGAN (Miyato et al., 1802.05957, table 3): the
+discriminator's weights have a fixed spectral norm.
 
-Nothing looks at the batch, so that N ranks and micro-batches equal one process: where the papers' generators have
-BatchNorm, this one scales every pixel's channels to unit mean square (1710.10196, section 4.2), and the spectral norms
-move with the discriminator's updates instead of its forward passes.
+Nothing looks at the batch, so that N ranks and micro-batches equal one process: where the papers'
+generators have BatchNorm, this one scales every pixel's channels to unit mean square (1710.10196,
+section 4.2), and the spectral norms move with the discriminator's updates instead of its forward
+passes.
 """
 
 import math
@@ -19,7 +20,8 @@ from duetgan.models.layers import normalize_second_moment
 from duetgan.utils.config.model import Config, PositiveInt
 
 SLOPE = 0.1  # of the discriminator's leaky ReLU
-GAIN = math.sqrt(2)  # of layers before it; with the paper's 1 logits of a few layers start near 0 and learn slowly
+# of layers before it; with the paper's 1 logits of a few layers start near 0 and learn slowly
+GAIN = math.sqrt(2)
 FIRST_STEPS = 15  # of the power method, from a random vector; then one after each update
 
 _ADAM = {"lr": 2e-4, "betas": [0.5, 0.999]}
@@ -39,7 +41,9 @@ class DcganConfig(Config):
     width_max: PositiveInt = 512  # channels at most
 
     def widths(self, resolution: int | str) -> list[int]:
-        """Channels from the smallest maps up to `resolution`. Raises UserError for one that `sizes_up_to` refuses."""
+        """Channels from the smallest maps up to `resolution`. Raises UserError for one that
+        `sizes_up_to` refuses.
+        """
         sizes = sizes_up_to(resolution)
         return [min(self.width * sizes[-1] // size, self.width_max) for size in sizes]
 
@@ -53,22 +57,34 @@ class DcganGeneratorConfig(DcganConfig):
 class DcganGenerator(PlainGenerator):
     """A fully connected layer to 4 px, then transposed 4x4 convolutions that double the side; tanh.
 
-    Conditional: the label's embedding, of z's size and variance, is appended to z. First and last layer: no autocast.
+    Conditional: the label's embedding, of z's size and variance, is appended to z. First and last
+    layer: no autocast.
     """
 
     title = "DCGAN"
 
-    def __init__(self, config: DcganGeneratorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
+    def __init__(
+        self, config: DcganGeneratorConfig, *, resolution: int | str, channels: int, classes: int
+    ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = (
+            config,
+            resolution,
+            channels,
+            classes,
+        )
         self.z_dim = config.z_dim
         widths = config.widths(resolution)
         self.embed = nn.Linear(classes, config.z_dim, bias=False) if classes else None
         if self.embed is not None:
             nn.init.normal_(self.embed.weight)
         self.smallest = self.spec.at(sizes_up_to(resolution)[0]).size
-        self.linear = nn.Linear(config.z_dim * (2 if classes else 1), math.prod(self.smallest) * widths[0])
-        self.blocks = nn.ModuleList(nn.ConvTranspose2d(a, b, 4, stride=2, padding=1) for a, b in pairwise(widths))
+        self.linear = nn.Linear(
+            config.z_dim * (2 if classes else 1), math.prod(self.smallest) * widths[0]
+        )
+        self.blocks = nn.ModuleList(
+            nn.ConvTranspose2d(a, b, 4, stride=2, padding=1) for a, b in pairwise(widths)
+        )
         self.to_rgb = nn.Conv2d(widths[-1], channels, 3, padding=1)
 
     def images(self, x: Tensor) -> Tensor:
@@ -81,15 +97,22 @@ class DcganGenerator(PlainGenerator):
 
 
 class Spectral(nn.Module):
-    """A fully connected layer (size None) or a convolution whose weight W is divided by its spectral norm (1802.05957,
-    algorithm 1) and multiplied by `gain`.
+    """A fully connected layer (size None) or a convolution whose weight W is divided by its
+    spectral norm (1802.05957, algorithm 1) and multiplied by `gain`.
 
-    The norm is u^T W v, whose singular vectors `follow` the weight by a step of the power method; gradients see them as
-    constants. Forward passes leave them alone: all of a step's passes, penalties and players see one network.
+    The norm is u^T W v, whose singular vectors `follow` the weight by a step of the power method;
+    gradients see them as constants. Forward passes leave them alone: all of a step's passes,
+    penalties and players see one network.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, size: int | None = None, *, stride: int = 1, gain: float = 1.0
+        self,
+        inputs: int,
+        outputs: int,
+        size: int | None = None,
+        *,
+        stride: int = 1,
+        gain: float = 1.0,
     ) -> None:
         super().__init__()
         kernel = () if size is None else (size, size)
@@ -117,31 +140,45 @@ class Spectral(nn.Module):
 
 
 class DcganDiscriminator(ImageDiscriminator):
-    """At each resolution a 3x3 convolution and one of 4x4 that halves the side; at 4 px a 3x3 one and the output.
+    """At each resolution a 3x3 convolution and one of 4x4 that halves the side; at 4 px a 3x3 one
+    and the output.
 
-    Conditional: the features' first dimension, plus the product of the others with the label's embedding (1802.05637).
+    Conditional: the features' first dimension, plus the product of the others with the label's
+    embedding (1802.05637).
     """
 
-    def __init__(self, config: DcganConfig, *, resolution: int | str, channels: int, classes: int) -> None:
+    def __init__(
+        self, config: DcganConfig, *, resolution: int | str, channels: int, classes: int
+    ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = (
+            config,
+            resolution,
+            channels,
+            classes,
+        )
         *widths, last = config.widths(resolution)[::-1]
         layers: list[nn.Module] = []
         for before, width in pairwise([channels, *widths]):
             layers += [Spectral(before, width, 3, gain=GAIN), nn.LeakyReLU(SLOPE)]
             layers += [Spectral(width, width, 4, stride=2, gain=GAIN), nn.LeakyReLU(SLOPE)]
-        self.layers = nn.Sequential(*layers, Spectral(widths[-1], last, 3, gain=GAIN), nn.LeakyReLU(SLOPE))
+        self.layers = nn.Sequential(
+            *layers, Spectral(widths[-1], last, 3, gain=GAIN), nn.LeakyReLU(SLOPE)
+        )
         self.trunk_width = last
         smallest = self.spec.at(sizes_up_to(resolution)[0])
         self.output = Spectral(smallest.height * smallest.width * last, last + 1 if classes else 1)
         self.embed = Spectral(classes, last) if classes else None
 
     def trunk(self) -> dict[str, nn.Module]:
-        pairs = [self.layers[start : start + 2] for start in range(0, len(self.layers), 2)]  # with their leaky ReLUs
+        # with their leaky ReLUs
+        pairs = [self.layers[start : start + 2] for start in range(0, len(self.layers), 2)]
         return {f"stage{n}" if n else "stem": pair for n, pair in enumerate(pairs)}
 
     def hidden(self, images: Tensor) -> Tensor:
-        """The last hidden activations [N, F h w], F the channels of the smallest maps in the parameters' precision."""
+        """The last hidden activations [N, F h w], F the channels of the smallest maps in the
+        parameters' precision.
+        """
         self.check_shape(images)
         return self.layers(images).flatten(1).to(self.output.bias.dtype)
 

@@ -1,4 +1,6 @@
-"""A trained network used otherwise than it was trained: BatchNorm folded, a reduced precision, several views."""
+"""A trained network used otherwise than it was trained: BatchNorm folded, a reduced precision,
+several views.
+"""
 
 import copy
 from collections.abc import Callable
@@ -19,14 +21,17 @@ Fixed = Literal["fp32", "bf16", "fp16"]
 
 def native(device: torch.device) -> Fixed:
     """The reduced precision in which an accelerator is fast."""
-    says = getattr(torch.get_device_module(device), "is_bf16_supported", None)  # CUDA's, ROCm's and XPU's; not MPS's
+    # CUDA's, ROCm's and XPU's; not MPS's
+    says = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     return "bf16" if says is None or says(including_emulation=False) else "fp16"
 
 
 def fold_batchnorm(model: nn.Module) -> nn.Module:
-    """A copy of `model` in evaluation mode whose convolutions do their BatchNorm's work; same outputs within rounding.
+    """A copy of `model` in evaluation mode whose convolutions do their BatchNorm's work; same
+    outputs within rounding.
 
-    A BatchNorm that follows no convolution stays, and so do all of a network that torch.fx cannot trace.
+    A BatchNorm that follows no convolution stays, and so do all of a network that torch.fx cannot
+    trace.
     """
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     if not any(isinstance(module, _BatchNorm) for module in copied.modules()):
@@ -37,11 +42,14 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
         return copied
 
 
-def faster(classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off") -> Classifier:
-    """A trained classifier on `device` whose logits, and nothing else of it, come with BatchNorm folded or in a
-    `precision`, whoever calls it. auto: what an accelerator is fast in; on a CPU fp32, since a few images do not pay
-    for the measurement that would tell. `tta`: flip or shift, they are the mean of several views' (`over_views`). The
-    one that is given stays as it was; they share their weights.
+def faster(
+    classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off"
+) -> Classifier:
+    """A trained classifier on `device` whose logits, and nothing else of it, come with BatchNorm
+    folded or in a `precision`, whoever calls it. auto: what an accelerator is fast in; on a CPU
+    fp32, since a few images do not pay for the measurement that would tell. `tta`: flip or shift,
+    they are the mean of several views' (`over_views`). The one that is given stays as it was; they
+    share their weights.
     """
     if precision == "auto":
         precision = "fp32" if device.type == "cpu" else native(device)
@@ -57,8 +65,9 @@ def faster(classifier: Classifier, device: torch.device, *, precision: str, fold
 
 
 def over_views(logits: Callable[[Tensor], Tensor], shifted: bool, images: Tensor) -> Tensor:
-    """The mean logits [n, K] of images [n, C, H, W] and their mirror images; `shifted`: these weigh a half, and those
-    moved by a pixel up left and down right, edges reflected, a quarter each (2404.00498, section 3.5).
+    """The mean logits [n, K] of images [n, C, H, W] and their mirror images; `shifted`: these weigh
+    a half, and those moved by a pixel up left and down right, edges reflected, a quarter each
+    (2404.00498, section 3.5).
     """
     mean = (logits(images) + logits(images.flip(3))) / 2
     if not shifted:

@@ -1,7 +1,8 @@
-"""One classifier over several devices: consecutive stages of it lie on one each, for networks that one cannot hold.
+"""One classifier over several devices: consecutive stages of it lie on one each, for networks that
+one cannot hold.
 
-The devices take turns, so nothing gets faster. Names in state dicts stay, checkpoints fit every placement; images go
-in, and logits come out, on the first device.
+The devices take turns, so nothing gets faster. Names in state dicts stay, checkpoints fit every
+placement; images go in, and logits come out, on the first device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ class Block:
     name: str  # stem, a residual block (layer3.4), head
     weights: int  # parameters, once
     entering: int  # its input
-    kept: int  # what its backward pass needs besides, its input only where no earlier block keeps that too
+    # what its backward pass needs besides, its input only where no earlier block keeps that too
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,24 @@ class Share:
 def place(
     classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False
 ) -> list[Share]:
-    """Move the classifier's blocks to `devices` as `config.split` says, and its activations with every call. Returns
-    what lies where, from the images to the logits.
+    """Move the classifier's blocks to `devices` as `config.split` says, and its activations with
+    every call. Returns what lies where, from the images to the logits.
 
-    `samples` are those of a forward pass; `reduced`: activations are kept in 16 bits.
-    `auto`: the device that holds most memory in training holds as little as it can. A copy of the classifier
+    `samples` are those of a forward pass; `reduced`: activations are kept in 16 bits. `auto`: the
+    device that holds most memory in training holds as little as it can. A copy of the classifier
     (`copy.deepcopy`) lies and works the same way; moved to one device as a whole, it works there.
 
-    Raises UserError for fewer than two devices, and for a split that does not fit the network or the devices.
+    Raises UserError for fewer than two devices, and for a split that does not fit the network or
+    the devices.
     """
     split = classifier.config.split
     assert split != "off"
     if len(devices) < 2:
-        text = split if split == "auto" else ", ".join(f"{block}: {number}" for block, number in split.items())
+        text = (
+            split
+            if split == "auto"
+            else ", ".join(f"{block}: {number}" for block, number in split.items())
+        )
         raise UserError(
             f"model.split {text}: needs two devices or more, but this process has one ({devices[0]}); leave it out, "
             "or give each process several: fewer processes, or more GPUs"
@@ -78,7 +85,8 @@ def place(
     for share in shares:
         for name in share.blocks:
             nn.ModuleList(modules[name]).to(share.device)
-    for name, buffer in list(classifier.named_buffers(recurse=False)):  # of ImageNet's normalisation
+    # of ImageNet's normalisation
+    for name, buffer in list(classifier.named_buffers(recurse=False)):
         setattr(classifier, name, buffer.to(shares[0].device))
     for share in shares[1:]:  # gradients go back by themselves
         modules[share.blocks[0]][0].register_forward_pre_hook(
@@ -90,7 +98,9 @@ def place(
 
 
 def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
-    """Block -> its modules, from the images to the logits; the first of them takes the block's input."""
+    """Block -> its modules, from the images to the logits; the first of them takes the block's
+    input.
+    """
     network = classifier.network
     return {
         block: [network.get_submodule(name.removesuffix(".*")) for name in names]
@@ -102,13 +112,16 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
 
 
 def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Block]:
-    """Every block's bytes in training with `samples` samples a forward pass, found on torch's meta device: nothing is
-    computed or allocated. A tensor counts where it is kept first. `reduced`: activations take half.
+    """Every block's bytes in training with `samples` samples a forward pass, found on torch's meta
+    device: nothing is computed or allocated. A tensor counts where it is kept first. `reduced`:
+    activations take half.
     """
     config = classifier.config.changed(activation_checkpointing=False)
     channels, classes = classifier.channels, classifier.classes
     with torch.device("meta"):
-        ghost = Classifier(config, channels=channels, classes=classes, resolution=classifier.resolution).train()
+        ghost = Classifier(
+            config, channels=channels, classes=classes, resolution=classifier.resolution
+        ).train()
         images = ghost.prepare(torch.empty(SAMPLES, *classifier.spec.shape))
     modules = modules_of(ghost)
     entering, kept = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
@@ -153,7 +166,9 @@ def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int
         if not checkpointing:
             return total + sum(block.kept for block in own)
         # a stage's input stays where the stage before it ended; a stage at a time is computed again
-        total += sum(block.entering for block in blocks[start + 1 : end + 1] if block.name.endswith(".0"))
+        total += sum(
+            block.entering for block in blocks[start + 1 : end + 1] if block.name.endswith(".0")
+        )
         stages: dict[str, int] = {}
         for block in own:
             stage = block.name.partition(".")[0]
@@ -168,37 +183,62 @@ def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int
 
 
 def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Ends of `devices` consecutive spans of range(count), none empty, whose largest `cost(start, end)` is smallest."""
+    """Ends of `devices` consecutive spans of range(count), none empty, whose largest `cost(start,
+    end)` is smallest.
+    """
     best = {end: (cost(0, end), [end]) for end in range(1, count + 1)}  # of the spans up to `end`
     for taken in range(1, devices):
         best = {
-            end: min((max(best[cut][0], cost(cut, end)), [*best[cut][1], end]) for cut in range(taken, end))
+            end: min(
+                (max(best[cut][0], cost(cut, end)), [*best[cut][1], end])
+                for cut in range(taken, end)
+            )
             for end in range(taken + 1, count + 1)
         }
     return best[count][1]
 
 
 def given(split: Mapping[str, int], names: Sequence[str], devices: int) -> list[int]:
-    """Ends of the spans on devices 0, 1, ... where `split` says at which stage, or block, each further one begins.
+    """Ends of the spans on devices 0, 1, ... where `split` says at which stage, or block, each
+    further one begins.
 
-    Raises UserError for a part that the network has not, and unless the numbers go up one by one from 0.
+    Raises UserError for a part that the network has not, and unless the numbers go up one by one
+    from 0.
     """
     begins: dict[int, int] = {}
     for part, number in split.items():
-        first = next((place for place, name in enumerate(names) if name == part or name.startswith(f"{part}.")), None)
+        first = next(
+            (
+                place
+                for place, name in enumerate(names)
+                if name == part or name.startswith(f"{part}.")
+            ),
+            None,
+        )
         if first is None:
-            near = did_you_mean(part, [*dict.fromkeys(name.partition(".")[0] for name in names), *names])
-            raise UserError(f"model.split: the network has no part {part!r}{near}; parts are {', '.join(names)}")
+            near = did_you_mean(
+                part, [*dict.fromkeys(name.partition(".")[0] for name in names), *names]
+            )
+            raise UserError(
+                f"model.split: the network has no part {part!r}{near}; parts are {', '.join(names)}"
+            )
         if number >= devices:
             raise UserError(
                 f"model.split {part}: {number}: this process has {devices} devices, numbers 0 to {devices - 1}"
             )
         begins[first] = number
     order = [begins.get(0, 0), *(begins[first] for first in sorted(begins) if first)]
-    if order[0] != 0 or any(after - before not in (0, 1) for before, after in pairwise(order)) or order[-1] == 0:
+    if (
+        order[0] != 0
+        or any(after - before not in (0, 1) for before, after in pairwise(order))
+        or order[-1] == 0
+    ):
         raise UserError(
             f"model.split: devices {', '.join(map(str, order))} from the stem to the head; the stem lies on 0, and "
             "each further device takes over where the one before ends, e.g. {layer3: 1}"
         )
-    firsts = [min(place for place, number in begins.items() if number == n) for n in range(1, order[-1] + 1)]
+    firsts = [
+        min(place for place, number in begins.items() if number == n)
+        for n in range(1, order[-1] + 1)
+    ]
     return [*firsts, len(names)]

@@ -1,8 +1,9 @@
-"""R3GAN's generator and discriminator (Huang et al., 2501.05441): residual networks without styles, noise or
-normalisation.
+"""R3GAN's generator and discriminator (Huang et al., 2501.05441): residual networks without styles,
+noise or normalisation.
 
-Every image passes, resolution by resolution, through residual blocks of grouped convolutions. Widths and
-cardinalities are those of the configuration up to `full_width_up_to` px and halve with every doubling above it.
+Every image passes, resolution by resolution, through residual blocks of grouped convolutions.
+Widths and cardinalities are those of the configuration up to `full_width_up_to` px and halve with
+every doubling above it.
 """
 
 import math
@@ -31,10 +32,12 @@ class R3Config(Config):
 
     width: PositiveInt = 768  # channels up to full_width_up_to
     cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to full_width_up_to
-    full_width_up_to: PositiveInt = 32  # px; above it both halve with every doubling (64: the paper's ImageNet-64)
+    # px; above it both halve with every doubling (64: the paper's ImageNet-64)
+    full_width_up_to: PositiveInt = 32
     blocks: Annotated[int, Interval(ge=1, le=100)] = 2  # residual blocks a resolution
     expansion: PositiveInt = 2  # channels inside a block / outside
-    activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
+    # compute a resolution's activations again: less memory, more time
+    activation_checkpointing: bool = False
 
     def check(self) -> None:
         inside = self.width * self.expansion
@@ -47,7 +50,8 @@ class R3Config(Config):
     def sizes(self, resolution: int | str) -> list[tuple[int, int, int]]:
         """(shorter side, width, cardinality) from the smallest up to that of `resolution`.
 
-        Raises UserError for a resolution that `sizes_up_to` refuses, or that width or cardinality are no multiples for.
+        Raises UserError for a resolution that `sizes_up_to` refuses, or that width or cardinality
+        are no multiples for.
         """
         full = self.full_width_up_to
         parts_at = {size: max(1, floor_to_two(size) // full) for size in sizes_up_to(resolution)}
@@ -58,7 +62,10 @@ class R3Config(Config):
                     f"{self.section}.{name} {getattr(self, name)} is halved with every doubling above "
                     f"{self.full_width_up_to} px; make it a multiple of {parts} for {resolution} px"
                 )
-        return [(size, self.width // parts, self.cardinality // parts) for size, parts in parts_at.items()]
+        return [
+            (size, self.width // parts, self.cardinality // parts)
+            for size, parts in parts_at.items()
+        ]
 
 
 class R3GeneratorConfig(R3Config):
@@ -67,7 +74,8 @@ class R3GeneratorConfig(R3Config):
     section = "generator"
 
     z_dim: PositiveInt = 64  # latent dimensions
-    embed_dim: PositiveInt = 64  # conditional: dimensions of the label's embedding, which is appended to z
+    # conditional: dimensions of the label's embedding, which is appended to z
+    embed_dim: PositiveInt = 64
 
 
 class R3DiscriminatorConfig(R3Config):
@@ -76,10 +84,17 @@ class R3DiscriminatorConfig(R3Config):
     section = "discriminator"
     group: ClassVar[int] = 1  # no statistic of the batch is looked at
 
-    embed_dim: PositiveInt | None = None  # conditional: dimensions of the label's embedding; None: width
+    # conditional: dimensions of the label's embedding; None: width
+    embed_dim: PositiveInt | None = None
 
 
-_ADAM = {"lr": 2e-4, "betas": [0.0, 0.9], "beta2_final": 0.99, "schedule": "cosine", "final_lr": 0.25}
+_ADAM = {
+    "lr": 2e-4,
+    "betas": [0.0, 0.9],
+    "beta2_final": 0.99,
+    "schedule": "cosine",
+    "final_lr": 0.25,
+}
 RECIPE = {  # of a training, where it says nothing else
     "loss": {"objective": "relativistic", "r2_gamma": 1.0, "r1_interval": 1, "style_mixing": 0.0},
     "generator_optimizer": _ADAM,
@@ -89,11 +104,14 @@ RECIPE = {  # of a training, where it says nothing else
 
 def _start(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
     """N(0, gain^2 / fan_in); zeros for gain 0."""
-    return nn.Parameter(torch.randn(shape) * (gain / math.sqrt(fan_in)) if gain else torch.zeros(shape))
+    return nn.Parameter(
+        torch.randn(shape) * (gain / math.sqrt(fan_in)) if gain else torch.zeros(shape)
+    )
 
 
 class Convolution(nn.Module):
-    """Convolution in autocast's precision; with `activation` a biased leaky ReLU follows, otherwise there is no bias.
+    """Convolution in autocast's precision; with `activation` a biased leaky ReLU follows, otherwise
+    there is no bias.
 
     [N, in_channels, H, W] -> [N, out_channels, H, W]. The weight starts as N(0, gain^2 / fan_in).
     """
@@ -110,7 +128,9 @@ class Convolution(nn.Module):
     ) -> None:
         super().__init__()
         fan_in = in_channels // groups * size**2
-        self.weight = _start(out_channels, in_channels // groups, size, size, fan_in=fan_in, gain=gain)
+        self.weight = _start(
+            out_channels, in_channels // groups, size, size, fan_in=fan_in, gain=gain
+        )
         self.bias = nn.Parameter(torch.zeros(out_channels)) if activation else None
         self.groups = groups
 
@@ -119,12 +139,15 @@ class Convolution(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         geometry = Geometry(padding=self.weight.shape[-1] // 2, groups=self.groups)
         x = convolve(x.to(dtype), self.weight.to(dtype), bias, geometry)
-        # in place: the convolution's output is needed by nobody else, so that half of a block's memory is saved
+        # in place: the convolution's output is needed by nobody else, so that half of a block's
+        # memory is saved
         return x if bias is None else F.leaky_relu(x, LEAKY_SLOPE, inplace=True)
 
 
 class Linear(nn.Module):
-    """Fully connected layer without bias, [N, in_features] -> [N, out_features]; starts as N(0, gain^2 / fan_in)."""
+    """Fully connected layer without bias, [N, in_features] -> [N, out_features]; starts as N(0,
+    gain^2 / fan_in).
+    """
 
     def __init__(self, in_features: int, out_features: int, *, gain: float = 1.0) -> None:
         super().__init__()
@@ -135,7 +158,9 @@ class Linear(nn.Module):
 
 
 class Block(nn.Module):
-    """x + 1x1(grouped 3x3(1x1(x))), a biased leaky ReLU after the first two; the identity at the start."""
+    """x + 1x1(grouped 3x3(1x1(x))), a biased leaky ReLU after the first two; the identity at the
+    start.
+    """
 
     def __init__(self, width: int, inside: int, cardinality: int, *, gain: float) -> None:
         super().__init__()
@@ -148,13 +173,19 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """The residual blocks of one resolution, after the change from the resolution before where there is one.
+    """The residual blocks of one resolution, after the change from the resolution before where
+    there is one.
 
-    "up": 1x1 convolution to the new width, then upsampling; "down": downsampling, then the 1x1 convolution.
+    "up": 1x1 convolution to the new width, then upsampling; "down": downsampling, then the 1x1
+    convolution.
     """
 
     def __init__(
-        self, before: int, width: int, blocks: Iterable[nn.Module], resample: Literal["up", "down"] | None
+        self,
+        before: int,
+        width: int,
+        blocks: Iterable[nn.Module],
+        resample: Literal["up", "down"] | None,
     ) -> None:
         super().__init__()
         self.resample = resample
@@ -170,22 +201,29 @@ class Stage(nn.Module):
 class _Stages(nn.ModuleList):
     """A network's stages, upwards from 4 px or downwards to it.
 
-    With L blocks in all, the first convolutions of each start with the gain sqrt(2 / 1.04) L^(-1/4) (section 3.4 of
-    the paper after Fixup, 1901.09321: L^(-1 / (2m - 2)) for branches of m = 3 layers).
+    With L blocks in all, the first convolutions of each start with the gain sqrt(2 / 1.04) L^(-1/4)
+    (section 3.4 of the paper after Fixup, 1901.09321: L^(-1 / (2m - 2)) for branches of m = 3
+    layers).
     """
 
-    def __init__(self, config: R3Config, resolution: int | str, direction: Literal["up", "down"]) -> None:
+    def __init__(
+        self, config: R3Config, resolution: int | str, direction: Literal["up", "down"]
+    ) -> None:
         sizes = config.sizes(resolution)[:: 1 if direction == "up" else -1]
         gain = LEAKY_GAIN * (len(sizes) * config.blocks) ** -0.25
         stages, before = [], 0
         for _, width, cardinality in sizes:
-            blocks = [Block(width, width * config.expansion, cardinality, gain=gain) for _ in range(config.blocks)]
+            blocks = [
+                Block(width, width * config.expansion, cardinality, gain=gain)
+                for _ in range(config.blocks)
+            ]
             stages.append(Stage(before or width, width, blocks, direction if before else None))
             before = width
         super().__init__(stages)
         self.recompute = config.activation_checkpointing
         self.first, self.last = sizes[0][1], sizes[-1][1]  # widths
-        self.smallest = ImageSpec.of(1, resolution).at(min(sizes)[0]).size  # height and width of the smallest maps
+        # height and width of the smallest maps
+        self.smallest = ImageSpec.of(1, resolution).at(min(sizes)[0]).size
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(compute_dtype(x))
@@ -195,15 +233,23 @@ class _Stages(nn.ModuleList):
 
 
 class R3Generator(PlainGenerator):
-    """A learned basis, the smallest maps, is scaled channel by channel with a linear function of z (and of the label's
-    embedding), then the stages follow. First and last layer run without autocast.
+    """A learned basis, the smallest maps, is scaled channel by channel with a linear function of z
+    (and of the label's embedding), then the stages follow. First and last layer run without
+    autocast.
     """
 
     title = "R3GAN"
 
-    def __init__(self, config: R3GeneratorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
+    def __init__(
+        self, config: R3GeneratorConfig, *, resolution: int | str, channels: int, classes: int
+    ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = (
+            config,
+            resolution,
+            channels,
+            classes,
+        )
         self.z_dim = config.z_dim
         stages = _Stages(config, resolution, "up")
         self.embed = Linear(classes, config.embed_dim) if classes else None
@@ -219,25 +265,44 @@ class R3Generator(PlainGenerator):
 
 
 class R3Discriminator(ImageDiscriminator):
-    """The stages downwards, then a depthwise convolution of the last maps and what follows, without autocast."""
+    """The stages downwards, then a depthwise convolution of the last maps and what follows, without
+    autocast.
+    """
 
-    def __init__(self, config: R3DiscriminatorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
+    def __init__(
+        self, config: R3DiscriminatorConfig, *, resolution: int | str, channels: int, classes: int
+    ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = (
+            config,
+            resolution,
+            channels,
+            classes,
+        )
         stages = _Stages(config, resolution, "down")
         dim = self.embed_dim = config.embed_dim or stages.last
         self.from_rgb = Convolution(channels, stages.first, 1)
         self.stages, self.trunk_width = stages, stages.last
-        self.basis = _start(1, stages.last, *stages.smallest, fan_in=math.prod(stages.smallest), gain=1.0)
+        self.basis = _start(
+            1, stages.last, *stages.smallest, fan_in=math.prod(stages.smallest), gain=1.0
+        )
         self.output = Linear(stages.last, dim if classes else 1)
         self.embed = Linear(classes, dim, gain=1 / math.sqrt(dim)) if classes else None
 
     def trunk(self) -> dict[str, nn.Module]:
-        return {"stem": self.from_rgb} | {f"stage{n}": stage for n, stage in enumerate(self.stages, 1)}
+        return {"stem": self.from_rgb} | {
+            f"stage{n}": stage for n, stage in enumerate(self.stages, 1)
+        }
 
     def embedded(self, labels: Tensor) -> Tensor:
-        """[N, F]. For an image of no label a constant: a linear layer's zeros would give any image the logit 0."""
-        return torch.where((labels == 0).all(1, keepdim=True), 1 / math.sqrt(self.embed_dim), super().embedded(labels))
+        """[N, F]. For an image of no label a constant: a linear layer's zeros would give any image
+        the logit 0.
+        """
+        return torch.where(
+            (labels == 0).all(1, keepdim=True),
+            1 / math.sqrt(self.embed_dim),
+            super().embedded(labels),
+        )
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden activations [N, width], in the parameters' precision."""

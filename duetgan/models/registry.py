@@ -1,4 +1,6 @@
-"""The registries: another GAN (models/gan.py), or family of backbones (backbones/base.py), is a file and a line."""
+"""The registries: another GAN (models/gan.py), or family of backbones (backbones/base.py), is a
+file and a line.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,21 +16,28 @@ from duetgan.utils.config.cli import entry
 
 @dataclass(frozen=True)
 class Architecture:
-    """Both networks' configurations and classes; a network is `cls(config, resolution=, channels=, classes=)`."""
+    """Both networks' configurations and classes; a network is `cls(config, resolution=, channels=,
+    classes=)`.
+    """
 
     generator_config: type[Any]
     generator: Any  # type[ImageGenerator]
     discriminator_config: type[Any]
     discriminator: Any  # type[ImageDiscriminator]
-    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> key -> default of a training
+    # section -> key -> default of a training
+    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def build(self, section: str, given: dict[str, Any], **shape: Any) -> Any:
-        """The network of a section of a checkpoint's config. Raises UserError for a config that is none."""
+        """The network of a section of a checkpoint's config. Raises UserError for a config that is
+        none.
+        """
         config = build(getattr(self, f"{section}_config"), given, source=f"checkpoint's {section}")
         return self.network(section, config, **shape)
 
     def network(self, section: str, config: Any, *, pixel_format: Any = None, **shape: Any) -> Any:
-        """The generator or discriminator of a configuration, for images as a checkpoint's `shape` tells them."""
+        """The generator or discriminator of a configuration, for images as a checkpoint's `shape`
+        tells them.
+        """
         network = getattr(self, section)(config, **shape)
         network.pixel_format = pixel_format
         return network
@@ -36,13 +45,24 @@ class Architecture:
 
 ARCHITECTURES = {
     "stylegan2": Architecture(
-        stylegan2.GeneratorConfig, stylegan2.Generator, stylegan2.DiscriminatorConfig, stylegan2.Discriminator
+        stylegan2.GeneratorConfig,
+        stylegan2.Generator,
+        stylegan2.DiscriminatorConfig,
+        stylegan2.Discriminator,
     ),
     "r3gan": Architecture(
-        r3gan.R3GeneratorConfig, r3gan.R3Generator, r3gan.R3DiscriminatorConfig, r3gan.R3Discriminator, r3gan.RECIPE
+        r3gan.R3GeneratorConfig,
+        r3gan.R3Generator,
+        r3gan.R3DiscriminatorConfig,
+        r3gan.R3Discriminator,
+        r3gan.RECIPE,
     ),
     "dcgan": Architecture(
-        dcgan.DcganGeneratorConfig, dcgan.DcganGenerator, dcgan.DcganConfig, dcgan.DcganDiscriminator, dcgan.RECIPE
+        dcgan.DcganGeneratorConfig,
+        dcgan.DcganGenerator,
+        dcgan.DcganConfig,
+        dcgan.DcganDiscriminator,
+        dcgan.RECIPE,
     ),
 }
 DEFAULT = "stylegan2"  # of checkpoints that were written before there was a choice
@@ -56,7 +76,9 @@ def architecture_of(name: str) -> Architecture:
 
 
 def backbone_of(name: str) -> Backbone:
-    """The description of the network of that name; UserError, with the near one, for an unknown name."""
+    """The description of the network of that name; UserError, with the near one, for an unknown
+    name.
+    """
     if name.startswith(timm.PREFIX):
         return timm.timm_backbone(name)
     return entry(BACKBONES, name, "model", "discriminator", "timm:NAME")

@@ -1,7 +1,9 @@
-"""StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637), without custom CUDA.
+"""StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637),
+without custom CUDA.
 
-Formulas as in the papers; the parts are in `models/layers/stylegan2.py`. Both networks can run at a smaller stage of
-progressive growing (1812.04948): the blocks up to that resolution, the newest faded in by `alpha`.
+Formulas as in the papers; the parts are in `models/layers/stylegan2.py`. Both networks can run at a
+smaller stage of progressive growing (1812.04948): the blocks up to that resolution, the newest
+faded in by `alpha`.
 """
 
 import math
@@ -41,14 +43,18 @@ from duetgan.utils.config.model import Config, Decay, NonNegativeInt, PositiveFl
 class SizeConfig(Config):
     """What both networks have: their width, and how they save memory and time."""
 
-    channel_base: PositiveInt = 16384  # channels at a resolution: min(channel_base / resolution, channel_max)
+    # channels at a resolution: min(channel_base / resolution, channel_max)
+    channel_base: PositiveInt = 16384
     channel_max: PositiveInt = 512  # at most
     # precision fp16: the largest resolutions that run in it, 8 px and up; the others in fp32
     fp16_resolutions: NonNegativeInt = 4
-    # precision fp16: convolutions' outputs stay within +- this, times sqrt(0.5) on residual branches; null: no clamp
+    # precision fp16: convolutions' outputs stay within +- this, times sqrt(0.5) on residual
+    # branches; null: no clamp
     conv_clamp: PositiveFloat | None = 256.0
-    clamp_always: bool = False  # conv_clamp in every precision: for networks that were trained so (models.convert)
-    activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
+    # conv_clamp in every precision: for networks that were trained so (models.convert)
+    clamp_always: bool = False
+    # compute a resolution's activations again: less memory, more time
+    activation_checkpointing: bool = False
 
 
 class GeneratorConfig(SizeConfig):
@@ -64,9 +70,12 @@ class GeneratorConfig(SizeConfig):
 class DiscriminatorConfig(SizeConfig):
     """Size and form of the discriminator."""
 
-    architecture: Literal["residual", "plain"] = "residual"  # plain: no skip connections; cheaper, for small images
-    minibatch_std_group: PositiveInt = 4  # consecutive samples of the global batch; 1 switches the layer off
-    # strided: samples N / group apart in each forward pass, as in NVIDIA's code; micro-batches then change the result
+    # plain: no skip connections; cheaper, for small images
+    architecture: Literal["residual", "plain"] = "residual"
+    # consecutive samples of the global batch; 1 switches the layer off
+    minibatch_std_group: PositiveInt = 4
+    # strided: samples N / group apart in each forward pass, as in NVIDIA's code; micro-batches then
+    # change the result
     minibatch_std_order: Literal["consecutive", "strided"] = "consecutive"
     # layers that map the label's embedding before the projection
     mapping_layers: Annotated[int, Interval(ge=0, le=100)] = 0
@@ -78,31 +87,44 @@ class DiscriminatorConfig(SizeConfig):
 
 
 def channels_at(resolution: int, base: int, maximum: int) -> int:
-    """min(base / resolution, maximum), at least 1; a resolution counts as the power of two that it holds."""
+    """min(base / resolution, maximum), at least 1; a resolution counts as the power of two that it
+    holds.
+    """
     return max(1, min(base // floor_to_two(resolution), maximum))
 
 
 def _blocks_at(stage: int, resolution: int | str) -> int:
-    """How many of the network's resolutions (`sizes_up_to`) a stage has; ValueError unless it is one of them."""
+    """How many of the network's resolutions (`sizes_up_to`) a stage has; ValueError unless it is
+    one of them.
+    """
     sizes = sizes_up_to(resolution)
     if stage not in sizes:
-        raise ValueError(f"a network of {resolution} px has no stage of {stage} px; its stages are {sizes}")
+        raise ValueError(
+            f"a network of {resolution} px has no stage of {stage} px; its stages are {sizes}"
+        )
     return sizes.index(stage) + 1
 
 
 class Generator(StyledGenerator):
     """StyleGAN2's skip generator.
 
-    At a stage of progressive growing `resolution` (the shorter side) is 4, 8, ... up to the final one (None), and
-    `alpha` (a number or a 0-d tensor) scales the new block's part of the image: at 0 it is the stage before, upsampled
-    by `upsample_fir`, at 1 the full network of this stage.
+    At a stage of progressive growing `resolution` (the shorter side) is 4, 8, ... up to the final
+    one (None), and `alpha` (a number or a 0-d tensor) scales the new block's part of the image: at
+    0 it is the stage before, upsampled by `upsample_fir`, at 1 the full network of this stage.
     """
 
     can_grow = True
 
-    def __init__(self, config: GeneratorConfig, *, resolution: int | str, channels: int, classes: int) -> None:
+    def __init__(
+        self, config: GeneratorConfig, *, resolution: int | str, channels: int, classes: int
+    ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = (
+            config,
+            resolution,
+            channels,
+            classes,
+        )
         self.z_dim, self.w_dim, self.w_avg_beta = config.z_dim, config.w_dim, config.w_avg_beta
         self.fp16 = Fp16Plan(config, self.spec.side)
         self.mapping = MappingNetwork(
@@ -112,7 +134,14 @@ class Generator(StyledGenerator):
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
         self.constant = nn.Parameter(torch.randn(1, widths[0], *self.spec.at(sizes[0]).size))
         self.blocks = nn.ModuleList(
-            SynthesisBlock(before, width, config.w_dim, self.spec.at(size).size, channels, first=size == sizes[0])
+            SynthesisBlock(
+                before,
+                width,
+                config.w_dim,
+                self.spec.at(size).size,
+                channels,
+                first=size == sizes[0],
+            )
             for before, width, size in zip([widths[0], *widths[:-1]], widths, sizes, strict=True)
         )
         self.num_ws = self.num_ws_at()
@@ -133,7 +162,9 @@ class Generator(StyledGenerator):
         """(1, H, W) of each noise map of a stage, in the order `synthesis` takes them."""
         return [(1, *layer.noise_const.shape[2:]) for layer in self.styled_layers(resolution)]
 
-    def _maps(self, noise: Sequence[Tensor] | NoiseMode, resolution: int | None) -> Sequence[Tensor | None]:
+    def _maps(
+        self, noise: Sequence[Tensor] | NoiseMode, resolution: int | None
+    ) -> Sequence[Tensor | None]:
         """A noise map, or None, for each layer of a stage."""
         layers = self.styled_layers(resolution)
         if noise in ("const", "none"):
@@ -141,19 +172,30 @@ class Generator(StyledGenerator):
         if isinstance(noise, str):
             raise ValueError("pass the noise maps themselves: draws happen outside the model")
         if len(noise) != len(layers):
-            raise ValueError(f"this stage has {len(layers)} layers that take noise, but {len(noise)} maps were given")
+            raise ValueError(
+                f"this stage has {len(layers)} layers that take noise, but {len(noise)} maps were given"
+            )
         return noise
 
     def synthesis(
-        self, ws: Tensor, noise: Sequence[Tensor] | NoiseMode, *, resolution: int | None = None, alpha: Alpha = 1.0
+        self,
+        ws: Tensor,
+        noise: Sequence[Tensor] | NoiseMode,
+        *,
+        resolution: int | None = None,
+        alpha: Alpha = 1.0,
     ) -> Tensor:
-        """Images [N, channels, H, W] from ws [N, num_ws_at(resolution) or more, w_dim]; further styles are left over.
+        """Images [N, channels, H, W] from ws [N, num_ws_at(resolution) or more, w_dim]; further
+        styles are left over.
 
-        `noise`: one [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const" (stored) or "none".
+        `noise`: one [N, 1, h, w] map of N(0, 1) per layer (`noise_shapes(resolution)`), "const"
+        (stored) or "none".
         """
         blocks, maps = self._blocks(resolution), self._maps(noise, resolution)
         if ws.shape[1] < 2 * len(blocks):
-            raise ValueError(f"this stage takes {2 * len(blocks)} styles, but {ws.shape[1]} were given")
+            raise ValueError(
+                f"this stage takes {2 * len(blocks)} styles, but {ws.shape[1]} were given"
+            )
         x, image, index = self.constant.expand(ws.shape[0], -1, -1, -1), None, 0
         clamp = self.fp16.clamp(x)
         for number, block in enumerate(blocks):
@@ -162,7 +204,9 @@ class Generator(StyledGenerator):
             styles = ws[:, index : stop + 1].unbind(1)
             size = self.spec.side >> len(self.blocks) - 1 - number
             arguments = (size, block, x, image, styles, maps[index:stop], clamp, fade)
-            x, image = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
+            x, image = run(
+                self.fp16.call, *arguments, recompute=self.config.activation_checkpointing
+            )
             index = stop
         assert image is not None
         return self.finished(image)
@@ -179,19 +223,23 @@ class Generator(StyledGenerator):
         resolution: int | None = None,
         alpha: Alpha = 1.0,
     ) -> Tensor:
-        ws = self.mapping(z, labels if self.classes else None)[:, None].expand(-1, self.num_ws_at(resolution), -1)
-        ws = self.truncate(ws, truncation_psi, truncation_cutoff, labels=labels, mean=truncation_mean)
+        ws = self.mapping(z, labels if self.classes else None)[:, None].expand(
+            -1, self.num_ws_at(resolution), -1
+        )
+        ws = self.truncate(
+            ws, truncation_psi, truncation_cutoff, labels=labels, mean=truncation_mean
+        )
         return self.synthesis(ws, noise, resolution=resolution, alpha=alpha)
 
 
 class Discriminator(ImageDiscriminator):
-    """Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution, fully connected) and
-    the output run without autocast.
+    """Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution,
+    fully connected) and the output run without autocast.
 
-    `progressive` adds a from_rgb for each smaller resolution: the shorter side of images may then be 4, 8, ... px up to
-    the final one, which is the stage of progressive growing, and `alpha` (a number or a 0-d tensor) fades its block in:
-    at 0 it is the stage before on the images' 2x2 means (what a packed pyramid holds), at 1 this stage's full
-    network. At 4 px there is nothing to fade.
+    `progressive` adds a from_rgb for each smaller resolution: the shorter side of images may then
+    be 4, 8, ... px up to the final one, which is the stage of progressive growing, and `alpha` (a
+    number or a 0-d tensor) fades its block in: at 0 it is the stage before on the images' 2x2 means
+    (what a packed pyramid holds), at 1 this stage's full network. At 4 px there is nothing to fade.
     """
 
     def __init__(
@@ -204,34 +252,49 @@ class Discriminator(ImageDiscriminator):
         progressive: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = (
+            config,
+            resolution,
+            channels,
+            classes,
+        )
         self.fp16 = Fp16Plan(config, self.spec.side)
         sizes = sizes_up_to(resolution)[::-1]
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
         self.from_rgb = EqualizedConv2d(channels, widths[0], 1)
         self.blocks = nn.ModuleList(
-            DiscriminatorBlock(a, b, residual=config.architecture == "residual") for a, b in pairwise(widths)
+            DiscriminatorBlock(a, b, residual=config.architecture == "residual")
+            for a, b in pairwise(widths)
         )
         last = self.trunk_width = widths[-1]
         self.last_conv = EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
-        self.last_linear = EqualizedLinear(last * math.prod(self.spec.at(sizes[-1]).size), last, activation=True)
+        self.last_linear = EqualizedLinear(
+            last * math.prod(self.spec.at(sizes[-1]).size), last, activation=True
+        )
         self.output = EqualizedLinear(last, last if classes else 1)
         self.embed = EqualizedLinear(classes, last) if classes else None
         layers = range(config.mapping_layers if classes else 0)
         self.label_mapping = nn.Sequential(
             *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
         )
-        self.sizes = {self.spec.at(side).size for side in sizes[: None if progressive else 1]}  # of its images
+        # of its images
+        self.sizes = {self.spec.at(side).size for side in sizes[: None if progressive else 1]}
         if progressive:
             pairs = zip(sizes[1:], widths[1:], strict=True)
-            self.from_rgbs = nn.ModuleDict({str(size): EqualizedConv2d(channels, width, 1) for size, width in pairs})
+            self.from_rgbs = nn.ModuleDict(
+                {str(size): EqualizedConv2d(channels, width, 1) for size, width in pairs}
+            )
 
     def trunk(self) -> dict[str, nn.Module]:
-        return {"stem": self.from_rgb} | {f"stage{n}": block for n, block in enumerate(self.blocks, 1)}
+        return {"stem": self.from_rgb} | {
+            f"stage{n}": block for n, block in enumerate(self.blocks, 1)
+        }
 
     def _entry(self, images: Tensor, clamp: float | None) -> Tensor:
         side = min(images.shape[2:])
-        return clamped((self.from_rgb if side == self.spec.side else self.from_rgbs[str(side)])(images), clamp)
+        return clamped(
+            (self.from_rgb if side == self.spec.side else self.from_rgbs[str(side)])(images), clamp
+        )
 
     def _segment(self, x: Tensor, index: int, entering: bool, clamp: float | None) -> Tensor:
         """Block number `index` (none after the last one), after its from_rgb where `x` are images."""
@@ -239,7 +302,9 @@ class Discriminator(ImageDiscriminator):
         return self.blocks[index](x, clamp) if index < len(self.blocks) else x
 
     def hidden(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
-        """The last hidden activations [N, F], F the channels of the smallest maps, in the parameters' precision."""
+        """The last hidden activations [N, F], F the channels of the smallest maps, in the
+        parameters' precision.
+        """
         height, width = map(int, images.shape[2:])  # tensors while a graph is traced
         full, side = self.spec.side, min(height, width)
         if (height, width) not in self.sizes:
@@ -247,7 +312,8 @@ class Discriminator(ImageDiscriminator):
                 f"images of {width}x{height} for a discriminator of {self.resolution} px; those of a smaller stage "
                 "need progressive=True"
             )
-        start = len(self.blocks) + 1 - _blocks_at(side, self.resolution)  # the first block of the images' stage
+        # the first block of the images' stage
+        start = len(self.blocks) + 1 - _blocks_at(side, self.resolution)
         clamp, x = self.fp16.clamp(images), images
         for index in range(start, max(start + 1, len(self.blocks))):
             arguments = (full >> index, self._segment, x, index, index == start, clamp)
@@ -266,4 +332,5 @@ class Discriminator(ImageDiscriminator):
         return self.label_mapping(normalize_second_moment(super().embedded(labels)))
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        return super().project(features, labels) / math.sqrt(features.shape[1])  # F is 1 without classes
+        # F is 1 without classes
+        return super().project(features, labels) / math.sqrt(features.shape[1])

@@ -1,4 +1,6 @@
-"""Weights files, read without running anything in them, and fitted into our networks: only the head may differ."""
+"""Weights files, read without running anything in them, and fitted into our networks: only the head
+may differ.
+"""
 
 import argparse
 import contextlib
@@ -36,7 +38,15 @@ from duetgan.utils.text import did_you_mean
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use
-WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "net", "network")
+WRAPPERS = (
+    "state_dict_ema",
+    "model_ema",
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "net",
+    "network",
+)
 SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".bin", ".ckpt")
 
 ANSWER = 10.0  # seconds in which a server has to answer
@@ -45,22 +55,25 @@ State = dict[str, Tensor]
 
 
 def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, dict[str, str]]:
-    """State dict on the CPU and what the file says of its network, by restricted unpickling: of `.safetensors`, of what
-    `torch.save` wrote of names and tensors (Python 2's, too), and of our own checkpoints.
+    """State dict on the CPU and what the file says of its network, by restricted unpickling: of
+    `.safetensors`, of what `torch.save` wrote of names and tensors (Python 2's, too), and of our
+    own checkpoints.
 
-    Wrappers of other programs and the prefixes of DataParallel (`module.`) and torch.compile (`_orig_mod.`) are taken
-    off. The second part is a safetensors file's metadata, or of our own checkpoints `stride`, `normalise` and, with the
-    `lineage`, `duet`.
+    Wrappers of other programs and the prefixes of DataParallel (`module.`) and torch.compile
+    (`_orig_mod.`) are taken off. The second part is a safetensors file's metadata, or of our own
+    checkpoints `stride`, `normalise` and, with the `lineage`, `duet`.
 
     Raises:
-        UserError: the file is missing, damaged, or holds anything but names and tensors; `option` is in the remedy.
+        UserError: the file is missing, damaged, or holds anything but names and tensors; `option`
+            is in the remedy.
     """
     remedy = f"fetch the file again, or give another with {option}"
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
     if path.suffix == ".safetensors":
         state, about = read_tensors(path, remedy)
-        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):  # `lineage_of` tells of damage
+        # `lineage_of` tells of damage
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
             about |= _built(json.loads(about["duet"])["config"]["model"], path)
         return _plain_names(state), about
     content = read_plain(path, remedy)
@@ -73,7 +86,9 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[State, dict[str, str]]:
-    """The tensors of a `.safetensors` file, on the CPU, and its metadata. Raises UserError as `read_plain`."""
+    """The tensors of a `.safetensors` file, on the CPU, and its metadata. Raises UserError as
+    `read_plain`.
+    """
     with bounded.reading(path, remedy, SafetensorError):
         bounded.check(path, bounded.WEIGHTS)
         with safe_open(str(path), framework="pt") as file:
@@ -90,11 +105,13 @@ def read_plain(path: Path, remedy: str) -> Any:
     bounded.refuse_page(path)
     # torch's own message advises to read the file unsafely, so it is not passed on
     words = (
-        "is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) writes it)"
+        "is damaged or not a plain state dict (names and tensors, as "
+        "torch.save(model.state_dict(), FILE) writes it)"
     )
-    refused = explained(Exception, f"{path} {words}; {remedy}")  # torch's reader and unpickler raise a dozen kinds
-    # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
-    # torchvision's own training writes one into its checkpoints
+    # torch's reader and unpickler raise a dozen kinds
+    refused = explained(Exception, f"{path} {words}; {remedy}")
+    # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds
+    # values, and torchvision's own training writes one into its checkpoints
     with refused, warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
         warnings.filterwarnings("ignore", message="pickle_load_args only works")
         return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
@@ -109,7 +126,9 @@ def _built(model: dict[str, Any], path: Path) -> dict[str, str]:
 
 @functools.cache  # a start checks its config several times
 def trained_symmetric(weights: str) -> bool:
-    """Whether `model.weights` names a classifier of ours whose images were in [-1, 1]; False where it is unreadable."""
+    """Whether `model.weights` names a classifier of ours whose images were in [-1, 1]; False where
+    it is unreadable.
+    """
     try:
         return read_state_dict(checkpoints.resolve(weights))[1].get("normalise") == "symmetric"
     except UserError:
@@ -119,7 +138,9 @@ def trained_symmetric(weights: str) -> bool:
 def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     """The averaged classifier of our own checkpoint, whose checksum is verified."""
     if content["task"] != "classifier":
-        raise UserError(f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier")
+        raise UserError(
+            f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier"
+        )
     content = checkpoints.load(path)
     with explained(ValueError, lambda why: f"{path}: {why}; give another checkpoint"):
         check_tensors("state.model_ema", content["state"].get("model_ema"))
@@ -134,17 +155,28 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
 def _unwrapped(content: Any) -> State:
     """The innermost state dict; empty where there is none."""
     while isinstance(content, dict) and content:
-        tensors = [value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)]
+        tensors = [
+            value
+            for key, value in content.items()
+            if isinstance(key, str) and isinstance(value, Tensor)
+        ]
         # with numbers in them: neither sparse nor of the meta device
-        if len(content) == sum(tensor.layout == torch.strided and not tensor.is_meta for tensor in tensors):
+        if len(content) == sum(
+            tensor.layout == torch.strided and not tensor.is_meta for tensor in tensors
+        ):
             return content
-        content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None)
+        content = next(
+            (content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None
+        )
     return {}
 
 
 def _plain_names(state: Mapping[str, Tensor]) -> State:
     """`state` by the network's own names, without what averaging and wrapping added."""
-    plain = {re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", "")): value for name, value in state.items()}
+    plain = {
+        re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", "")): value
+        for name, value in state.items()
+    }
     plain.pop("n_averaged", None)  # of torch's AveragedModel
     plain.pop("thresholds", None)  # of a classifier's own labels
     for prefix in ("network.", "model.", "net."):
@@ -157,8 +189,8 @@ def _plain_names(state: Mapping[str, Tensor]) -> State:
 
 
 def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
-    """The file that `model.weights` means for the network `name`: a file, a run folder's last checkpoint, or a member
-    of torchvision's enum, which is downloaded once.
+    """The file that `model.weights` means for the network `name`: a file, a run folder's last
+    checkpoint, or a member of torchvision's enum, which is downloaded once.
 
     Raises UserError when there is none, and without a network.
     """
@@ -172,23 +204,29 @@ def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
         near = did_you_mean(weights, list(members)) or near_file(path)
         names = f"{name} has {', '.join(members)}, or " if members else ""
         raise UserError(f"{option} {weights!r}: no such file{near}; {names}give a file")
-    return Path(collectives.from_main_process(lambda: _download(members[weights], f"{option} {weights}")))
+    return Path(
+        collectives.from_main_process(lambda: _download(members[weights], f"{option} {weights}"))
+    )
 
 
 def published_at_hand(name: str) -> Path | None:
-    """A published file of the network `name` that was downloaded before, torchvision's latest first."""
+    """A published file of the network `name` that was downloaded before, torchvision's latest
+    first.
+    """
     cached = [_in_cache(url) for url in reversed(backbone_of(name).published(name).values())]
     return next((path for path in cached if path.is_file()), None)
 
 
 def _in_cache(url: str) -> Path:
     place = Path(urlparse(url).path)
-    name = place.name if place.stem != "model" else f"{place.parts[2]}{place.suffix}"  # timm's are named by the folder
+    # timm's are named by the folder
+    name = place.name if place.stem != "model" else f"{place.parts[2]}{place.suffix}"
     return Path(torch.hub.get_dir()) / "checkpoints" / name
 
 
 def missing_published(url: str, what: str) -> str:
-    """Return why the published file of `url` cannot be had, with the remedy; empty if it is in torch's cache now.
+    """Return why the published file of `url` cannot be had, with the remedy; empty if it is in
+    torch's cache now.
 
     All ranks must call this.
     """
@@ -204,9 +242,11 @@ def missing_published(url: str, what: str) -> str:
 
 
 def _download(url: str, what: str) -> str:
-    """Return the file of `url` in torch's cache; fetch it if it is not there and check the hash in its name.
+    """Return the file of `url` in torch's cache; fetch it if it is not there and check the hash in
+    its name.
 
-    Says in one line how large it is and where it goes. With the variable DUET_OFFLINE set no network is tried.
+    Says in one line how large it is and where it goes. With the variable DUET_OFFLINE set no
+    network is tried.
     """
     path = _in_cache(url)
     remedy = f"fetch {url} on a machine with a network and put it there"
@@ -214,12 +254,20 @@ def _download(url: str, what: str) -> str:
         with downloading(f"{what}: is not at {path}", remedy):
             if os.environ.get("DUET_OFFLINE"):
                 raise OSError("DUET_OFFLINE is set")
-            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=ANSWER) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, method="HEAD"), timeout=ANSWER
+            ) as answer:
                 size = int(answer.headers.get("Content-Length") or 0) / 1e6
-            print(f"downloading {what} ({size:,.0f} MB) into {path.parent}", file=sys.stderr, flush=True)
+            print(
+                f"downloading {what} ({size:,.0f} MB) into {path.parent}",
+                file=sys.stderr,
+                flush=True,
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             hashed = torch.hub.HASH_REGEX.search(path.name)
-            torch.hub.download_url_to_file(url, str(path), hashed[1] if hashed else None, progress=False)
+            torch.hub.download_url_to_file(
+                url, str(path), hashed[1] if hashed else None, progress=False
+            )
     return str(path)
 
 
@@ -227,12 +275,15 @@ def _download(url: str, what: str) -> str:
 
 
 def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> str:
-    """Copy the weights that `model.config.weights` names into `model`; returns what was taken, for a person.
+    """Copy the weights that `model.config.weights` names into `model`; returns what was taken, for
+    a person.
 
-    The first convolution is fitted to the channels and the stem, the head is left new where it does not fit. Where both
-    lists of class names are known, of `model` (`classes`) and of the file, the head's rows are matched by name.
+    The first convolution is fitted to the channels and the stem, the head is left new where it does
+    not fit. Where both lists of class names are known, of `model` (`classes`) and of the file, the
+    head's rows are matched by name.
 
-    Raises UserError when the file cannot be had or read, or holds another network; then nothing is changed.
+    Raises UserError when the file cannot be had or read, or holds another network; then nothing is
+    changed.
     """
     config = model.config
     if config.weights is None:
@@ -242,7 +293,11 @@ def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> 
     check_built_alike(path, about, config)
     expected = model.network.state_dict()
     head, theirs = (
-        {name: value.shape for name, value in one.items() if name.startswith(f"{model.backbone.head}.")}
+        {
+            name: value.shape
+            for name, value in one.items()
+            if name.startswith(f"{model.backbone.head}.")
+        }
         for one in (expected, state)
     )
     taken, words = len(expected), ["head taken"]
@@ -259,7 +314,12 @@ def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> 
         state = {name: value for name, value in state.items() if name not in theirs}
         state |= {name: expected[name] for name in head}
     first = f"{model.backbone.first}.weight"
-    if first in state and state[first].ndim == 4 and state[first].numel() and state[first].is_floating_point():
+    if (
+        first in state
+        and state[first].ndim == 4
+        and state[first].numel()
+        and state[first].is_floating_point()
+    ):
         state[first], notes = fit_first(state[first], expected[first], alpha=model.spec.alpha)
         words += notes
     lineage = lineage_of(path, about)
@@ -278,12 +338,14 @@ def _class_names(about: Mapping[str, str]) -> list[str]:
 
 
 def lineage_of(path: Path, about: Mapping[str, str]) -> Lineage:
-    """What a file of ours, a checkpoint or an export, says that its weights have seen; those of others are known by
-    their hash.
+    """What a file of ours, a checkpoint or an export, says that its weights have seen; those of
+    others are known by their hash.
 
     Raises UserError where it says so in a damaged way.
     """
-    with bounded.reading(f"{path}: its metadata", "export it again", ValueError, AttributeError, RecursionError):
+    with bounded.reading(
+        f"{path}: its metadata", "export it again", ValueError, AttributeError, RecursionError
+    ):
         if lineage := json.loads(about.get("duet", "{}")).get("lineage"):
             return Lineage.read(lineage, "lineage")
     return Lineage.of(pretrained=[file_hash(path)])
@@ -303,16 +365,19 @@ def check_built_alike(path: Path, about: Mapping[str, str], config: ModelConfig)
         )
     given = about.get("normalise")
     if given in ("symmetric", "imagenet") and (given == "imagenet") != config.imagenet_normalised:
-        raise UserError(f"{path}: its network was trained on images normalised {given}; set --model.normalise {given}")
+        raise UserError(
+            f"{path}: its network was trained on images normalised {given}; set --model.normalise {given}"
+        )
 
 
 def fit_first(filters: Tensor, like: Tensor, *, alpha: bool = False) -> tuple[Tensor, list[str]]:
-    """The first convolution's filters [O, C, k, k] for the channels and the smaller kernel of `like`, and what was
-    done; filters that already fit come back as they are.
+    """The first convolution's filters [O, C, k, k] for the channels and the smaller kernel of
+    `like`, and what was done; filters that already fit come back as they are.
 
-    Grey sums the filters over the channels: a grey image as RGB gives the same outputs. Other numbers of channels
-    repeat them, scaled so that equal channels give the same outputs (timm's `adapt_input_conv`). Those of `alpha`, the
-    last channel, begin at zero: an opaque image gives the outputs of its colours. A smaller kernel takes their middle.
+    Grey sums the filters over the channels: a grey image as RGB gives the same outputs. Other
+    numbers of channels repeat them, scaled so that equal channels give the same outputs (timm's
+    `adapt_input_conv`). Those of `alpha`, the last channel, begin at zero: an opaque image gives
+    the outputs of its colours. A smaller kernel takes their middle.
     """
     done, (channels, wanted) = [], (filters.shape[1], like.shape[1])
     if channels != wanted:
@@ -337,18 +402,28 @@ def fit_first(filters: Tensor, like: Tensor, *, alpha: bool = False) -> tuple[Te
 
 
 def fitted(
-    state: State, expected: Mapping[str, Tensor], path: Path, name: str, *, option: str = f"--{OPTION}"
+    state: State,
+    expected: Mapping[str, Tensor],
+    path: Path,
+    name: str,
+    *,
+    option: str = f"--{OPTION}",
 ) -> State:
-    """`state` in the types of `expected`, if it has exactly these names and shapes, in finite numbers; the counters of
-    batches, which old files lack, are added.
+    """`state` in the types of `expected`, if it has exactly these names and shapes, in finite
+    numbers; the counters of batches, which old files lack, are added.
 
-    Raises UserError naming the first tensor at fault, how many match, and where that is clear the file's network.
+    Raises UserError naming the first tensor at fault, how many match, and where that is clear the
+    file's network.
     """
-    state = {key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")} | state
+    state = {
+        key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")
+    } | state
     tensors = {key: value.shape for key, value in expected.items() if value.ndim}
     match = sum(key in state and state[key].shape == shape for key, shape in tensors.items())
     for key in sorted(expected.keys() | state.keys()):
-        there, wanted = (list(one[key].shape) if key in one else "absent" for one in (state, expected))
+        there, wanted = (
+            list(one[key].shape) if key in one else "absent" for one in (state, expected)
+        )
         if there != wanted:
             other = network_of(state)
             remedy = f"give a whole {name}'s weights file with {option}"
@@ -370,7 +445,9 @@ def fitted(
 
 
 def network_of(state: State) -> str | None:
-    """The network whose weights these are, but for its first layer and its head; None: they are no known one's."""
+    """The network whose weights these are, but for its first layer and its head; None: they are no
+    known one's.
+    """
     return next((name for name, share in likeness(state) if share == 1), None)
 
 
@@ -386,7 +463,11 @@ def likeness(state: State) -> Iterator[tuple[str, float]]:
             continue
         ends = (f"{backbone.first}.", f"{backbone.head}.")  # what a config changes
         ours, theirs = (
-            {key: value.shape for key, value in one.items() if not key.startswith(ends) and value.ndim}
+            {
+                key: value.shape
+                for key, value in one.items()
+                if not key.startswith(ends) and value.ndim
+            }
             for one in (network.state_dict(), state)
         )
         yield other, len(ours.items() & theirs.items()) / len(ours.keys() | theirs.keys())

@@ -1,7 +1,7 @@
 """A page that compares evaluated runs: `duet compare RUN RUN... --out FOLDER`.
 
-The figures and their tests are those of `evaluate.py --compare`: image by image or sample by sample on the same seed,
-corrected for their number. Beside them stand the runs' images and their curves.
+The figures and their tests are those of `evaluate.py --compare`: image by image or sample by sample
+on the same seed, corrected for their number. Beside them stand the runs' images and their curves.
 """
 
 import shlex
@@ -14,19 +14,26 @@ from duetgan.reporting.run_files import Run
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.files import as_json, check_writable, write_atomic
 
-SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")  # images in eval/
+# images in eval/
+SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]
 
 
 def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
-    """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare` found."""
-    from duetgan.metrics.comparison.compare import cells  # both know the figures, whose functions bring torch along
+    """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare`
+    found.
+    """
+    # both know the figures, whose functions bring torch along
+    from duetgan.metrics.comparison.compare import cells
     from duetgan.reporting.report import write_page
 
     names = list(document["runs"])
     runs = {name: Run(name.partition(",")[0]) for name in names}  # of seeds alike the first
     pairs = [
-        {"title": f"{each['run']} against {names[0]}", "rows": [(row, cells(row)) for row in each["figures"]]}
+        {
+            "title": f"{each['run']} against {names[0]}",
+            "rows": [(row, cells(row)) for row in each["figures"]],
+        }
         for each in document["comparisons"]
     ]
     write_atomic(folder / "comparison.json", as_json(document))
@@ -45,12 +52,20 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
 
 
 def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:
-    """What an image shows, and that image of every run that has it, for images that two runs have or more."""
+    """What an image shows, and that image of every run that has it, for images that two runs have
+    or more.
+    """
     have = {
-        stem: [(path, name) for name, run in runs.items() for path in run.images if path.stem == stem]
+        stem: [
+            (path, name) for name, run in runs.items() for path in run.images if path.stem == stem
+        ]
         for stem in SIDE_BY_SIDE
     }
-    return [(CAPTIONS[stem], [picture(*each) for each in those]) for stem, those in have.items() if len(those) > 1]
+    return [
+        (CAPTIONS[stem], [picture(*each) for each in those])
+        for stem, those in have.items()
+        if len(those) > 1
+    ]
 
 
 def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
@@ -59,7 +74,11 @@ def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
 
     series = {name: run.series for name, run in runs.items()}
     first = next(iter(series.values()))
-    keys = [k for k in first if all(k in other for other in series.values()) and k.split("/")[0] in SHOWN_AT_ONCE]
+    keys = [
+        k
+        for k in first
+        if all(k in other for other in series.values()) and k.split("/")[0] in SHOWN_AT_ONCE
+    ]
     curves = {key: {name: of_run[key] for name, of_run in series.items()} for key in keys}
     return [
         Chart(those, title=key if "/" in key else chart_of(key))

@@ -1,6 +1,7 @@
 """The figures of a report: what a run's evaluation, training and data are in words and numbers.
 
-A tile is a value and what it is. What a run's files do not hold gives no tile; what is odd in them gives a dash.
+A tile is a value and what it is. What a run's files do not hold gives no tile; what is odd in them
+gives a dash.
 """
 
 import math
@@ -55,30 +56,46 @@ def headline(run: Run) -> list[Result]:
     for row in as_dicts(run.evaluation.get("distances"))[:1]:
         words = [f"real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
         words += _interval(row.get("frechet_interval"), plain)
-        figures.append((plain(row.get("frechet")), f"Frechet distance on {_extractor(row)}", f" ({'; '.join(words)})"))
+        figures.append(
+            (
+                plain(row.get("frechet")),
+                f"Frechet distance on {_extractor(row)}",
+                f" ({'; '.join(words)})",
+            )
+        )
     return figures
 
 
 def results(run: Run, rows: Sequence[Row] = ()) -> list[Result]:
-    """Those of the rows' figures (none: of all tiles) that the evaluation has, with how sure they are."""
+    """Those of the rows' figures (none: of all tiles) that the evaluation has, with how sure they
+    are.
+    """
     document = run.evaluation
     return [
         (writer(row)(document[row.key]), row.meaning, _sureness(document, row))
         for row in rows or TILES
-        if document.get(row.key) is not None and (row.key, type(document[row.key])) != ("precision", str)
+        if document.get(row.key) is not None
+        and (row.key, type(document[row.key])) != ("precision", str)
     ]
 
 
 def _sureness(document: Mapping[str, Any], row: Row) -> str:
-    """A figure's 95 % interval, how many views of an image it is of, and how good the classifier is that judged it."""
-    words, judge = _interval(document.get(f"{row.key}_interval"), writer(row)), as_dict(document.get("judge"))
+    """A figure's 95 % interval, how many views of an image it is of, and how good the classifier is
+    that judged it.
+    """
+    words, judge = (
+        _interval(document.get(f"{row.key}_interval"), writer(row)),
+        as_dict(document.get("judge")),
+    )
     if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
         words.append(VIEWS[str(document["tta"])])
     if row.key == "accuracy" and "majority_class_rate" in document:
         words.append(f"the most frequent class: {percent(document['majority_class_rate'])}")
     if row.key == "recognised" and judge:
         real = f"the judge predicts {percent(judge.get('accuracy'))} of the real images at the samples' size correctly"
-        majority = f", the most frequent class is {percent(judge.get('majority_class_rate'))} of them"
+        majority = (
+            f", the most frequent class is {percent(judge.get('majority_class_rate'))} of them"
+        )
         words.append(real + majority * ("majority_class_rate" in judge))
     if row.key == "class_score" and judge.get("class_score") is not None:
         words.append(f"real images: {plain(judge['class_score'])}")
@@ -100,7 +117,9 @@ def memorisation(run: Run) -> list[Figure]:
     verdict = "copies training images" if copies.get("copies") else "no sign of copies"
     near = f"{percent(copies.get('share'))} of the samples unusually near to training images"
     text = f"{near}, {percent(copies.get('expected'))} expected; p {plain(copies.get('p_value'))}"
-    return [(verdict, f"{text} ({copies.get('extractor')}, {plain(copies.get('searched'))} searched)")]
+    return [
+        (verdict, f"{text} ({copies.get('extractor')}, {plain(copies.get('searched'))} searched)")
+    ]
 
 
 def evaluation_facts(run: Run) -> tuple[str, str]:
@@ -109,7 +128,9 @@ def evaluation_facts(run: Run) -> tuple[str, str]:
     facts = [Path(str(document["checkpoint"])).name] if "checkpoint" in document else []
     facts += [f"{plain(document['n'])} images"] if "n" in document else []
     facts += [f"{name} {document[name]}" for name in ("data", "seed") if name in document]
-    return f" at step {document['step']:,}" if isinstance(document.get("step"), int) else "", ", ".join(facts)
+    return f" at step {document['step']:,}" if isinstance(
+        document.get("step"), int
+    ) else "", ", ".join(facts)
 
 
 def remarks(run: Run) -> list[tuple[str, str]]:
@@ -137,7 +158,9 @@ def _extractor(row: Mapping[str, Any]) -> str:
 
 
 def _class_table(document: Mapping[str, Any]) -> Table:
-    """A row per class: precision and recall, or recognised and diversity, whatever the evaluation holds."""
+    """A row per class: precision and recall, or recognised and diversity, whatever the evaluation
+    holds.
+    """
     columns: dict[str, dict[str, str]] = {}
     shows = {row.key: writer(row) for row in FIGURES} | {"support": plain}
     for name, figures in as_dict(document.get("per_class")).items():
@@ -147,7 +170,9 @@ def _class_table(document: Mapping[str, Any]) -> Table:
         if by_class := as_dict(document.get(row.by_class)):
             columns[row.title] = {label: writer(row)(value) for label, value in by_class.items()}
     names = dict.fromkeys(name for column in columns.values() for name in column)
-    return ["class", *columns], [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
+    return ["class", *columns], [
+        [name, *(column.get(name, "-") for column in columns.values())] for name in names
+    ]
 
 
 def _outlier_table(document: Mapping[str, Any]) -> Table:
@@ -173,12 +198,19 @@ def progress(run: Run) -> list[Figure]:
         return statistics.median(values) if values else None
 
     seen = [record["images"] for record in run.records if "images" in record]
-    seconds, speed, wait = run.status.get("seconds"), middle("images_per_second"), middle("data_wait")
+    seconds, speed, wait = (
+        run.status.get("seconds"),
+        middle("images_per_second"),
+        middle("data_wait"),
+    )
     taken = duration(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else ""
     step = run.status.get("step", run.records[-1]["step"] if run.records else None)
     best = f"{str(run.best.get('metric', '')).replace('_', ' ')} {plain(run.best.get('value'))}"
     figures = [
-        (run.status and str(run.status.get("state", "-")), str(run.status.get("reason") or "state of the training")),
+        (
+            run.status and str(run.status.get("state", "-")),
+            str(run.status.get("reason") or "state of the training"),
+        ),
         (step is not None and plain(step), "steps"),
         (seen and plain(seen[-1]), "images seen"),
         (taken, "time taken, with evaluations"),
@@ -191,7 +223,9 @@ def progress(run: Run) -> list[Figure]:
 
 
 def data_tables(run: Run) -> list[Table]:
-    """The images that the run was trained on and those held out, and how many of each class they have."""
+    """The images that the run was trained on and those held out, and how many of each class they
+    have.
+    """
     roles = ("training", "synthetic", "held-out")
     sets = {role: run.data[role] for role in roles if isinstance(run.data.get(role), dict)}
     if not sets:
@@ -199,11 +233,17 @@ def data_tables(run: Run) -> list[Table]:
     facts = {
         "file": lambda data: str(data.get("path", "-")),
         "images": lambda data: plain(data.get("count")),
-        "size": lambda data: f"{data.get('resolution') or '-'} px, {data.get('channels', '-')} channel(s)",
+        "size": lambda data: (
+            f"{data.get('resolution') or '-'} px, {data.get('channels', '-')} channel(s)"
+        ),
         "content": lambda data: str(data.get("content_hash", "-"))[:12],
     }
     rows = [[name, *(show(data) for data in sets.values())] for name, show in facts.items()]
-    counts = {role: data["by_class"] for role, data in sets.items() if isinstance(data.get("by_class"), dict)}
+    counts = {
+        role: data["by_class"]
+        for role, data in sets.items()
+        if isinstance(data.get("by_class"), dict)
+    }
     names = dict.fromkeys(name for count in counts.values() for name in count)
     classes = [[name, *(plain(counts.get(role, {}).get(name)) for role in sets)] for name in names]
     tables: list[Table] = [(["data", *sets], rows)]

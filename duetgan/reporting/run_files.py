@@ -1,4 +1,6 @@
-"""What a run folder holds, read for a report: tolerant of what is missing, open about what is damaged."""
+"""What a run folder holds, read for a report: tolerant of what is missing, open about what is
+damaged.
+"""
 
 import json
 import math
@@ -23,7 +25,9 @@ def _integer(digits: str) -> float:
 
 
 class Run:
-    """What a run folder holds, read tolerantly: what is missing is empty, what is damaged has a line in `notes`."""
+    """What a run folder holds, read tolerantly: what is missing is empty, what is damaged has a
+    line in `notes`.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Never raises for missing or damaged files."""
@@ -33,19 +37,27 @@ class Run:
         self.config = self._text("config.yaml")
         self.records = self._records()  # of metrics.jsonl, one a step, in order of steps
         self.status = self._object("status.json")
-        self.last, self.best = self._object("checkpoints/last.json"), self._object("checkpoints/best.json")
+        self.last, self.best = (
+            self._object("checkpoints/last.json"),
+            self._object("checkpoints/best.json"),
+        )
         self.data = self._object("data.json")  # facts of the images, by their role
         self.evaluation = credible(self._object("eval/metrics.json"))
         grids = self.folder.glob("samples/step-*.png")
-        self.samples = sorted(path for path in grids if path.stem[5:].isdecimal())  # in order of steps
+        # in order of steps
+        self.samples = sorted(path for path in grids if path.stem[5:].isdecimal())
         self.images = sorted(self.folder.glob("eval/*.png"))
         order = self.evaluation.get("images")  # another evaluation's leftovers are not shown
         if isinstance(order, list):
-            self.images = sorted((p for p in self.images if p.name in order), key=lambda path: order.index(path.name))
+            self.images = sorted(
+                (p for p in self.images if p.name in order), key=lambda path: order.index(path.name)
+            )
         files = list(self.folder.glob("*"))
         files += [path for place in files if place.name not in OWN for path in place.glob("*")]
         # what predict.py, generate.py and export.py wrote into the folder
-        self.outputs = sorted(p for p in files if p.suffix in OUTPUTS and p.is_file() and p.name[0] != ".")
+        self.outputs = sorted(
+            p for p in files if p.suffix in OUTPUTS and p.is_file() and p.name[0] != "."
+        )
 
     def _text(self, name: str) -> str:
         """A text file, or nothing and a note; nothing at all where there is none."""
@@ -69,7 +81,9 @@ class Run:
             return {}
 
     def _records(self) -> list[dict[str, Any]]:
-        """The records of one step become one; the later value of a key counts; torn lines are counted in `notes`."""
+        """The records of one step become one; the later value of a key counts; torn lines are
+        counted in `notes`.
+        """
         by_step: dict[int, dict[str, Any]] = {}
         torn = 0
         for line in self._text("metrics.jsonl").splitlines():
@@ -90,12 +104,19 @@ class Run:
 
     @property
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """(step, value) of every scalar of metrics.jsonl but COUNTS, by key; NaN: it was not finite, or beyond FAR."""
+        """(step, value) of every scalar of metrics.jsonl but COUNTS, by key; NaN: it was not
+        finite, or beyond FAR.
+        """
         series: dict[str, list[tuple[float, float]]] = {}
         for record in self.records:
             for key, value in record.items():
-                value = math.nan if value is None else value  # null stands for a value that was not finite
-                if key not in COUNTS and isinstance(value, int | float) and not isinstance(value, bool):
+                # null stands for a value that was not finite
+                value = math.nan if value is None else value
+                if (
+                    key not in COUNTS
+                    and isinstance(value, int | float)
+                    and not isinstance(value, bool)
+                ):
                     point = float(record["step"]), float(value) if abs(value) < FAR else math.nan
                     series.setdefault(key, []).append(point)
         return series

@@ -13,12 +13,14 @@ HEAD = ["arm", "base", "controls", "of", "effect", "95 % interval", "p", "verdic
 
 
 def verdicts(folders: Sequence[Path]) -> str:
-    """A section for each study: question, seeds, cost, and a table of what was asked. Raises UserError for what is no
-    study's folder.
+    """A section for each study: question, seeds, cost, and a table of what was asked. Raises
+    UserError for what is no study's folder.
     """
     lines = ["# What studies found", ""]
     for folder in folders:
-        with reading(folder, "give a study's folder, with a study.json", ValueError, KeyError, TypeError):
+        with reading(
+            folder, "give a study's folder, with a study.json", ValueError, KeyError, TypeError
+        ):
             lines += _section(folder, json.loads(read_file(folder / "study.json", TABLE)))
     return "\n".join(lines)
 
@@ -28,15 +30,28 @@ def _section(folder: Path, study: dict[str, Any]) -> list[str]:
     runs, rows = study["runs"], [HEAD, ["---"] * len(HEAD)]
     for row in [row for row in study["comparisons"] if row["asked"]]:
         share = row["figure"] is None
-        effect, of = signed(row["difference"], share=share) + " points" * share, row["group" if share else "figure"]
+        effect, of = (
+            signed(row["difference"], share=share) + " points" * share,
+            row["group" if share else "figure"],
+        )
         known = span(row["interval"], share=share), chance(row["p"]), f"**{row['verdict']}**"
-        rows.append([row["second"], row["first"], "; ".join(row["controls"]) or "-", of, effect, *known])
+        rows.append(
+            [row["second"], row["first"], "; ".join(row["controls"]) or "-", of, effect, *known]
+        )
     made = f"{len(study['seeds'])} seeds, {runs['done']} of {runs['planned']} runs"
     state = f"Study `{study['subject']}`, {folder.name}: {made}"
     cost = f", {duration(seconds)}" if seconds else ""
-    void = [f"{row['arm']}: {row['found']}, not: {row['expected']}" for row in study["controls"] if row["ok"] is False]
+    void = [
+        f"{row['arm']}: {row['found']}, not: {row['expected']}"
+        for row in study["controls"]
+        if row["ok"] is False
+    ]
     failed = f" Void, for a control came out wrong: {'; '.join(void)}." if void else ""
-    shown = [line for each in study["pictures"][:1] for line in (f"![{each['caption']}]({folder / each['file']})", "")]
+    shown = [
+        line
+        for each in study["pictures"][:1]
+        for line in (f"![{each['caption']}]({folder / each['file']})", "")
+    ]
     table = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     chosen = "".join(f" {arm}: {which}." for arm, which in study["choices"].items())
     return [f"## {study['title']}", "", f"{state}{cost}.{chosen}{failed}", "", *table, "", *shown]

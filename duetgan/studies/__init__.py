@@ -1,10 +1,12 @@
-"""Studies: many runs, paired over seeds and test images, one table and one verdict. `study.py` starts them."""
+"""Studies: many runs, paired over seeds and test images, one table and one verdict. `study.py`
+starts them.
+"""
 
 from importlib import import_module
 from typing import Any
 
-# name -> its question; another study is one more file studies/NAME.py, which has CONFIG, a StudyConfig, and SUBJECT:
-# (config, folder, device), and one more line here
+# name -> its question; another study is one more file studies/NAME.py, which has CONFIG, a
+# StudyConfig, and SUBJECT: (config, folder, device), and one more line here
 SUBJECTS = {
     "augment": "do a generator's samples help the classifier?",
     "cas": "how good a training set are samples, and what makes them better?",

@@ -1,4 +1,6 @@
-"""Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and augmentation do?"""
+"""Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and
+augmentation do?
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from duetgan.data.reading.dataset import Dataset
-from duetgan.studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, StudyConfig, even, expected_counts
+from duetgan.studies.images import (
+    HELD_BACK,
+    HELD_OUT,
+    TEST,
+    TRAIN,
+    StudyConfig,
+    even,
+    expected_counts,
+)
 from duetgan.studies.results import CLASSES, GROUPS, Comparison
 from duetgan.studies.samples import Band, Drawing
 from duetgan.studies.subject import UNTRAINED, Job, Settings, Subject
@@ -35,14 +45,21 @@ class AugmentConfig(StudyConfig):
     selection: SelectionConfig = SelectionConfig()
     control_ratio: PositiveFloat = 1.0  # of both controls: images per real image
     # of the arm "stronger augmentation": keys of the classifier's recipe
-    stronger: dict[str, Any] = {"augment.trivial_augment": True, "augment.cutmix": 1.0, "augment.mix_prob": 0.5}
-    # of every arm with samples, not of the controls: keys of the classifier's recipe, such as data.sampling
+    stronger: dict[str, Any] = {
+        "augment.trivial_augment": True,
+        "augment.cutmix": 1.0,
+        "augment.mix_prob": 0.5,
+    }
+    # of every arm with samples, not of the controls: keys of the classifier's recipe, such as
+    # data.sampling
     mixing: dict[str, Any] = {}
 
     def check(self) -> None:
         super().check()
         if not self.ratios or not self.selected:
-            raise UserError("ratios and selected: give at least one each, such as [0.5] and [false]")
+            raise UserError(
+                "ratios and selected: give at least one each, such as [0.5] and [false]"
+            )
 
 
 def synthetic_name(ratio: float, selected: bool) -> str:
@@ -54,16 +71,18 @@ def file_of(place: Path, ratio: float) -> Path:
 
 
 def sample_counts(counts: Sequence[int], ratio: float, *, fill: bool) -> list[int]:
-    """Samples of each class at a ratio, rounded up: as many of each, or with `fill` each class's share of what all
-    classes lack of the largest, which is how `data.synthetic.balance fill` mixes them in.
+    """Samples of each class at a ratio, rounded up: as many of each, or with `fill` each class's
+    share of what all classes lack of the largest, which is how `data.synthetic.balance fill` mixes
+    them in.
     """
     parts = max(counts) - np.array(counts, np.float64) if fill else np.ones(len(counts))
     return [int(count) for count in np.ceil(ratio * sum(counts) * parts / parts.sum() - 1e-9)]
 
 
 class Augment(Subject):
-    """The arms, trained alike for as many steps, with the same share of every batch where images are added. Choices are
-    made on held-out images; the test images are looked at only by what was chosen.
+    """The arms, trained alike for as many steps, with the same share of every batch where images
+    are added. Choices are made on held-out images; the test images are looked at only by what was
+    chosen.
     """
 
     title = "Do samples help the classifier?"
@@ -85,32 +104,60 @@ class Augment(Subject):
         ):
             how = {"generator": source, "drawing": drawing, "pool": pool, "selector": by}
             job = Job(name, f"{name}, {drawing or 'as they are'}")
-            self.add(job, self._draw, ratios=ratios, tail=self.tail if name in (HELD, NOISE) else self.fill, **how)
+            self.add(
+                job,
+                self._draw,
+                ratios=ratios,
+                tail=self.tail if name in (HELD, NOISE) else self.fill,
+                **how,
+            )
             self.captions[name] = f"{name}, a row for each class"
 
         answer = Comparison(BASE, group=GROUPS, controls=(UNTRAINED,), asked=True)
         self.best(BASE, CLASSIC)
-        self.best(BEST, SYNTHETIC, [answer, Comparison(BASE, group=CLASSES, family="classes"), EVERY])
+        self.best(
+            BEST, SYNTHETIC, [answer, Comparison(BASE, group=CLASSES, family="classes"), EVERY]
+        )
         self._arm(Job(REAL, "the training images alone", CLASSIC), {})
         if self.tail:
             weights, sampling = {"loss.class_weights": "balanced"}, {"data.sampling": "balanced"}
-            self._arm(Job("class weights", "each class's loss by 1 / its frequency", CLASSIC, [EVERY]), weights)
-            adjusted = Job("logit adjustment", "log frequencies are added to logits in training", CLASSIC, [EVERY])
+            self._arm(
+                Job("class weights", "each class's loss by 1 / its frequency", CLASSIC, [EVERY]),
+                weights,
+            )
+            adjusted = Job(
+                "logit adjustment",
+                "log frequencies are added to logits in training",
+                CLASSIC,
+                [EVERY],
+            )
             self._arm(adjusted, {"loss.logit_adjustment": 1.0})
-            self._arm(Job("balanced sampling", "every class is seen equally often", CLASSIC, [EVERY]), sampling)
+            self._arm(
+                Job("balanced sampling", "every class is seen equally often", CLASSIC, [EVERY]),
+                sampling,
+            )
         self.bases(Job("", family=CLASSIC, against=[EVERY]))
-        self._arm(Job("stronger augmentation", _settings(config.stronger), CLASSIC, [EVERY]), config.stronger)
+        self._arm(
+            Job("stronger augmentation", _settings(config.stronger), CLASSIC, [EVERY]),
+            config.stronger,
+        )
         mixing = f", {_settings(config.mixing)}" if config.mixing else ""
         for kind in [SELECTED if selected else SAMPLES for selected in config.selected]:
             for ratio in config.ratios:
-                name, what = synthetic_name(ratio, kind == SELECTED), f"{ratio:g} {kind} per real image{mixing}"
+                name, what = (
+                    synthetic_name(ratio, kind == SELECTED),
+                    f"{ratio:g} {kind} per real image{mixing}",
+                )
                 self._arm(Job(name, what, SYNTHETIC, [EVERY]), config.mixing, kind, ratio)
         why = "samples without any content must not help"
         nothing = Comparison(REAL, expected="not helps", why=why)
         what = f"{control:g} samples of an untrained generator per real image"
         self._arm(Job(UNTRAINED, what, CONTROL, [nothing, EVERY]), {}, NOISE, control)
         why = "further real images must help, or the study could not see any help"
-        real, what = Comparison(REAL, expected="helps", why=why), f"{control:g} further real images per real image"
+        real, what = (
+            Comparison(REAL, expected="helps", why=why),
+            f"{control:g} further real images per real image",
+        )
         self._arm(Job(HELD, what, CONTROL, [real, EVERY]), {}, HELD, control)
 
     def _arm(self, arm: Job, own: Settings, job: str = "", ratio: float = 0.0) -> None:
@@ -118,23 +165,33 @@ class Augment(Subject):
         used = None
         if job:
             file = file_of(self.place(job), ratio)
-            mixed = {"data.synthetic.path": file, "data.synthetic.share": round(ratio / (1 + ratio), 6)}
+            mixed = {
+                "data.synthetic.path": file,
+                "data.synthetic.share": round(ratio / (1 + ratio), 6),
+            }
             own = mixed | ({"data.synthetic.balance": "fill"} if self.tail else {}) | dict(own)
             used = (self.place(job), file.stem) if arm.family == SYNTHETIC else None
         self.training(arm, self.config.classifier, own, used=used)
 
-    def _draw(self, place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any) -> Settings:
-        """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that the selection keeps,
-        `counts`: what each file holds, fewer than asked for where the selection's pool has no more, and as `figures`
-        their shares of what was asked for.
+    def _draw(
+        self, place: Path, seed: int, ratios: Sequence[float], tail: bool, **how: Any
+    ) -> Settings:
+        """A file for each ratio. Tells `kept`, the share of the drawn samples of each class that
+        the selection keeps, `counts`: what each file holds, fewer than asked for where the
+        selection's pool has no more, and as `figures` their shares of what was asked for.
         """
-        files = {file_of(place, ratio): sample_counts(self.counts(TRAIN), ratio, fill=tail) for ratio in ratios}
+        files = {
+            file_of(place, ratio): sample_counts(self.counts(TRAIN), ratio, fill=tail)
+            for ratio in ratios
+        }
         kept, counts = self.draw(files, seed=seed, **how), {}
         for file in files:
             with Dataset(file) as reader:
                 counts[file.stem] = list(reader.meta.histogram)
         self.show(place.name, file_of(place, max(ratios)))
-        figures = {file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()}
+        figures = {
+            file.stem: sum(counts[file.stem]) / sum(wanted) for file, wanted in files.items()
+        }
         return {"kept": kept, "counts": counts, "figures": figures}
 
     @property
@@ -147,15 +204,22 @@ class Augment(Subject):
             "choices were made by the mean recall on held-out images; the intervals cover the chance of training and "
             "the draw of test images, not the training images or the generator, of which there is one",
             "training images: "
-            + ", ".join(f"{name} {count:,}" for name, count in zip(self.classes(), self.counts(TRAIN), strict=True)),
+            + ", ".join(
+                f"{name} {count:,}"
+                for name, count in zip(self.classes(), self.counts(TRAIN), strict=True)
+            ),
         ]
         if made := self.outcome(self.place(SELECTED)):
             shares = [share for share in made["kept"] if share is not None]
-            notes.append(f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class")
+            notes.append(
+                f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class"
+            )
             for ratio in self.config.ratios:
                 wanted = sample_counts(self.counts(TRAIN), ratio, fill=self.fill)
                 rows = zip(made["counts"][f"ratio-{ratio:g}"], wanted, self.classes(), strict=True)
-                if few := [f"{name} {held} of {asked}" for held, asked, name in rows if held < asked]:
+                if few := [
+                    f"{name} {held} of {asked}" for held, asked, name in rows if held < asked
+                ]:
                     notes.append(
                         f"{synthetic_name(ratio, True)}: the pool had too few of some classes, so that each of these is"
                         f" seen more often ({', '.join(few)}); a larger selection.pool gives more"

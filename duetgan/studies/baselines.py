@@ -1,5 +1,5 @@
-"""What tells images apart without the training of a network: a logistic regression on features that images without
-labels standardise, and labels that spread over neighbours.
+"""What tells images apart without the training of a network: a logistic regression on features that
+images without labels standardise, and labels that spread over neighbours.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,24 +24,30 @@ from duetgan.utils.seeding import forked
 SIDE = 32  # px of images whose pixels are features, at most
 
 Features = Callable[[Dataset], Tensor]  # -> float32 [n, F]
-# (features [n, F], labels int64 [n], some UNKNOWN, those asked for [m, F], classes) -> their classes int64 [m]
+# (features [n, F], labels int64 [n], some UNKNOWN, those asked for [m, F], classes) -> their
+# classes int64 [m]
 Learner = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 def pixels(reader: Dataset) -> Tensor:
     """The values of all pixels, of large images at SIDE px."""
     side = min(SIDE, reader.spec.side)
-    parts = (read_batch(reader, rows).images.float() for rows in blocks(len(reader), reader.spec.side))
+    parts = (
+        read_batch(reader, rows).images.float() for rows in blocks(len(reader), reader.spec.side)
+    )
     return torch.cat([scaled(images, side).flatten(1) for images in parts])
 
 
 def before_training(reader: Dataset, **about: Any) -> Tensor:
-    """What the head takes of a classifier's network (keys of ModelConfig) before its first step: as it is drawn, key
-    (0, "init", "classifier"), or a discriminator's.
+    """What the head takes of a classifier's network (keys of ModelConfig) before its first step: as
+    it is drawn, key (0, "init", "classifier"), or a discriminator's.
     """
-    config = ModelConfig(**about | {"weights": about["weights"] and str(about["weights"])})  # a GAN's run must be there
+    # a GAN's run must be there
+    config = ModelConfig(**about | {"weights": about["weights"] and str(about["weights"])})
     with forked(0, "init", "classifier"):
-        model = Classifier(config, channels=reader.spec.channels, classes=2, resolution=reader.resolution)
+        model = Classifier(
+            config, channels=reader.spec.channels, classes=2, resolution=reader.resolution
+        )
     if config.discriminator is not None:
         load_discriminator(model)
     with torch.no_grad():
@@ -62,10 +68,17 @@ def spread(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Ten
 
 def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
     """Name -> what it is, features, learner."""
-    before, untrained = "a logistic regression on what the recipe's network gives", model.model_dump()
+    before, untrained = (
+        "a logistic regression on what the recipe's network gives",
+        model.model_dump(),
+    )
     return {
         "pixels": ("a logistic regression on the pixels", pixels, readout),
-        "untrained features": (f"{before} before its first step", partial(before_training, **untrained), readout),
+        "untrained features": (
+            f"{before} before its first step",
+            partial(before_training, **untrained),
+            readout,
+        ),
         "neighbours": ("labels spread over neighbours, by their pixels", pixels, spread),
     }
 
@@ -73,8 +86,8 @@ def ways(model: ModelConfig) -> dict[str, tuple[str, Features, Learner]]:
 def hits_of(
     training: Path, files: Mapping[str, Path], features: Features, learn: Learner, known: Any
 ) -> dict[str, np.ndarray]:
-    """Which images of each file are told right, bool [n], where of the training images `known` (labels -> records;
-    None: all) have labels.
+    """Which images of each file are told right, bool [n], where of the training images `known`
+    (labels -> records; None: all) have labels.
     """
     with Dataset(training) as reader:
         x, labels, classes = features(reader), torch.tensor(reader.labels()), len(reader.classes)

@@ -1,4 +1,6 @@
-"""Study `labels`: with few labels, what do pseudo-labels, a generator's samples and a discriminator's features add?"""
+"""Study `labels`: with few labels, what do pseudo-labels, a generator's samples and a
+discriminator's features add?
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +42,8 @@ class LabelsConfig(StudyConfig):
         "optimizer.lr": 0.002,
         "optimizer.weight_decay": 0.0,
     }
-    few: Recipe = Recipe(config="configs/few_labels.yaml")  # of those that learn from all images besides
+    # of those that learn from all images besides
+    few: Recipe = Recipe(config="configs/few_labels.yaml")
 
     def check(self) -> None:
         super().check()
@@ -53,7 +56,9 @@ def arm_name(per_class: int, way: str = "") -> str:
 
 
 class Labels(Subject):
-    """Every seed draws its own labelled images. The generator has seen no label at all, so one serves all arms."""
+    """Every seed draws its own labelled images. The generator has seen no label at all, so one
+    serves all arms.
+    """
 
     title = "What do images without labels add?"
     sets = (HELD_OUT, TEST)
@@ -65,10 +70,15 @@ class Labels(Subject):
 
     def declare(self) -> None:
         config, recipe, train = self.config, self.config.classifier, self.part(TRAIN)
-        images = self.add(Job(UNLABELLED, UNLABELLED), self._unlabelled, images=train) / "images.lmdb"
+        images = (
+            self.add(Job(UNLABELLED, UNLABELLED), self._unlabelled, images=train) / "images.lmdb"
+        )
         generator, untrained = self.generators(images)
         settings = {"recipe": recipe, "threshold": config.threshold, "images": train}
-        least, why = arm_name(config.per_class[0]), "more labels must help, or the study could not see any help"
+        least, why = (
+            arm_name(config.per_class[0]),
+            "more labels must help, or the study could not see any help",
+        )
         chance = Comparison(least, expected="not helps", why="labels by chance must not help")
         for count in config.per_class:
             named, known = partial(arm_name, count), partial(few_labels, per_class=count)
@@ -82,16 +92,35 @@ class Labels(Subject):
             self.best(named(BASE), named())
             for way, what, kind, family, against in (
                 (GUESSED, "and all others that it is sure of", "guessed", "more", asked(WRONG)),
-                (WRONG, "labels drawn by chance", "wrong", "control", [chance] * (named() == least)),
+                (
+                    WRONG,
+                    "labels drawn by chance",
+                    "wrong",
+                    "control",
+                    [chance] * (named() == least),
+                ),
             ):
                 used = first, "pseudo_labels"
-                self.training(Job(named(way), what, family, against), recipe, images=first / f"{kind}.lmdb", used=used)
-            for run, suffix, family in ((generator, "", "more"), (untrained, f", {OF_UNTRAINED}", "control")):
+                self.training(
+                    Job(named(way), what, family, against),
+                    recipe,
+                    images=first / f"{kind}.lmdb",
+                    used=used,
+                )
+            for run, suffix, family in (
+                (generator, "", "more"),
+                (untrained, f", {OF_UNTRAINED}", "control"),
+            ):
                 start = {"model.name": "discriminator", "model.weights": run}
                 maps = partial(before_training, name="discriminator", weights=run, head="readout")
                 for way, what, how, more in (
                     (TUNED, "a network that starts as D", recipe, config.discriminator | start),
-                    (CONSISTENT, "one that learns from all images", config.few, start | {"unlabelled.path": images}),
+                    (
+                        CONSISTENT,
+                        "one that learns from all images",
+                        config.few,
+                        start | {"unlabelled.path": images},
+                    ),
                     (READ, "a logistic regression on D's maps", readout, None),
                     (SPREAD, "labels spread over neighbours, by D's maps", spread, None),
                 ):
@@ -102,7 +131,9 @@ class Labels(Subject):
                     else:
                         self.learning(arm, maps, how, known)
         known_to_help = Comparison(least, expected="helps", why=why)
-        self.training(Job(ALL, "every training image with its label", "control", [known_to_help]), recipe)
+        self.training(
+            Job(ALL, "every training image with its label", "control", [known_to_help]), recipe
+        )
 
     # --- what jobs and arms do
 
@@ -110,13 +141,19 @@ class Labels(Subject):
         with Dataset(images) as reader:
             every = (reader, range(len(reader)), np.zeros(len(reader), np.int64))
             meta = write_labelled(
-                place / "images.lmdb", [every], (), source=f"{reader.meta.source}, labels left out", overwrite=True
+                place / "images.lmdb",
+                [every],
+                (),
+                source=f"{reader.meta.source}, labels left out",
+                overwrite=True,
             )
         return {"images": meta.count}
 
-    def _first(self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path) -> Result:
-        """Draw the labelled images (`few.lmdb`), train on them, and label the others, for the arms that follow:
-        `guessed.lmdb`, and `wrong.lmdb` by chance.
+    def _first(
+        self, place: Path, seed: int, count: int, recipe: Recipe, threshold: float, images: Path
+    ) -> Result:
+        """Draw the labelled images (`few.lmdb`), train on them, and label the others, for the arms
+        that follow: `guessed.lmdb`, and `wrong.lmdb` by chance.
         """
         with Dataset(images) as reader:
             labels, classes = reader.labels(), reader.classes
@@ -124,11 +161,15 @@ class Labels(Subject):
             write_subset(reader, chosen, place / "few.lmdb")
             self.train(place / "run", recipe, {"data.path": place / "few.lmdb"}, seed)
             result = self.judge(place / "run")
-            classifier = classifier_from(load(resolve(str(place / "run"))), choose_device(self.device))
+            classifier = classifier_from(
+                load(resolve(str(place / "run"))), choose_device(self.device)
+            )
             guessed, chances = guesses(classifier, reader, batch_size=BATCH)
             rest = np.setdiff1d(np.arange(len(reader)), chosen)
             kept = rest[chances[rest] >= threshold]
-            by_chance = numpy_generator(seed, "study", "wrong labels").integers(len(classes), size=len(kept))
+            by_chance = numpy_generator(seed, "study", "wrong labels").integers(
+                len(classes), size=len(kept)
+            )
             for kind, named in (("guessed", guessed[kept]), ("wrong", by_chance)):
                 parts = [(reader, chosen, labels[chosen]), (reader, kept, named)]
                 write_labelled(
@@ -139,7 +180,9 @@ class Labels(Subject):
                     overwrite=True,
                 )
             result.figures["pseudo_labels"] = len(kept) / len(rest) if len(rest) else None
-            result.figures["pseudo_right"] = float((guessed == labels)[kept].mean()) if len(kept) else None
+            result.figures["pseudo_right"] = (
+                float((guessed == labels)[kept].mean()) if len(kept) else None
+            )
         return result
 
 

@@ -1,5 +1,6 @@
-"""A study run by run: what is done is kept, what is missing is made, and the table is a function of the results: of
-it comes study.json, what a study found so far, which does not depend on how often the study was stopped.
+"""A study run by run: what is done is kept, what is missing is made, and the table is a function of
+the results: of it comes study.json, what a study found so far, which does not depend on how often
+the study was stopped.
 """
 
 import hashlib
@@ -28,26 +29,38 @@ from duetgan.utils.runlog.run_log import say
 from duetgan.utils.text import duration
 
 SCHEMA = 1
-LEFT_OUT = "a part of the study: these arms were not asked for (only), and neither run nor compared: {}"
+LEFT_OUT = (
+    "a part of the study: these arms were not asked for (only), and neither run nor compared: {}"
+)
 VOID = "void: a control came out wrong, so the figures below prove nothing"
 
 
 def means(subject: Subject, results: Results) -> dict[str, Any]:
-    """The table of all arms: mean recalls of groups of classes on each set of images, of each class on the test images,
-    and all other figures.
+    """The table of all arms: mean recalls of groups of classes on each set of images, of each class
+    on the test images, and all other figures.
     """
     firsts = [runs[0] for runs in results.by_arm.values()]
     sets = [name for name in subject.sets if all(name in first.hits for first in firsts)]
-    groups = {name: results.groups if name == TEST else subject.class_groups(results) for name in sets}
+    groups = {
+        name: results.groups if name == TEST else subject.class_groups(results) for name in sets
+    }
     accuracies = [f"{name}_accuracy" for name in subject.sets]
-    figures = [name for name in dict.fromkeys(chain(*(first.figures for first in firsts))) if name not in accuracies]
+    figures = [
+        name
+        for name in dict.fromkeys(chain(*(first.figures for first in firsts)))
+        if name not in accuracies
+    ]
     head = ["", *(f"{name}, {group}" for name in sets for group in groups[name]), *figures]
     rows = [
         [arm, *(percent(results.mean(arm, group, name)) for name in sets for group in groups[name])]
         + [plain(results.mean_figure(arm, name)) for name in figures]
         for arm in results.by_arm
     ]
-    return {"title": "Mean recall of the classes and means of figures, over the seeds", "header": head, "rows": rows}
+    return {
+        "title": "Mean recall of the classes and means of figures, over the seeds",
+        "header": head,
+        "rows": rows,
+    }
 
 
 def document(
@@ -56,8 +69,9 @@ def document(
     results: Mapping[str, Mapping[int, Result]],  # by arm and seed
     planned: Sequence[int],  # seeds
 ) -> dict[str, Any]:
-    """`subject`, `title`, `complete`, `runs`, `seeds`, `arms`, `choices`, `comparisons`, `controls`, `void` (None while
-    no seed is complete), `verdicts` (by arm and group), `words`, `tables`, `pictures`, `notes`.
+    """`subject`, `title`, `complete`, `runs`, `seeds`, `arms`, `choices`, `comparisons`,
+    `controls`, `void` (None while no seed is complete), `verdicts` (by arm and group), `words`,
+    `tables`, `pictures`, `notes`.
     """
     done, wanted = sum(map(len, results.values())), len(results) * len(planned)
     whole = [seed for seed in planned if all(seed in runs for runs in results.values())]
@@ -65,7 +79,10 @@ def document(
     if whole:
         by_arm = {arm: [runs[seed] for seed in whole] for arm, runs in results.items()}
         table = Results(whole, by_arm, subject.labels(), subject.groups())
-        choices = {name: table.choose(name, subject.of_family(family)) for name, family in subject.choices.items()}
+        choices = {
+            name: table.choose(name, subject.of_family(family))
+            for name, family in subject.choices.items()
+        }
         tables, declared = [means(subject, table)], subject.compared(table)
         comparisons = compared(table, [row for row in declared if not row.expected])
         controls = checked(table, [row for row in declared if row.expected])
@@ -73,7 +90,10 @@ def document(
     failed = [row for row in controls if row["ok"] is False]
     words = ["unfinished: the answers are of the seeds that are done"] * (done < wanted)
     words += [VOID] * bool(failed)
-    words += [f"{row['arm']} against {row['against']}: {row['found']}, not: {row['expected']}" for row in failed]
+    words += [
+        f"{row['arm']} against {row['against']}: {row['found']}, not: {row['expected']}"
+        for row in failed
+    ]
     words += [in_words(row) for row in asked]
     return {
         "schema": SCHEMA,
@@ -91,7 +111,10 @@ def document(
         "comparisons": comparisons,
         "controls": controls,
         "void": bool(failed) if whole else None,
-        "verdicts": [{key: row[key] for key in ("first", "second", "group", "figure", "verdict")} for row in asked],
+        "verdicts": [
+            {key: row[key] for key in ("first", "second", "group", "figure", "verdict")}
+            for row in asked
+        ],
         "words": words if whole else ["no seed is complete: there is nothing to compare"],
         "tables": tables,
         "pictures": [
@@ -106,7 +129,8 @@ def document(
 
 DISCARDED = "checkpoints"  # folders of a run that go once it is judged
 
-# a choice to go on that depends on what was seen: the chance of an error is larger than the intervals and p say
+# a choice to go on that depends on what was seen: the chance of an error is larger than the
+# intervals and p say
 SEEDS_CHANGED = (
     "Results were made when the study was of {} seeds; now it is of {}. If that was changed because of them, p is too "
     "small. A study in earnest fixes its seeds before."
@@ -114,8 +138,8 @@ SEEDS_CHANGED = (
 
 
 class Study:
-    """A subject's jobs and runs in a folder. Seeds come one after the other, each with all arms, so that what is there
-    is always a whole table over fewer seeds.
+    """A subject's jobs and runs in a folder. Seeds come one after the other, each with all arms, so
+    that what is there is always a whole table over fewer seeds.
     """
 
     def __init__(self, name: str, subject: Subject) -> None:
@@ -124,8 +148,9 @@ class Study:
         self.seeds = list(range(config.first_seed, config.first_seed + config.seeds))
 
     def run(self, minutes: float | None = None) -> dict[str, Any]:
-        """Make what is missing; returns study.json's document, which is written after every run. With `minutes` it ends
-        by then, whatever is left. Raises StoppedBySignal after a signal, with everything saved.
+        """Make what is missing; returns study.json's document, which is written after every run.
+        With `minutes` it ends by then, whatever is left. Raises StoppedBySignal after a signal,
+        with everything saved.
         """
         check_writable(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +159,9 @@ class Study:
             try:
                 runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms]
                 for number, (arm, seed) in enumerate(runs, 1):
-                    if self._perform(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"):
+                    if self._perform(
+                        arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}"
+                    ):
                         self.write()
             except StoppedBySignal:
                 self.write()
@@ -146,8 +173,10 @@ class Study:
     # --- jobs and runs
 
     def _perform(self, job: Job, seed: int, title: str = "") -> bool:
-        """Make a job or an arm's run, after the jobs it needs, and its outcome into a file. False: that is there.
-        Raises UserError if either is of other settings; of a place where no more than logs are left it is not asked.
+        """Make a job or an arm's run, after the jobs it needs, and its outcome into a file. False:
+        that is there.
+        Raises UserError if either is of other settings; of a place where no more than logs are left
+        it is not asked.
         """
         place, key = of_seed(job.place, seed), self._key(job, seed)
         file, note = record(place), place.with_name(f"{place.name}.key")
@@ -172,10 +201,16 @@ class Study:
         outcome = job.make(place, seed)
         took = time.monotonic() - start
         if isinstance(outcome, Result):
-            shown = ", ".join(f"{figure} {value:.4g}" for figure, value in outcome.figures.items() if value is not None)
+            shown = ", ".join(
+                f"{figure} {value:.4g}"
+                for figure, value in outcome.figures.items()
+                if value is not None
+            )
             say(f"{title}: {shown} ({duration(took)})")
             outcome = packed(outcome)
-        write_atomic(file, as_json({"told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)}))
+        write_atomic(
+            file, as_json({"told": outcome, "seeds": len(self.seeds), "seconds": round(took, 1)})
+        )
         needed = any(job.place in other.needs for other in self.subject.jobs.values())
         if place != job.place and not (needed or self.subject.config.keep_runs):
             for run in list(place.rglob(DISCARDED)):
@@ -202,7 +237,9 @@ class Study:
                     others |= {tree["seeds"]} - {len(self.seeds)}
         made = document(self.name, self.subject, results, self.seeds)
         if others:
-            made["notes"].insert(0, SEEDS_CHANGED.format(" and ".join(map(str, sorted(others))), len(self.seeds)))
+            made["notes"].insert(
+                0, SEEDS_CHANGED.format(" and ".join(map(str, sorted(others))), len(self.seeds))
+            )
         write_atomic(self.folder / "study.json", as_json(made))
         return made
 
@@ -210,13 +247,17 @@ class Study:
     def _alone(self) -> Iterator[None]:
         with (self.folder / ".lock").open("w") as lock:
             if not hold(lock):
-                raise UserError(f"{self.folder}: another process makes this study; wait, or choose another --out")
+                raise UserError(
+                    f"{self.folder}: another process makes this study; wait, or choose another --out"
+                )
             yield
 
 
 @contextmanager
 def _stopping(minutes: float | None) -> Iterator[None]:
-    """Inside the block signals, and the end of the minutes, raise StoppedBySignal; a training saves before."""
+    """Inside the block signals, and the end of the minutes, raise StoppedBySignal; a training saves
+    before.
+    """
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         raise StoppedBySignal(f"{signal.Signals(signum).name}; the same command goes on")
@@ -235,6 +276,8 @@ def _stopping(minutes: float | None) -> Iterator[None]:
 def _read(file: Path) -> dict[str, Any]:
     """What `_perform` has written. Raises UserError for what is not that."""
     remedy = "remove it, and it is made again"
-    with explained((ValueError, KeyError, TypeError), lambda why: f"{file}: cannot be read ({why}); {remedy}"):
+    with explained(
+        (ValueError, KeyError, TypeError), lambda why: f"{file}: cannot be read ({why}); {remedy}"
+    ):
         tree = json.loads(file.read_text())
         return {key: tree[key] for key in ("told", "seeds")}

@@ -1,5 +1,5 @@
-"""Files of samples for training, as they are drawn or selected by a classifier (as in GaFi, Lampis et al. 2023,
-2305.10118).
+"""Files of samples for training, as they are drawn or selected by a classifier (as in GaFi, Lampis
+et al. 2023, 2305.10118).
 """
 
 import itertools
@@ -40,7 +40,9 @@ class Drawing(Config):
 
     def check(self) -> None:
         if self.confidence is not None and not 0 <= self.confidence[0] < self.confidence[1] <= 1:
-            raise UserError(f"confidence {list(self.confidence)}: give two numbers from 0 to 1, the smaller one first")
+            raise UserError(
+                f"confidence {list(self.confidence)}: give two numbers from 0 to 1, the smaller one first"
+            )
 
     @property
     def selects(self) -> bool:
@@ -55,7 +57,10 @@ class Drawing(Config):
 
     def alone(self) -> dict[str, "Drawing"]:
         """Each of the ingredients that are set, alone."""
-        return {name: Drawing(**{name: value}) for name, value in self.model_dump(exclude_defaults=True).items()}
+        return {
+            name: Drawing(**{name: value})
+            for name, value in self.model_dump(exclude_defaults=True).items()
+        }
 
     def keeps(self, classifier: Classifier, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
         """The rule of a classifier's answers."""
@@ -72,23 +77,32 @@ def draw_samples(
     *,
     seed: int,
     drawing: Drawing,
-    rule: Callable[..., tuple[Tensor, Tensor]] | None = None,  # (images, label=) -> which are kept, how well each fits
-    pool: int | None = None,  # samples drawn for each that is wanted, at most; None: as many as it takes
-    stream: tuple[str, ...] | None = None,  # of the draws' keys; None: samples are those of generate.py
+    # (images, label=) -> which are kept, how well each fits
+    rule: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    # samples drawn for each that is wanted, at most; None: as many as it takes
+    pool: int | None = None,
+    # of the draws' keys; None: samples are those of generate.py
+    stream: tuple[str, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[float | None]:
-    """Write packed files of samples, class by class, a smaller one the beginning of a larger one; one that is there is
-    replaced. Returns the share of the drawn samples of each class that was kept.
+    """Write packed files of samples, class by class, a smaller one the beginning of a larger one;
+    one that is there is replaced. Returns the share of the drawn samples of each class that was
+    kept.
 
-    With a pool that has too few, a class gets fewer, but one at least, the best. Raises UserError for an unconditional
-    generator, other classes, and, without a pool, a rule that keeps less than `LEAST_KEPT`.
+    With a pool that has too few, a class gets fewer, but one at least, the best. Raises UserError
+    for an unconditional generator, other classes, and, without a pool, a rule that keeps less than
+    `LEAST_KEPT`.
     """
     content = load(resolve(str(run)))
     generator = generator_from(content, device)
     if not generator.classes:
         raise UserError(f"{run}: is a generator without classes; a study needs labelled samples")
     require_same_classes("the generator", content["classes"], "the study's images", classes)
-    about = str(drawing) + (f"; the first of {pool} drawn for each" if pool else "") if drawing.selects else None
+    about = (
+        str(drawing) + (f"; the first of {pool} drawn for each" if pool else "")
+        if drawing.selects
+        else None
+    )
     how: dict[str, Any] = {
         "passport": provenance_of(generator, content, seed=seed, selection=about),
         "resize_filter": (content.get("data") or {}).get("resize_filter", "none"),
@@ -97,15 +111,26 @@ def draw_samples(
     how |= {"classes": classes, "source": "samples for a study", "overwrite": True}
     most = np.max(list(files.values()), axis=0).tolist()
     shares: list[float | None] = []
-    with ExitStack() as stack, Bar(total=sum(most), desc="samples", unit="image") as bar, full_float32(device):
-        writers = {stack.enter_context(LMDBWriter(file, layout, **how)): counts for file, counts in files.items()}
+    with (
+        ExitStack() as stack,
+        Bar(total=sum(most), desc="samples", unit="image") as bar,
+        full_float32(device),
+    ):
+        writers = {
+            stack.enter_context(LMDBWriter(file, layout, **how)): counts
+            for file, counts in files.items()
+        }
         for label, wanted in enumerate(most):
             blocks = _of_class(generator, label, seed, stream)
             keep = rule and partial(rule, label=label)
-            for number, image in enumerate(_kept(blocks, classes[label], wanted, keep, pool, shares)):
+            for number, image in enumerate(
+                _kept(blocks, classes[label], wanted, keep, pool, shares)
+            ):
                 for writer, counts in writers.items():
                     if number < counts[label]:
-                        add_image(writer, np.ascontiguousarray(image.permute(1, 2, 0).numpy()), label)
+                        add_image(
+                            writer, np.ascontiguousarray(image.permute(1, 2, 0).numpy()), label
+                        )
                 bar.update()
         for writer in writers:
             writer.finish()
@@ -113,7 +138,12 @@ def draw_samples(
 
 
 def _kept(
-    blocks: Iterator[Tensor], name: str, wanted: int, rule: Any, pool: int | None, shares: list[float | None]
+    blocks: Iterator[Tensor],
+    name: str,
+    wanted: int,
+    rule: Any,
+    pool: int | None,
+    shares: list[float | None],
 ) -> Iterator[Tensor]:
     """So many samples of those that the rule keeps; appends the share that it kept."""
     drawn = taken = 0
@@ -124,7 +154,9 @@ def _kept(
         drawn += len(images)
         if rule is not None:
             kept, fits = rule(images)
-            best = max(best, (float(fits.max()), images[int(fits.argmax())]), key=lambda pair: pair[0])
+            best = max(
+                best, (float(fits.max()), images[int(fits.argmax())]), key=lambda pair: pair[0]
+            )
             images = images[kept]
         yield from images[: wanted - taken]
         taken += len(images)
@@ -138,7 +170,9 @@ def _kept(
     shares.append(taken / drawn if drawn else None)
 
 
-def _of_class(generator: ImageGenerator, label: int, seed: int, stream: tuple[str, ...] | None) -> Iterator[Tensor]:
+def _of_class(
+    generator: ImageGenerator, label: int, seed: int, stream: tuple[str, ...] | None
+) -> Iterator[Tensor]:
     """Samples of a class without end, uint8 [BLOCK, C, H, W]."""
     how: dict[str, Any] = {"labels": torch.full((BLOCK,), label), "seed": seed}
     first, step = label, generator.classes

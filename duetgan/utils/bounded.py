@@ -1,5 +1,6 @@
-"""The user's files, opened and read within bounds: every byte of theirs comes in through here. Regular files only, so
-that a named pipe never hangs, and no more of one than the limit of its kind, whatever it claims to hold.
+"""The user's files, opened and read within bounds: every byte of theirs comes in through here.
+Regular files only, so that a named pipe never hangs, and no more of one than the limit of its kind,
+whatever it claims to hold.
 
 tests/utils/test_bounded.py keeps other ways of opening a file out of the program.
 """
@@ -19,7 +20,8 @@ from typing import IO
 from duetgan.utils.errors import UserError, explained
 
 STEP = 1 << 20  # bytes read at a time from what does not say how long it is
-OTHERS = {"d": "a folder", "p": "a named pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l` has it
+# as `ls -l` has it
+OTHERS = {"d": "a folder", "p": "a named pipe", "c": "a device", "b": "a device", "s": "a socket"}
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,18 @@ class FileLimit:
 
     @property
     def remedy(self) -> str:
-        return f"the {self.limit >> 20:,} MiB for {self.name}: make it smaller or set {self.variable}"
+        return (
+            f"the {self.limit >> 20:,} MiB for {self.name}: make it smaller or set {self.variable}"
+        )
 
 
-IMAGE = FileLimit("an image file", 256, "DUET_MAX_IMAGE_MIB")  # Pillow's limit of pixels in 24 bits, uncompressed
+# Pillow's limit of pixels in 24 bits, uncompressed
+IMAGE = FileLimit("an image file", 256, "DUET_MAX_IMAGE_MIB")
 UPLOAD = FileLimit("an image sent by a browser", 32, "DUET_MAX_UPLOAD_MIB")
-ARRAY = FileLimit("a file of many images", 2048, "DUET_MAX_ARRAY_MIB")  # idx and CIFAR-10: they are held whole
-TABLE = FileLimit("a list", 512, "DUET_MAX_TABLE_MIB")  # CSV, JSON, weights of images; a million names are 50 MiB
+# idx and CIFAR-10: they are held whole
+ARRAY = FileLimit("a file of many images", 2048, "DUET_MAX_ARRAY_MIB")
+# CSV, JSON, weights of images; a million names are 50 MiB
+TABLE = FileLimit("a list", 512, "DUET_MAX_TABLE_MIB")
 CONFIG = FileLimit("a configuration", 4, "DUET_MAX_CONFIG_MIB")
 WEIGHTS = FileLimit("a file of weights", 64 << 10, "DUET_MAX_WEIGHTS_MIB")
 ARCHIVE = FileLimit("an archive", 0)  # zip, Parquet, LMDB: their parts have limits
@@ -67,7 +74,9 @@ def refuse_large(size: int, kind: FileLimit, path: object = None) -> None:
 
 
 def check(path: str | Path, kind: FileLimit) -> os.stat_result:
-    """The status of a regular file that is not too large; what a link points to counts. Raises OSError."""
+    """The status of a regular file that is not too large; what a link points to counts. Raises
+    OSError.
+    """
     if "\0" in os.fspath(path):
         raise Refused("is no file name: it holds a NUL character", path)
     status = os.stat(path)
@@ -79,17 +88,22 @@ def check(path: str | Path, kind: FileLimit) -> os.stat_result:
 
 
 def refuse_page(path: Path) -> None:
-    """Raise UserError for an HTML page under the name of another file, as a failed download leaves it."""
+    """Raise UserError for an HTML page under the name of another file, as a failed download leaves
+    it.
+    """
     if path.is_file():
         with open_file(path, WEIGHTS) as file:
             if file.read(512).lstrip().lower().startswith((b"<!doctype", b"<html", b"<head")):
-                raise UserError(f"{path}: is an HTML page, the download failed; fetch the file itself")
+                raise UserError(
+                    f"{path}: is an HTML page, the download failed; fetch the file itself"
+                )
 
 
 def open_file(path: str | Path, kind: FileLimit) -> io.BufferedReader:
     """A file that `check` accepts, for reading. Raises OSError."""
     check(path, kind)
-    # Not blocking: where a pipe has taken the file's place since, there is an error or no content, and never a wait.
+    # Not blocking: where a pipe has taken the file's place since, there is an error or no content,
+    # and never a wait.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
@@ -111,7 +125,9 @@ def read_stream(stream: IO[bytes] | io.BufferedIOBase, kind: FileLimit) -> bytes
 
 
 def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
-    """The unpacked bytes of a gzip file. Raises OSError, also for what is damaged; at the kind's limit Refused."""
+    """The unpacked bytes of a gzip file. Raises OSError, also for what is damaged; at the kind's
+    limit Refused.
+    """
     damaged = explained((EOFError, zlib.error), lambda why: Refused(str(why), path))
     with damaged, open_file(path, kind) as file, gzip.GzipFile(fileobj=file) as unpacked:
         return read_stream(unpacked, kind)
@@ -119,7 +135,9 @@ def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
 
 @contextmanager
 def reading(path: object, remedy: str, *faults: type[Exception]) -> Iterator[None]:
-    """An OSError or one of `faults` that is raised inside becomes `PATH cannot be read (WHY); REMEDY`, a UserError."""
+    """An OSError or one of `faults` that is raised inside becomes `PATH cannot be read (WHY);
+    REMEDY`, a UserError.
+    """
     expected: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         yield
@@ -127,4 +145,6 @@ def reading(path: object, remedy: str, *faults: type[Exception]) -> Iterator[Non
         raise
     except expected as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"{path} cannot be read ({' '.join(why.split())[:200]}); {remedy}") from error
+        raise UserError(
+            f"{path} cannot be read ({' '.join(why.split())[:200]}); {remedy}"
+        ) from error

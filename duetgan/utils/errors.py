@@ -1,4 +1,6 @@
-"""Errors a user can act on, and the exit codes of the command line; whether two lists of class names are the same."""
+"""Errors a user can act on, and the exit codes of the command line; whether two lists of class
+names are the same.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +22,15 @@ class Expected(Exception):
 
     def __init__(self, message: str, *, rank_specific: bool = False, quiet: bool = False) -> None:
         super().__init__(message)
-        self.rank_specific = rank_specific  # other ranks do not raise the same: print it whatever the rank
+        # other ranks do not raise the same: print it whatever the rank
+        self.rank_specific = rank_specific
         self.quiet = quiet  # another process tells the user
 
 
 class UserError(Expected, ValueError):
-    """Bad input or environment. The message is one line: the file, key or rank at fault, then the remedy."""
+    """Bad input or environment. The message is one line: the file, key or rank at fault, then the
+    remedy.
+    """
 
     exit_code = EXIT_USER
 
@@ -37,7 +42,9 @@ class StoppedBySignal(Expected):
 
 
 class TrainingHalted(Expected, RuntimeError):
-    """Training cannot go on (non-finite cap, lost rank, memory, disk); the last checkpoint is intact."""
+    """Training cannot go on (non-finite cap, lost rank, memory, disk); the last checkpoint is
+    intact.
+    """
 
     exit_code = EXIT_HALTED
 
@@ -47,7 +54,9 @@ def explained(
     faults: type[Exception] | tuple[type[Exception], ...],
     words: str | Callable[[Any], str | Exception],
 ) -> Iterator[None]:
-    """One of `faults` that is raised inside becomes a UserError of these words, or what `words` makes of it."""
+    """One of `faults` that is raised inside becomes a UserError of these words, or what `words`
+    makes of it.
+    """
     try:
         yield
     except faults as error:
@@ -63,9 +72,15 @@ def refuse(*problems: tuple[object, str]) -> None:
 
 
 def require_same_classes(
-    who: str, names: Sequence[str], other: str, others: Sequence[str], remedy: str = "give those of the same classes"
+    who: str,
+    names: Sequence[str],
+    other: str,
+    others: Sequence[str],
+    remedy: str = "give those of the same classes",
 ) -> None:
-    """Raise UserError unless two lists of classes are the same, order included; it says what differs."""
+    """Raise UserError unless two lists of classes are the same, order included; it says what
+    differs.
+    """
     names, others = list(names), list(others)
     if names == others:
         return
@@ -73,6 +88,10 @@ def require_same_classes(
     odd = [(sorted(set(some) - set(rest)), where) for some, rest, where in sides]
     differences = [f"{listed(those)} {where}" for those, where in odd if those]
     if not differences:
-        place = next(i for i, (name, theirs) in enumerate(zip(names, others, strict=False)) if name != theirs)
+        place = next(
+            i for i, (name, theirs) in enumerate(zip(names, others, strict=False)) if name != theirs
+        )
         differences = [f"class {place} is {names[place]!r} here and {others[place]!r} there"]
-    raise UserError(f"{who}: its classes are not those of {other}: {'; '.join(differences)}; {remedy}")
+    raise UserError(
+        f"{who}: its classes are not those of {other}: {'; '.join(differences)}; {remedy}"
+    )

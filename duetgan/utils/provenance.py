@@ -1,7 +1,9 @@
-"""What generated images say of where they come from, and what a checkpoint says of all that its weights have seen.
+"""What generated images say of where they come from, and what a checkpoint says of all that its
+weights have seen.
 
-A packed file of samples has its provenance (key `passport`); one without holds real images. Lineages are frozen and
-joined, never changed; those of the checkpoint that weights started from are part of theirs.
+A packed file of samples has its provenance (key `passport`); one without holds real images.
+Lineages are frozen and joined, never changed; those of the checkpoint that weights started from are
+part of theirs.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,12 +26,17 @@ class Generated(Stored):
 
 
 class Lineage(Stored):
-    """Which images and which networks weights have learnt from, themselves or those that they started from."""
+    """Which images and which networks weights have learnt from, themselves or those that they
+    started from.
+    """
 
-    trained_on: list[str]  # content hashes, and fingerprints where there are any, of files of images
+    # content hashes, and fingerprints where there are any, of files of images
+    trained_on: list[str]
     synthetic: list[Generated]  # those of them that hold samples
-    teachers: list[str] = []  # fingerprints of classifiers whose answers were in the loss, or that they began as
-    pretrained: list[str] = []  # hashes of others' weights files that they, or their teachers, began with
+    # fingerprints of classifiers whose answers were in the loss, or that they began as
+    teachers: list[str] = []
+    # hashes of others' weights files that they, or their teachers, began with
+    pretrained: list[str] = []
 
     @classmethod
     def of(cls, **parts: Any) -> Self:
@@ -41,7 +48,9 @@ class Lineage(Stored):
         return self.model_dump(exclude_defaults=True)
 
     def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
-        """Why a network of this lineage and fingerprint `weights` cannot judge beside these images; empty if it can."""
+        """Why a network of this lineage and fingerprint `weights` cannot judge beside these images;
+        empty if it can.
+        """
         if weights in generator.teachers:
             return "supplied a loss to this generator, so it cannot judge it; give another"
         if not set(self.teachers).isdisjoint(generator.teachers):
@@ -69,7 +78,11 @@ def join(*lineages: Lineage) -> Lineage:
 
 
 def recorded(checkpoint: Mapping[str, Any]) -> Lineage:
-    """A checkpoint's lineage; those of before had none and say only which file they were trained on."""
+    """A checkpoint's lineage; those of before had none and say only which file they were trained
+    on.
+    """
     content = (checkpoint.get("data") or {}).get("content_hash")
-    own = Lineage.of(trained_on=[content] if content else [], teachers=list(checkpoint.get("teachers", [])))
+    own = Lineage.of(
+        trained_on=[content] if content else [], teachers=list(checkpoint.get("teachers", []))
+    )
     return join(own, Lineage.read(checkpoint["lineage"])) if checkpoint.get("lineage") else own

@@ -1,23 +1,31 @@
-"""Text for people: aligned columns, figures, lists and lines that are cut to fit, names that any terminal can show."""
+"""Text for people: aligned columns, figures, lists and lines that are cut to fit, names that any
+terminal can show.
+"""
 
 import difflib
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-BIDIRECTIONAL = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # controls
+# controls
+BIDIRECTIONAL = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
 
 
 def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
-    """Rows of equally many cells as aligned text that can be shown anywhere (`printable`), two spaces between the
-    columns, nothing at a line's end.
+    """Rows of equally many cells as aligned text that can be shown anywhere (`printable`), two
+    spaces between the columns, nothing at a line's end.
 
-    Args: `align` a character a column, `<` to the left and `>` to the right; the last one holds for all that follow.
+    Args: `align` a character a column, `<` to the left and `>` to the right; the last one holds for
+    all that follow.
     """
     table = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = align.ljust(len(widths), align[-1])
     return "\n".join(
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=False)).rstrip()
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=False)
+        ).rstrip()
         for row in table
     )
 
@@ -37,7 +45,9 @@ def duration(seconds: float) -> str:
 
 
 def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str:
-    """Text of at most so many characters (or whatever `length` measures), its middle left out where it is longer."""
+    """Text of at most so many characters (or whatever `length` measures), its middle left out where
+    it is longer.
+    """
     short, keep = text, len(text)
     while length(short) > most and keep > 1:
         keep -= 1
@@ -46,8 +56,8 @@ def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str
 
 
 def printable(text: str) -> str:
-    r"""A name as it can be shown anywhere: control characters, separators of lines, controls of the writing direction
-    and bytes that are no UTF-8 become \n, \x1b, \u2028, \xff.
+    r"""A name as it can be shown anywhere: control characters, separators of lines, controls of the
+    writing direction and bytes that are no UTF-8 become \n, \x1b, \u2028, \xff.
     """
     if text.isascii() and text.isprintable():
         return text

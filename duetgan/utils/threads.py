@@ -1,8 +1,9 @@
 """How many threads compute: as many as other programs leave cores for.
 
-The threads of an operation wait for each other, and spin while they wait: where the system has put one of them aside
-for another program, the rest burn the core that it needs. Beside one busy process on two cores two threads train at a
-tenth of their speed, one thread at two thirds of it (benchmarks/busy.py).
+The threads of an operation wait for each other, and spin while they wait: where the system has put
+one of them aside for another program, the rest burn the core that it needs. Beside one busy process
+on two cores two threads train at a tenth of their speed, one thread at two thirds of it
+(benchmarks/busy.py).
 """
 
 import os
@@ -25,33 +26,45 @@ class Load:
         self._before, self._others = _clocks(), 0.0
 
     def others(self) -> float:
-        """Cores that were busy since the last look, but for this process's time; 0 where the system does not tell."""
+        """Cores that were busy since the last look, but for this process's time; 0 where the system
+        does not tell.
+        """
         now = _clocks()
-        seconds, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
+        seconds, busy, own = (
+            after - before for after, before in zip(now, self._before, strict=True)
+        )
         if seconds >= SHORTEST:
             self._before, self._others = now, max(0.0, (busy - own) / seconds)
         return self._others
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds: by the clock, of all cores busy (or taken away from a virtual machine), of this process on them."""
+    """Seconds: by the clock, of all cores busy (or taken away from a virtual machine), of this
+    process on them.
+    """
     busy = 0.0
     if STAT.exists():
-        user, nice, system, _, _, interrupts, soft, stolen = map(int, STAT.read_text().split(maxsplit=9)[1:9])
+        user, nice, system, _, _, interrupts, soft, stolen = map(
+            int, STAT.read_text().split(maxsplit=9)[1:9]
+        )
         busy = (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
     return time.perf_counter(), busy, sum(os.times()[:4])
 
 
 @cache
 def most() -> int:
-    """The threads that torch begins with, but no more than this process may use cores; or as many as GIVEN says."""
+    """The threads that torch begins with, but no more than this process may use cores; or as many
+    as GIVEN says.
+    """
     import torch
 
     return torch.get_num_threads() if GIVEN in os.environ else min(torch.get_num_threads(), cores())
 
 
 def free() -> bool:
-    """Whether their number is open: given ones stay, and the processes of one run would be each other's others."""
+    """Whether their number is open: given ones stay, and the processes of one run would be each
+    other's others.
+    """
     return GIVEN not in os.environ and local_processes() == 1
 
 
@@ -82,7 +95,9 @@ def seen() -> float:
 
 
 def settle() -> None:
-    """In a script: let torch compute in as many threads as have had cores. A library's caller has a say in that."""
+    """In a script: let torch compute in as many threads as have had cores. A library's caller has a
+    say in that.
+    """
     import torch
 
     if _since_start is not None:

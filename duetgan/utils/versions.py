@@ -11,14 +11,24 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """Versions and hardware, for people: Python, packages, platform, processor, accelerator, git commit."""
+    """Versions and hardware, for people: Python, packages, platform, processor, accelerator, git
+    commit.
+    """
     import torch  # here and below: who asks for --help does not wait for it
 
     found = {"python": platform.python_version()}
-    found |= {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "lmdb")}
-    found |= {"platform": platform.platform(), "processor": _processor(), "cores": str(os.cpu_count())}
+    found |= {
+        name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "lmdb")
+    }
+    found |= {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+    }
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        named = getattr(torch.get_device_module(accelerator), "get_device_name", lambda: accelerator.type)
+        named = getattr(
+            torch.get_device_module(accelerator), "get_device_name", lambda: accelerator.type
+        )
         found["accelerator"] = f"{torch.accelerator.device_count()} x {named()}"
     git = commit(ROOT)
     return found | ({"commit": git.replace("-dirty", " with local changes")} if git else {})
@@ -35,14 +45,27 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def commit(checkout: Path) -> str | None:
-    """The commit of a checkout, "-dirty" behind it where tracked files differ from it: `0123456789ab-dirty`. None
-    without git or where `checkout` is none; never waits for long.
+    """The commit of a checkout, "-dirty" behind it where tracked files differ from it:
+    `0123456789ab-dirty`. None without git or where `checkout` is none; never waits for long.
     """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set in git's hooks
-    clean |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_CEILING_DIRECTORIES": str(checkout.parent)}  # none of a folder above
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    # set in git's hooks
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # none of a folder above
+    clean |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_CEILING_DIRECTORIES": str(checkout.parent)}
+    command = [
+        "git",
+        "-C",
+        str(checkout),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     try:
-        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run(
+            command, env=clean, capture_output=True, text=True, timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout.strip() or None

@@ -36,9 +36,7 @@ SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8, "minibatch_std_gr
 def classifier_of(sampler: Sampler, seed: int) -> dict[str, Any]:
     """Return weights of a classifier that names each class for some of the sampler's images."""
     with forked(seed, "init", "options classifier"):
-        classifier = Classifier(
-            ModelConfig(stem="small-stride2"), channels=1, classes=3, resolution=SIDE
-        ).eval()
+        classifier = Classifier(ModelConfig(stem="small-stride2"), channels=1, classes=3, resolution=SIDE).eval()
     with torch.no_grad():
         logits, head = classifier(sampler.images(range(90)).float() / 127.5 - 1), classifier.network.fc
         scale = 2 / logits.std(0)
@@ -70,10 +68,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 save_file(RESNET.build("resnet50").state_dict(), folder / f"{name}.safetensors")
     write_images(folder)
     parts = ["--val-share", "0.4", "--val-dest", str(folder / "parted.lmdb")]
-    assert (
-        run_cli(pack_main, [str(folder / "images"), str(folder / "remaining.lmdb"), "--size", "8", *parts])
-        == 0
-    )
+    assert run_cli(pack_main, [str(folder / "images"), str(folder / "remaining.lmdb"), "--size", "8", *parts]) == 0
     write_nvidia(folder / "nvidia.pkl")
     write_nvidia(folder / "nvidia2.pkl", average=nvidia_generator())
     for name in ("gan", "classifier"):
@@ -82,9 +77,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("study_a", "study_b"):
         found = {"subject": name, "title": name, "runs": {"done": 1, "planned": 2}, "seeds": [0]}
         (folder / name).mkdir()
-        (folder / name / "study.json").write_text(
-            json.dumps(found | {"choices": {}} | {key: [] for key in LISTS})
-        )
+        (folder / name / "study.json").write_text(json.dumps(found | {"choices": {}} | {key: [] for key in LISTS}))
     return {path.stem: path for path in folder.iterdir()} | {"world": folder}
 
 
@@ -135,17 +128,13 @@ def write_images(folder: Path) -> None:
     (folder / "damaged" / "dark" / "broken.png").write_bytes(b"no image")
     for name in ("stack", "deep"):
         (folder / name).mkdir()
-    smooth: Any = cv2.resize(draws.integers(0, 256, (6, 2, 2), np.uint8).transpose(1, 2, 0), (8, 8)).transpose(
-        2, 0, 1
-    )
+    smooth: Any = cv2.resize(draws.integers(0, 256, (6, 2, 2), np.uint8).transpose(1, 2, 0), (8, 8)).transpose(2, 0, 1)
     several = np.concatenate([smooth, smooth[:3], smooth[3:] ^ 1])[:, None]
     pack_arrays(folder / "same.lmdb", several, labels=np.arange(12) % 3, classes=CLASSES)
     for row in range(4):
         grey = draws.integers(0, 3000, (8, 8), np.uint16)
         Image.fromarray(grey).save(folder / "deep" / f"{row}.png")
-        Image.fromarray((grey // 12).astype(np.uint8)).save(
-            folder / "stack" / f"{row // 2}_{'ab'[row % 2]}.png"
-        )
+        Image.fromarray((grey // 12).astype(np.uint8)).save(folder / "stack" / f"{row // 2}_{'ab'[row % 2]}.png")
     for number in range(2):
         (folder / f"idx{number}").mkdir()
         for _split, prefix in (("train", "train"), ("test", "t10k")):

@@ -76,9 +76,7 @@ def module_of(command: str) -> Any:
 def document_parts(document: Any, name: str) -> Outcome:
     """The values of a JSON document by key; of a list of objects the columns."""
     if isinstance(document, list) and document:
-        document = {
-            key: [row.get(key) for row in document] for key in {key for row in document for key in row}
-        }
+        document = {key: [row.get(key) for row in document] for key in {key for row in document for key in row}}
     if not isinstance(document, dict):
         return {name: document}
     return {f"{name}{key}": value for key, value in document.items() if not key.endswith("_interval")}
@@ -230,9 +228,7 @@ def outcome(world: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, sl
             "gathered": gathered,
             **file_parts(out),
         }
-        return {
-            name: part for name, part in parts.items() if name != "command.txt"
-        }  # the arguments themselves
+        return {name: part for name, part in parts.items() if name != "command.txt"}  # the arguments themselves
 
     return run
 
@@ -261,9 +257,7 @@ def wrong(base: Outcome, found: Outcome, parts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(row[0] for row in rows()))
-def test_each_option_changes_its_parts(
-    command: str, outcome: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_option_changes_its_parts(command: str, outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bases: dict[str, Outcome] = {}
     faults = []
     for _, base, argument, parts in (row for row in rows() if row[0] == command):
@@ -293,9 +287,7 @@ def parsers() -> Iterator[Parser]:
                 with pytest.raises(Built) as built:
                     module_of(name).main(name.split()[1:])
             parser = built.value.args[0]
-            commands = [
-                each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)
-            ]
+            commands = [each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
             yield from commands[0].values() if commands else [parser]
 
 

@@ -79,8 +79,7 @@ def plain(value: Any) -> Any:
 def result(case: Case, arguments: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     arguments = {
-        name: copy.deepcopy(value) if isinstance(value, nn.Module) else value
-        for name, value in arguments.items()
+        name: copy.deepcopy(value) if isinstance(value, nn.Module) else value for name, value in arguments.items()
     }
     try:
         return plain((case.call or case.function)(**arguments))
@@ -312,9 +311,7 @@ def cases(world: dict[str, Path], slim_module: None) -> list[Case]:
         return [*loaders(world), *networks(world), *parts(world)]
 
 
-def test_every_parameter_changes_the_result(
-    cases: list[Case], world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_parameter_changes_the_result(cases: list[Case], world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", (world["resnet50"],))
     faults = []
     for case in cases:
@@ -322,9 +319,7 @@ def test_every_parameter_changes_the_result(
         for parameter, value in (case.changes | case.same).items():
             found = result(case, case.base | {parameter: value})
             if (found == first) != (parameter in case.same):
-                faults.append(
-                    f"{name}, {parameter}: {'as before' if found == first else f'{first} {found}'[:400]}"
-                )
+                faults.append(f"{name}, {parameter}: {'as before' if found == first else f'{first} {found}'[:400]}")
     assert not faults, "\n".join(faults)
 
 

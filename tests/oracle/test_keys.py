@@ -40,9 +40,7 @@ OPTIMIZER: dict[str, tuple[Any, dict[str, Any]]] = {
     **{"cycle_start": (0.6, CYCLE), "cycle_momentum": ([0.9, 0.1], CYCLE)},
     "muon_rms": (1.0, MIXED),
 }
-GAN: dict[
-    str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]
-] = {  # key -> its other value, tree, what else
+GAN: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {  # key -> its other value, tree, what else
     **{f"generator_optimizer.{key}": (value, "shared", base) for key, (value, base) in OPTIMIZER.items()},
     **{"loss.objective": ("hinge", "everything"), "loss.r1_gamma": (2.0, "everything")},
     **{"loss.r2_gamma": (2.0, "everything"), "loss.gamma_final": (0.6, "everything")},
@@ -228,9 +226,7 @@ def weights_by_step(module: Any, folder: Any, tree: dict[str, Any], steps: int) 
         found: Weights = {}
         for name in ("generator", "discriminator", "generator_ema", "model", "model_ema"):
             if name in networks:
-                found |= {
-                    f"{name}.{key}": value.clone() for key, value in networks[name].state_dict().items()
-                }
+                found |= {f"{name}.{key}": value.clone() for key, value in networks[name].state_dict().items()}
         yield found
 
 
@@ -260,12 +256,8 @@ def bases() -> Any:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("task", "key"), [(task, key) for task, (cases, _) in CASES.items() for key in cases]
-)
-def test_every_key_changes_a_step(
-    task: str, key: str, gan_folder: Any, classifier_folder: Any, bases: Any
-) -> None:
+@pytest.mark.parametrize(("task", "key"), [(task, key) for task, (cases, _) in CASES.items() for key in cases])
+def test_every_key_changes_a_step(task: str, key: str, gan_folder: Any, classifier_folder: Any, bases: Any) -> None:
     cases, module = CASES[task]
     value, name, *section = cases[key]
     before, after = changed(module.TREES[name], key, value, section[0] if section else None)
@@ -299,17 +291,9 @@ def gradients(folder: Any, key: str, value: float) -> Weights:
     tree = test_gan.STYLEGAN2 | {"loss": loss, "generator_optimizer": UNIT, "discriminator_optimizer": UNIT}
     task, loader = test_gan.made(folder, tree)
     networks = {"g": task.generator, "d": task.discriminator}
-    before = {
-        f"{n}.{k}": p.detach().clone()
-        for n, network in networks.items()
-        for k, p in network.named_parameters()
-    }
+    before = {f"{n}.{k}": p.detach().clone() for n, network in networks.items() for k, p in network.named_parameters()}
     task.step(loader, 0)
-    return {
-        f"{n}.{k}": before[f"{n}.{k}"] - p.detach()
-        for n, m in networks.items()
-        for k, p in m.named_parameters()
-    }
+    return {f"{n}.{k}": before[f"{n}.{k}"] - p.detach() for n, m in networks.items() for k, p in m.named_parameters()}
 
 
 @pytest.mark.parametrize("key", WEIGHTS)

@@ -12,8 +12,7 @@ WEIGHTS_URL = ResNet50_Weights.IMAGENET1K_V1.url
 RIGHT = "The classifier is right on 86 % of the new images (95 % interval 82 to 90 %, 200 held-out images)"
 MAJORITY = "; always predicting the most frequent class is right on"
 SAMPLES = (
-    "The classifier recognises 71 % of the GAN's samples as the requested class, "
-    "and 90 % of real images at that size"
+    "The classifier recognises 71 % of the GAN's samples as the requested class, and 90 % of real images at that size"
 )
 CLASSIFIER = {"accuracy": 0.861, "accuracy_interval": [0.82, 0.904], "n": 200}
 CONFUSED = [{"true": "cat", "predicted": "dog", "n": 3}, {"true": "dog", "predicted": "cow", "n": 1}]

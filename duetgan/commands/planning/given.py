@@ -31,7 +31,10 @@ class Survey(Stored):
         kind = {0: "no labels", 1: "one class"}.get(self.classes, several)
         apart = f", and {self.held_out:,} held out" if self.held_out else ""
         kind += f", and {self.unlabelled:,} without labels" if self.unlabelled else ""
-        lost = ", some transparent (put on white)" * self.transparent + ", some of 16 bits (cut to 8)" * self.deep
+        lost = (
+            ", some transparent (put on white)" * self.transparent
+            + ", some of 16 bits (cut to 8)" * self.deep
+        )
         colour = "grey" if self.channels == 1 else "colour"
         return f"{self.count:,} images{apart}, {kind}, about {self.side} px, {colour}{lost}"
 
@@ -48,12 +51,15 @@ class Weights(NamedTuple):
 
 
 class Machine:
-    """The machine that a plan is for. This one is not measured: for `--quick`, where lengths do not matter."""
+    """The machine that a plan is for. This one is not measured: for `--quick`, where lengths do not
+    matter.
+    """
 
     start = 0.0  # seconds that training and evaluating take before their work and after it
     cores = 1
     weights: Sequence[Weights] = ()  # of ImageNet, that are at hand
-    features_per_second = 0.0  # images through ResNet-50 for the distance; 0: there are no weights for it
+    # images through ResNet-50 for the distance; 0: there are no weights for it
+    features_per_second = 0.0
 
     def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """How fast the recipe trains on such images of `side` px."""

@@ -1,6 +1,8 @@
-"""Look at the images, measure this machine, and make the plan of a quickstart: `duet quickstart-plan SOURCE --out F`.
+"""Look at the images, measure this machine, and make the plan of a quickstart: `duet
+quickstart-plan SOURCE --out F`.
 
-A process of its own, so that the memory of the networks that are measured is free again before anything is trained.
+A process of its own, so that the memory of the networks that are measured is free again before
+anything is trained.
 """
 
 import functools
@@ -33,46 +35,63 @@ LOOKED_AT = 200  # images that are decoded, evenly spaced
 SQUARE = 0.8  # shorter side over the longer: below, a square crop takes more than a fifth
 FEWEST = 10  # images; with fewer nothing can be learnt and held out
 NOISE = 64  # images of the files that speeds are measured on
-NETWORKS, SMALL = 3, 125_000_000  # of torch's cache: compared at most; bytes of a file, such as ResNet-50's
-DEFAULT_NETWORK, DEFAULT_WEIGHTS = "resnet50", "IMAGENET1K_V1"  # its features are those of the Frechet distance, too
-CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoint, curves, the report
+# of torch's cache: compared at most; bytes of a file, such as ResNet-50's
+NETWORKS, SMALL = 3, 125_000_000
+# its features are those of the Frechet distance, too
+DEFAULT_NETWORK, DEFAULT_WEIGHTS = "resnet50", "IMAGENET1K_V1"
+# seconds that a command takes after its work: the last checkpoint, curves, the report
+CLOSING = 4.0
 
 
 # --- the images
 
 
 def survey(spec: str, options: Namespace | None = None) -> Survey:
-    """Look at what `spec` names (see `data.sources.open_source`). Raises UserError where nothing can be made of it."""
+    """Look at what `spec` names (see `data.sources.open_source`). Raises UserError where nothing
+    can be made of it.
+    """
     chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
     with open_source(spec, **chosen) as source:
         count = len(source)
         if count < FEWEST:
             raise UserError(f"{spec}: holds {count} images; give {FEWEST} or more")
         if source.sets is not None:
-            raise UserError(f"{spec}: its images have several labels; pack them, and train with --loss.kind bce")
+            raise UserError(
+                f"{spec}: its images have several labels; pack them, and train with --loss.kind bce"
+            )
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
-        seen: list[tuple[ImageSpec, list[int], bool]] = []  # what an image is, its sides, whether all of it is grey
+        # what an image is, its sides, whether all of it is grey
+        seen: list[tuple[ImageSpec, list[int], bool]] = []
         unreadable = ""
         for row in rows:
             try:
                 content = source.content(row)
                 what, pixels = kind(content), decode_image(content, ImageSpec(3, 0, 0))
-                seen.append((what, sorted(pixels.shape[:2]), bool((pixels == pixels[..., :1]).all())))
+                seen.append(
+                    (what, sorted(pixels.shape[:2]), bool((pixels == pixels[..., :1]).all()))
+                )
             except ImageError as error:
                 unreadable = unreadable or f"{source.item_name(row)} {error}"
         if not seen:
-            raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
+            raise UserError(
+                f"{source.name}: none of its images can be read; the first: {unreadable}: give image files"
+            )
         seconds = (time.perf_counter() - started) / len(rows)
         held_out = 0
         if first_of("test", source.splits):
             with open_source(spec, split="test", **chosen) as test:
-                if test.classes or not source.classes:  # else a part that is to be named: nothing to evaluate with
-                    require_same_classes(f"{spec}, its test part", test.classes, "the training part", source.classes)
+                # else a part that is to be named: nothing to evaluate with
+                if test.classes or not source.classes:
+                    require_same_classes(
+                        f"{spec}, its test part", test.classes, "the training part", source.classes
+                    )
                     held_out = len(test)
         if source.classes and not held_out and sizes.max() < 2:
-            raise UserError(f"{spec}: each class has one image; give two or more of some, for one to be held out")
+            raise UserError(
+                f"{spec}: each class has one image; give two or more of some, for one to be held out"
+            )
     kinds, sides, grey = zip(*seen, strict=True)
     return Survey(
         source=spec,
@@ -99,9 +118,11 @@ def survey(spec: str, options: Namespace | None = None) -> Survey:
 class ThisMachine(Machine):
     """What was measured once is known."""
 
-    def __init__(self, folder: Path, weights: Sequence[str], *, tuning: bool, side: int = 64) -> None:
-        """Args: `folder` for files of noise; `weights` as given by the user; `tuning`: whether they may be used;
-        `side` of the images in px.
+    def __init__(
+        self, folder: Path, weights: Sequence[str], *, tuning: bool, side: int = 64
+    ) -> None:
+        """Args: `folder` for files of noise; `weights` as given by the user; `tuning`: whether they
+        may be used; `side` of the images in px.
         """
         started = time.perf_counter()
         import duetgan.metrics.features.extractors
@@ -141,9 +162,15 @@ class ThisMachine(Machine):
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
             self._known[key] = Speed(measured.precision, measured.images_per_second)
-            compared = f" ({times(measured.ratio)} the speed of the other precision)" if measured.ratio else ""
+            compared = (
+                f" ({times(measured.ratio)} the speed of the other precision)"
+                if measured.ratio
+                else ""
+            )
             text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
-            base, name = map(dict(pairwise(overrides)).get, ("--generator.channel-base", "--model.name"))
+            base, name = map(
+                dict(pairwise(overrides)).get, ("--generator.channel-base", "--model.name")
+            )
             what = f", {int(base) // side} channels" if base else f", {name}" if name else ""
             what += ", head alone" if HEAD_ALONE in overrides else ""
             label = f"{Path(config).stem}, {side} px{what}"
@@ -159,7 +186,9 @@ class ThisMachine(Machine):
         file = self.folder / f"{side}-{channels}-{classes}.lmdb"
         if not file.exists():
             count = max(NOISE, classes)
-            images = np.random.default_rng(0).integers(0, 256, (count, channels, side, side), np.uint8)
+            images = np.random.default_rng(0).integers(
+                0, 256, (count, channels, side, side), np.uint8
+            )
             names = [f"{label:05}" for label in range(classes)]
             pack_arrays(file, images, np.arange(count) % max(1, classes), names, source="noise")
         return file
@@ -168,18 +197,26 @@ class ThisMachine(Machine):
 def weights_at_hand(given: Sequence[str]) -> list[Weights]:
     """Return ImageNet weights for fine-tuning.
 
-    The given files, else what `find_weights` finds, then of torchvision's own in torch's cache the SMALL ones, the best
-    on ImageNet first, NETWORKS in all. If there are none, torchvision's of DEFAULT_NETWORK are downloaded; without a
-    network the reason is printed. Raises UserError for a given file that is no known network's.
+    The given files, else what `find_weights` finds, then of torchvision's own in torch's cache the
+    SMALL ones, the best on ImageNet first, NETWORKS in all. If there are none, torchvision's of
+    DEFAULT_NETWORK are downloaded; without a network the reason is printed. Raises UserError for a
+    given file that is no known network's.
     """
     from torchvision.models import get_model_weights
 
     from duetgan.metrics.features.extractors import find_weights
     from duetgan.models.registry import BACKBONES
-    from duetgan.models.weights import missing_published, network_of, published_at_hand, read_state_dict
+    from duetgan.models.weights import (
+        missing_published,
+        network_of,
+        published_at_hand,
+        read_state_dict,
+    )
 
     def accuracy(name: str) -> float:
-        return max(each.meta["_metrics"]["ImageNet-1K"]["acc@1"] for each in get_model_weights(name))
+        return max(
+            each.meta["_metrics"]["ImageNet-1K"]["acc@1"] for each in get_model_weights(name)
+        )
 
     files = [find_weights(file) for file in given] or [find_weights(None)]
     if not given:
@@ -189,13 +226,18 @@ def weights_at_hand(given: Sequence[str]) -> list[Weights]:
     if not any(files):
         url = get_model_weights(DEFAULT_NETWORK)[DEFAULT_WEIGHTS].url
         if why := missing_published(url, f"torchvision's {DEFAULT_NETWORK} {DEFAULT_WEIGHTS}"):
-            print(f"training the classifier from scratch, because {why}, or give --weights FILE", flush=True)
+            print(
+                f"training the classifier from scratch, because {why}, or give --weights FILE",
+                flush=True,
+            )
         files = [published_at_hand(DEFAULT_NETWORK)]
     found: list[Weights] = []
     for file in filter(None, files):
         state, about = read_state_dict(file)
         if (name := network_of(state)) is None:
-            raise UserError(f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none")
+            raise UserError(
+                f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none"
+            )
         if given or name not in [each.network for each in found]:
             found.append(Weights(str(file), name, about.get("stride", "").startswith("conv1")))
     return found[: len(given) or NETWORKS]
@@ -205,7 +247,9 @@ def weights_at_hand(given: Sequence[str]) -> list[Weights]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The plan for a person, but for the images: what and why, the lengths, and how long each part takes."""
+    """The plan for a person, but for the images: what and why, the lengths, and how long each part
+    takes.
+    """
     if plan.quick:
         return [*plan.notes, "a few steps of each only (--quick)"]
     lines = list(plan.notes)
@@ -218,12 +262,22 @@ def plan_lines(plan: Plan) -> list[str]:
         )
     rows = [(name, duration(seconds)) for name, seconds in plan.seconds.items()]
     end = time.strftime("%H:%M", time.localtime(time.time() + plan.total))
-    rows.append(("in all", f"{duration(plan.total)} of --minutes {plan.minutes:g}, until about {end}"))
-    return [*lines, "this will take here:", *(f"  {line}" for line in columns(rows, "<").splitlines())]
+    rows.append(
+        ("in all", f"{duration(plan.total)} of --minutes {plan.minutes:g}, until about {end}")
+    )
+    return [
+        *lines,
+        "this will take here:",
+        *(f"  {line}" for line in columns(rows, "<").splitlines()),
+    ]
 
 
 def make_plan(
-    source: str, minutes: float, weights: Sequence[str], quick: bool, options: Namespace | None = None
+    source: str,
+    minutes: float,
+    weights: Sequence[str],
+    quick: bool,
+    options: Namespace | None = None,
 ) -> Plan:
     """Look at the images, measure, choose. Raises UserError."""
     images = survey(source, options)
@@ -250,7 +304,10 @@ def make_plan(
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="duet quickstart-plan", description="Look at images, measure this machine, make a plan.")
+    parser = Parser(
+        prog="duet quickstart-plan",
+        description="Look at images, measure this machine, make a plan.",
+    )
     parser.add_argument("source")
     add_table_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")

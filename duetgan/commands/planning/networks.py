@@ -1,5 +1,6 @@
-"""Which of several pretrained networks suits the images: `duet quickstart-networks plan.json TRAIN.lmdb`
-leaves that one in the plan. Only training images are looked at, so that no held-out one takes part in the choice.
+"""Which of several pretrained networks suits the images: `duet quickstart-networks plan.json
+TRAIN.lmdb` leaves that one in the plan. Only training images are looked at, so that no held-out one
+takes part in the choice.
 """
 
 import json
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def look(training: Training, images: Path) -> tuple[float, int]:
-    """Accuracy of a regression on the network's features of some images, by cross-validation, and their number."""
+    """Accuracy of a regression on the network's features of some images, by cross-validation, and
+    their number.
+    """
     from duetgan.training.base.data import open_training
     from duetgan.training.classifier.probe import A_CLASS, alike
     from duetgan.training.classifier.task import ClassifierTask
@@ -28,7 +31,9 @@ def look(training: Training, images: Path) -> tuple[float, int]:
     from duetgan.utils.seeding import numpy_generator
 
     options = [*training.overrides, "--data.path", str(images), "--precision", training.precision]
-    config = cast("ClassifierConfig", build_run_config(read_yaml(training.config), options, training.config))
+    config = cast(
+        "ClassifierConfig", build_run_config(read_yaml(training.config), options, training.config)
+    )
     with open_training(config.data) as reader:
         task = ClassifierTask(config, reader, None, choose_device(None))
         number = max(LOOK, A_CLASS * len(reader.meta.classes))
@@ -37,7 +42,9 @@ def look(training: Training, images: Path) -> tuple[float, int]:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="duet quickstart-networks", description="Take the network that suits the images best.")
+    parser = Parser(
+        prog="duet quickstart-networks", description="Take the network that suits the images best."
+    )
     parser.add_argument("plan", type=Path, metavar="plan.json")
     parser.add_argument("images", type=Path, metavar="TRAIN.lmdb")
     options = parser.parse_args(argv)

@@ -25,7 +25,8 @@ from duetgan.utils.config.model import Stored
 from duetgan.utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
-PAIRS = "configs/gan_32_pairs.yaml"  # better in the same time where classes and images are many: quickstart.md
+# better in the same time where classes and images are many: quickstart.md
+PAIRS = "configs/gan_32_pairs.yaml"
 STARTED = "configs/gan_64_cpu.yaml"  # a GAN that begins with START's networks
 TUNED, LAST = "configs/finetune_resnet50.yaml", "configs/finetune_resnet50_last.yaml"
 FEW_LABELS = "configs/few_labels.yaml"
@@ -33,14 +34,18 @@ BATCH = {GAN: 32, PAIRS: 32, STARTED: 16, SCRATCH: 64, TUNED: 32, LAST: 32, FEW_
 FILLED = 0.93  # share of the time that is planned: measured speeds are not exact
 VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
 SOME = 0.05  # share of images that are far from square, from which that is told
-ADA_BELOW = 10_000  # training images, below which the discriminator's are augmented (2006.06676, figure 1)
+# training images, below which the discriminator's are augmented (2006.06676, figure 1)
+ADA_BELOW = 10_000
 EVALUATION = 0.1  # share of the time that the GAN's evaluation may take at most
 SEARCHED_LESS = 2000  # training images that are searched for copies where time is short
-GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN's training 2 % more time
+# sample grids, checkpoints and an evaluation on pixels cost a GAN's training 2 % more time
+GRIDS = 1.02
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
-TUNED_SIDE = 128  # px inside the network and of the images that a classifier reads that is fine-tuned as a whole
+# px inside the network and of the images that a classifier reads that is fine-tuned as a whole
+TUNED_SIDE = 128
 SCRATCH_FROM = 5000  # images that suffice without pretrained weights
-FEW_IMAGES, FEW_SIDE, FEW_SPREAD = 153_600, 64, 50_000  # of few labels: to see; at most: px, images to spread over
+# of few labels: to see; at most: px, images to spread over
+FEW_IMAGES, FEW_SIDE, FEW_SPREAD = 153_600, 64, 50_000
 LAST_STEPS = 10  # at least: those begin at a regression
 TUNED_FROM = 1000  # images, from which a network is fine-tuned as a whole where there is time
 HEAD_ALONE = "[backbone]"  # what is frozen where there is no time for more
@@ -71,7 +76,9 @@ class Training(Stored):
     @property
     def judging(self) -> float:
         """Seconds to classify an image: a third of a training step's share, in fp32."""
-        return (2.0 if self.precision == "bf16" else 1.0) / (3 * self.images_per_second) + 2.0 * self.features
+        return (2.0 if self.precision == "bf16" else 1.0) / (
+            3 * self.images_per_second
+        ) + 2.0 * self.features
 
 
 class Plan(Stored):
@@ -93,8 +100,10 @@ class Plan(Stored):
     notes: list[str]  # what was chosen and why
     pooled: bool = False  # the GAN learns from all images, without labels
     from_gan: bool = False  # the classifier begins with the GAN's discriminator
-    choices: list[Training] = []  # of the classifier, with each network at hand: one is to be taken, see settled
-    replanned: dict[str, float] | None = None  # the first plan's `gan_steps` and `seconds`, if changed
+    # of the classifier, with each network at hand: one is to be taken, see settled
+    choices: list[Training] = []
+    # the first plan's `gan_steps` and `seconds`, if changed
+    replanned: dict[str, float] | None = None
 
     @property
     def total(self) -> float:
@@ -106,22 +115,35 @@ class Plan(Stored):
         return dict(reversed(found.items())) if self.from_gan else found
 
 
-def choose(survey: Survey, machine: Machine, *, minutes: float, quick: bool = False, spent: float = 0.0) -> Plan:
-    """The plan. `quick`: lengths do not matter, a few steps of the smallest are trained. `spent`: seconds until now."""
+def choose(
+    survey: Survey, machine: Machine, *, minutes: float, quick: bool = False, spent: float = 0.0
+) -> Plan:
+    """The plan. `quick`: lengths do not matter, a few steps of the smallest are trained. `spent`:
+    seconds until now.
+    """
     return _Choice(survey, machine, minutes, quick).plan(spent)
 
 
 class _Choice:
     def __init__(self, survey: Survey, machine: Machine, minutes: float, quick: bool) -> None:
         self.survey, self.machine, self.minutes, self.quick = survey, machine, minutes, quick
-        self.val_share = None if survey.held_out else VAL_SHARE_FEW if survey.count < FEW else VAL_SHARE
-        self.held_out = survey.held_out or max(1, survey.classes, round(survey.count * (self.val_share or 0)))
-        self.held_out = min(self.held_out, survey.count - survey.classes) if self.val_share else self.held_out
+        self.val_share = (
+            None if survey.held_out else VAL_SHARE_FEW if survey.count < FEW else VAL_SHARE
+        )
+        self.held_out = survey.held_out or max(
+            1, survey.classes, round(survey.count * (self.val_share or 0))
+        )
+        self.held_out = (
+            min(self.held_out, survey.count - survey.classes) if self.val_share else self.held_out
+        )
         self.images = survey.count - (self.held_out if self.val_share else 0)
         self.labelled = survey.classes > 1
         self.pooled = survey.unlabelled > self.images
-        self.from_gan = self.labelled and self.pooled and not machine.weights and self.images < SCRATCH_FROM
-        self.of_gan = survey.model_copy(update={"classes": 0}) if self.pooled else survey  # as the GAN sees it
+        self.from_gan = (
+            self.labelled and self.pooled and not machine.weights and self.images < SCRATCH_FROM
+        )
+        # as the GAN sees it
+        self.of_gan = survey.model_copy(update={"classes": 0}) if self.pooled else survey
         self.learnt = self.images + survey.unlabelled * self.pooled  # images, by the GAN
         self.ada = self.learnt < ADA_BELOW
         # px: the largest that the images have details for
@@ -129,38 +151,68 @@ class _Choice:
         if self.val_share is None:
             self.notes = [f"held out: the source's own {survey.held_out:,} images"]
         else:
-            few = f" (20 % because there are fewer than {FEW})" if self.val_share == VAL_SHARE_FEW else ""
+            few = (
+                f" (20 % because there are fewer than {FEW})"
+                if self.val_share == VAL_SHARE_FEW
+                else ""
+            )
             what = f"{self.val_share:.0%}{' of each class' * self.labelled}, about {self.held_out:,} images in all"
             self.notes = [f"held out: {what}, look-alikes on one side{few}"]
         if survey.unreadable:
-            self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
+            self.notes.append(
+                f"images that cannot be read are left out, for example: {survey.unreadable}"
+            )
         if survey.oblong >= SOME:
-            self.notes.append(f"{survey.oblong:.0%} of the images are far from square: their sides are cut off")
+            self.notes.append(
+                f"{survey.oblong:.0%} of the images are far from square: their sides are cut off"
+            )
         if survey.unlabelled:
-            how = "the GAN learns from them and the others" if self.pooled else "left out, fewer than with labels"
+            how = (
+                "the GAN learns from them and the others"
+                if self.pooled
+                else "left out, fewer than with labels"
+            )
             self.notes.append(f"{survey.unlabelled:,} images without labels: {how}")
         if not self.labelled:
             why = "are of one class" if survey.classes else "have no labels"
-            self.notes.append(f"no classifier: the images {why}; put them into a folder for each class")
+            self.notes.append(
+                f"no classifier: the images {why}; put them into a folder for each class"
+            )
 
     def plan(self, spent: float) -> Plan:
-        """Classifier first, because it needs little, or begins with the GAN; the GAN has what is left."""
+        """Classifier first, because it needs little, or begins with the GAN; the GAN has what is
+        left.
+        """
         survey, start = self.survey, self.machine.start
-        read = (survey.count + survey.held_out) * (1 + self.pooled) + survey.unlabelled * self.pooled
+        read = (survey.count + survey.held_out) * (
+            1 + self.pooled
+        ) + survey.unlabelled * self.pooled
         packing = survey.seconds * read / max(1, self.machine.cores)
-        seconds = ({"plan": spent} if spent else {}) | {"pack": packing + PACKING * (2 if survey.held_out else 1)}
-        left = FILLED * 60 * self.minutes - sum(seconds.values()) - start * (4 if self.labelled else 2)
+        seconds = ({"plan": spent} if spent else {}) | {
+            "pack": packing + PACKING * (2 if survey.held_out else 1)
+        }
+        left = (
+            FILLED * 60 * self.minutes - sum(seconds.values()) - start * (4 if self.labelled else 2)
+        )
         most = EVALUATION * 60 * self.minutes  # for the GAN's evaluation
         judging, choices = 0.0, list[Training]()
         found = self._gan_size((1 - SCRATCH_SHARE) * (left - most)) if self.from_gan else None
         if self.labelled:
             networks = self.machine.weights or (None,)
-            every = [self._classifier(max(0.0, left - most), found and found[0], each) for each in networks]
+            every = [
+                self._classifier(max(0.0, left - most), found and found[0], each)
+                for each in networks
+            ]
             choices = [each for each in every if HEAD_ALONE not in each.overrides] or every[:1]
             self.notes.append(f"classifier: {choices[0].why}")
-            judging, slowest = max(each.judging for each in choices), max(each.seconds for each in choices)
+            judging, slowest = (
+                max(each.judging for each in choices),
+                max(each.seconds for each in choices),
+            )
             if len(choices) > 1:
-                seconds["compare networks"] = start + min(LOOK, self.images) * sum(each.judging for each in choices)
+                seconds["compare networks"] = start + min(LOOK, self.images) * sum(
+                    each.judging for each in choices
+                )
             seconds["train classifier"] = slowest + 2 * judging * self.held_out + start
             seconds["evaluate classifier"] = judging * self.held_out + start
             left -= seconds.get("compare networks", 0.0) + slowest + 3 * judging * self.held_out
@@ -170,7 +222,9 @@ class _Choice:
         self.notes.append(f"GAN: {gan.why}")
         seconds |= {"train gan": gan.seconds + start, "evaluate gan": evaluation + start}
         if sum(seconds.values()) > 63 * self.minutes:
-            self.notes.append(f"this takes longer than {self.minutes:g} minutes here, and there is nothing smaller")
+            self.notes.append(
+                f"this takes longer than {self.minutes:g} minutes here, and there is nothing smaller"
+            )
         side = max((each.resolution for each in choices), default=gan.resolution)
         tasks = ("gan", "classifier") if self.from_gan else ("classifier", "gan")
         last = [f"{what} {task}" for what in ("train", "evaluate") for task in tasks]
@@ -195,7 +249,14 @@ class _Choice:
         )
 
     def _training(
-        self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
+        self,
+        config: str,
+        options: list[str],
+        side: int,
+        speed: Speed,
+        images: float,
+        why: str,
+        most: int | None = None,
     ) -> Training:
         gan, batch, rate = config in (GAN, PAIRS, STARTED), BATCH[config], speed.images_per_second
         least = STEPS["gan" if gan else "classifier"] if config != LAST else LAST_STEPS
@@ -219,33 +280,59 @@ class _Choice:
     # --- the classifier
 
     def _classifier(self, budget: float, gan: Size | None, weights: Weights | None) -> Training:
-        """Fine-tuned where weights are at hand, all of it if time allows, else its head; else from scratch. It sees the
-        images that it wants, up to thrice as many where time abounds, as far as its share of the time allows. `gan`:
-        it begins with the discriminator of one of that size.
+        """Fine-tuned where weights are at hand, all of it if time allows, else its head; else from
+        scratch. It sees the images that it wants, up to thrice as many where time abounds, as far
+        as its share of the time allows. `gan`: it begins with the discriminator of one of that
+        size.
         """
         form: list[str] = []
         if gan is not None:
-            side, config, options, share = gan.side, FEW_LABELS, ["--model.name", "discriminator"], SCRATCH_SHARE
+            side, config, options, share = (
+                gan.side,
+                FEW_LABELS,
+                ["--model.name", "discriminator"],
+                SCRATCH_SHARE,
+            )
             network = f"{{architecture: plain, channel_base: {gan.channel_base}, channel_max: {gan.channel_max}}}"
             about = f"architecture: stylegan2, resolution: {side}, channels: {self.survey.channels}, config: {network}"
-            form, wanted = ["--model.discriminator", f"{{{about}}}"], FEW_IMAGES  # the run that has it is to come
+            # the run that has it is to come
+            form, wanted = ["--model.discriminator", f"{{{about}}}"], FEW_IMAGES
             options += ["--unlabelled.spread", "0"] if self.learnt > FEW_SPREAD else []
             why = "with the images without labels, from the GAN's discriminator on: no ImageNet weights are at hand "
             why += "(--weights FILE), few images have labels"
         elif weights is None:
-            side = 64 if self.survey.side > 48 and self.images < 20_000 else side_for(self.survey.side, 32)
+            side = (
+                64
+                if self.survey.side > 48 and self.images < 20_000
+                else side_for(self.survey.side, 32)
+            )
             config, options, share = SCRATCH, [], SCRATCH_SHARE
             few = f"{self.images:,} images {'are few for that' if self.images < SCRATCH_FROM else 'allow that'}"
-            lacking = "" if self.survey.source == "sample" else ", no ImageNet weights are at hand (--weights FILE)"
+            lacking = (
+                ""
+                if self.survey.source == "sample"
+                else ", no ImageNet weights are at hand (--weights FILE)"
+            )
             why = f"from scratch{lacking}; {few}"
             wanted = max(7 * self.images, min(100 * self.images, 40_000))
         else:
             file, name, he_strides = weights
             side, config, share = side_for(self.survey.side, TUNED_SIDE), TUNED, TUNED_SHARE
-            options = ["--model.name", name, "--model.weights", file, "--model.he-strides", str(he_strides).lower()]
+            options = [
+                "--model.name",
+                name,
+                "--model.weights",
+                file,
+                "--model.he-strides",
+                str(he_strides).lower(),
+            ]
             why = f"fine-tuned from {name}'s ImageNet weights, {file}"
             wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
-        behind = partial(self._behind_frozen, share * budget, options, weights.network, why) if weights else None
+        behind = (
+            partial(self._behind_frozen, share * budget, options, weights.network, why)
+            if weights
+            else None
+        )
         if behind and self.images < TUNED_FROM and (training := behind()):
             return training
         speed = self.machine.speed(config, [*options, *form], side, self.survey)
@@ -257,15 +344,22 @@ class _Choice:
             why += "; the head alone, because there is no time for more"
             speed = self.machine.speed(config, options, side, self.survey)
         most = share * budget * speed.images_per_second
-        return self._training(config, options, side, speed, max(min(wanted, most), min(3 * wanted, most / 2)), why)
+        return self._training(
+            config, options, side, speed, max(min(wanted, most), min(3 * wanted, most / 2)), why
+        )
 
-    def _behind_frozen(self, budget: float, options: list[str], name: str, why: str) -> Training | None:
-        """A regression on all images' features, then the last stage or the head: what is before is computed once. None:
-        there is no time for it.
+    def _behind_frozen(
+        self, budget: float, options: list[str], name: str, why: str
+    ) -> Training | None:
+        """A regression on all images' features, then the last stage or the head: what is before is
+        computed once. None: there is no time for it.
         """
         from duetgan.models.registry import backbone_of  # imports torch
 
-        last, side = list(backbone_of(name).stages)[-1], side_for(int(1.5 * self.survey.side), 2 * TUNED_SIDE)
+        last, side = (
+            list(backbone_of(name).stages)[-1],
+            side_for(int(1.5 * self.survey.side), 2 * TUNED_SIDE),
+        )
 
         def sized(inside: int, views: int) -> list[str]:
             trained = f"{{head: 0, {last}: 0}}" if views > 1 else "{head: 0}"
@@ -277,20 +371,24 @@ class _Choice:
             return self.machine.speed(LAST, options, side, self.survey)
 
         uncached = ["--finetune.cache", "0"]
-        one = self.images / speed([*sized(128, 1), *uncached]).images_per_second  # seconds for a view of every image
+        # seconds for a view of every image
+        one = self.images / speed([*sized(128, 1), *uncached]).images_per_second
         fits = (rung for rung in LADDER if rung[1] * one * (rung[0] / 128) ** 2 < FEATURES * budget)
         if (rung := next(fits, None)) is None:
             return None
         options = sized(*rung)
         whole, behind = speed([*options, *uncached]).images_per_second, speed(options)
         features = max(0.0, 1 / whole - 1 / behind.images_per_second)
-        before = rung[1] * self.images * (features + 1 / (3 * behind.images_per_second))  # the trained stages' too
+        # the trained stages' too
+        before = rung[1] * self.images * (features + 1 / (3 * behind.images_per_second))
         images = min(EPOCHS * self.images, max(0.0, budget - before) * behind.images_per_second)
         part = "its last stage" if rung[1] > 1 else "its head"
         few = "there are few images" if self.images < TUNED_FROM else "there is no time for more"
         why += f"; {part} alone, from a regression at {rung[0]} px, because {few}"
         training = self._training(LAST, options, side, behind, images, why)
-        return training.model_copy(update={"features": features, "seconds": training.seconds + before})
+        return training.model_copy(
+            update={"features": features, "seconds": training.seconds + before}
+        )
 
     # --- the GAN
 
@@ -310,7 +408,9 @@ class _Choice:
         return sizes[-1], self._gan_speed(sizes[-1])
 
     def _of_width(self, size: Size, budget: float) -> tuple[Size, Speed]:
-        """The size in the width that is expected to come nearest to the images in that time, and its speed."""
+        """The size in the width that is expected to come nearest to the images in that time, and
+        its speed.
+        """
         found: list[tuple[float, Size, Speed]] = []
         for wide in (size._replace(channel_base=base, channel_max=base // 4) for base in WIDTHS):
             speed = self._gan_speed(wide)
@@ -333,7 +433,9 @@ class _Choice:
     def _gan(self, size: Size, speed: Speed, budget: float) -> Training:
         """As long as there is time, and as it shows."""
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
-        why = f"{size.side} px, " + ("one network draws every class" if self.of_gan.classes > 1 else "without labels")
+        why = f"{size.side} px, " + (
+            "one network draws every class" if self.of_gan.classes > 1 else "without labels"
+        )
         if self._by_law(size):
             why += f"; for its {duration(budget)} {size.channel_base // size.side} channels"
         if size.side < self.gan_side and not self.quick:
@@ -345,7 +447,9 @@ class _Choice:
         if images == 1000 * size.most and not self.quick:
             why += "; training longer would hardly show"
         recipe, options = self._recipe(size)
-        options += ["--generator-optimizer.name", "adam"] if recipe == PAIRS and images > MUON else []
+        options += (
+            ["--generator-optimizer.name", "adam"] if recipe == PAIRS and images > MUON else []
+        )
         return self._training(recipe, options, size.side, speed, images, why, 1000 * size.most)
 
     def _recipe(self, size: Size) -> tuple[str, list[str]]:
@@ -362,10 +466,14 @@ class _Choice:
         options += ["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else []
         return STARTED if self._starts(size) else GAN, options
 
-    def _evaluation(self, size: Size, speed: Speed, judging: float, most: float) -> tuple[list[str], float]:
-        """Options of the GAN's evaluation and its seconds, `most` at most: fewer images, then fewer extractors.
+    def _evaluation(
+        self, size: Size, speed: Speed, judging: float, most: float
+    ) -> tuple[list[str], float]:
+        """Options of the GAN's evaluation and its seconds, `most` at most: fewer images, then fewer
+        extractors.
 
-        A sample costs about a quarter of a training image, in fp32; ResNet-50 sees one above 64 px at 224.
+        A sample costs about a quarter of a training image, in fp32; ResNet-50 sees one above 64 px
+        at 224.
         """
         features, judged = self.machine.features_per_second, self.labelled and not self.from_gan
         features /= (224 / 64) ** 2 if size.side > 64 else 1

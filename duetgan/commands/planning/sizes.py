@@ -1,4 +1,6 @@
-"""Sizes that the quickstart chooses from: of GANs, with the work of one of their images, and behind frozen stages."""
+"""Sizes that the quickstart chooses from: of GANs, with the work of one of their images, and behind
+frozen stages.
+"""
 
 import math
 from typing import NamedTuple
@@ -14,7 +16,8 @@ class Size(NamedTuple):
     channel_max: int
     kimg: int  # thousand images, at least
     most: int  # thousand images after which more no longer shows
-    started: int = 0  # thousand images, at least, from START's networks; 0: they are not of this size
+    # thousand images, at least, from START's networks; 0: they are not of this size
+    started: int = 0
 
 
 SIZES = (
@@ -28,26 +31,31 @@ SIZES = (
 )
 
 WIDTHS = (512, 1024, 2048)  # channel_base at 32 px
-# images up to which gan_32_pairs keeps Muon, which is better than Adam after 155,000, worse after 640,000, not tried
-# in between (docs/measurements/small-gan-recipe.md#muon-for-filters)
+# images up to which gan_32_pairs keeps Muon, which is better than Adam after 155,000, worse after
+# 640,000, not tried in between (docs/measurements/small-gan-recipe.md#muon-for-filters)
 MUON = 200_000
 
-# behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains, else the head alone
+# behind frozen stages: px inside, and views of an image: with two, mirrored, the last stage trains,
+# else the head alone
 LADDER = ((224, 2), (128, 2), (224, 1), (128, 1), (64, 1))
-# of a ResNet's head alone: better than means, until the last stage trains (docs/measurements/folders.md)
+# of a ResNet's head alone: better than means, until the last stage trains
+# (docs/measurements/folders.md)
 READOUT = ["--model.head", "readout", "--model.readout-stages", "2", "--model.readout-parts", "1"]
 
 
 def work(size: Size) -> float:
-    """Work of one image in relation to other sizes: products of the convolutions, and the pixels for all else."""
+    """Work of one image in relation to other sizes: products of the convolutions, and the pixels
+    for all else.
+    """
     sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
     channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
     return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
 
 
 def nearness(size: Size, images: float) -> float:
-    """The larger, the smaller is the distance expected after so many images at 32 px: 1.82 + 2,280 channels^-0.55
-    kimg^-1.00 times its floor (docs/measurements/small-gan-recipe.md#width-and-time).
+    """The larger, the smaller is the distance expected after so many images at 32 px: 1.82 + 2,280
+    channels^-0.55 kimg^-1.00 times its floor
+    (docs/measurements/small-gan-recipe.md#width-and-time).
     """
     return (size.channel_base // size.side) ** 0.55 * images
 
@@ -61,4 +69,11 @@ def cadence(steps: int, seconds: float, *, evaluations: int) -> list[str]:
     """How often a training evaluates and saves (every two minutes or so), and its length."""
     every = max(1, math.ceil(steps / evaluations))
     save = max(10, min(every, int(120 / seconds)))
-    return ["--steps", str(steps), "--evaluation.every", str(every), "--checkpoint.every", str(save)]
+    return [
+        "--steps",
+        str(steps),
+        "--evaluation.every",
+        str(every),
+        "--checkpoint.every",
+        str(save),
+    ]

@@ -2,9 +2,10 @@
 
 Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
 
-Mixup and CutMix: images of two samples in one, and their labels in proportion. Partners are the neighbours 2k and
-2k + 1 of the global batch. The order of samples is random, so they are random pairs; and a pair never lies on two
-ranks, whatever their number: a rank's share only has to be even.
+Mixup and CutMix: images of two samples in one, and their labels in proportion. Partners are the
+neighbours 2k and 2k + 1 of the global batch. The order of samples is random, so they are random
+pairs; and a pair never lies on two ranks, whatever their number: a rank's share only has to be
+even.
 """
 
 import math
@@ -23,7 +24,8 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import Key, generator
 
-ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
+# share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
+ERASE_AREA = (0.02, 0.33)
 ERASE_ASPECT = (0.3, 3.3)  # height / width
 
 
@@ -34,13 +36,17 @@ AUGMENTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 class Augment(Config):
     """Augmentation of training images. Raises UserError for values out of range."""
 
-    # left-right, with probability 1/2; alternating: each image in every second epoch, from the first or second on
+    # left-right, with probability 1/2; alternating: each image in every second epoch, from the
+    # first or second on
     flip: bool | Literal["alternating"] = False
-    shift: Annotated[int, Interval(ge=0, le=512)] = 0  # px: padded by so many on all sides, cropped at random
-    shift_edge: Literal["black", "reflect"] = "black"  # what it is padded with; reflect: mirrored at its edge
+    # px: padded by so many on all sides, cropped at random
+    shift: Annotated[int, Interval(ge=0, le=512)] = 0
+    # what it is padded with; reflect: mirrored at its edge
+    shift_edge: Literal["black", "reflect"] = "black"
     trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened
-    own: list[str] = []  # names that imported code has added (docs/extending.md), in this order, at the end
+    # names that imported code has added (docs/extending.md), in this order, at the end
+    own: list[str] = []
 
     def check(self) -> None:
         for name in self.own:
@@ -48,7 +54,9 @@ class Augment(Config):
 
 
 def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:
-    """uint8 [n, C, H, W] without alpha -> [-1, 1] (x / 127.5 - 1), as `ImageSpec.to_float`, which knows others."""
+    """uint8 [n, C, H, W] without alpha -> [-1, 1] (x / 127.5 - 1), as `ImageSpec.to_float`, which
+    knows others.
+    """
     return ImageSpec(images.shape[1], *images.shape[2:]).to_float(images, channels_last)
 
 
@@ -58,7 +66,8 @@ def random_flip(
 ) -> torch.Tensor:
     """Mirror the images left-right where `flips` is true."""
     if images.device.type != "cpu":
-        return torch.where(flips[:, None, None, None], images.flip(3), images)  # never waits for the device
+        # never waits for the device
+        return torch.where(flips[:, None, None, None], images.flip(3), images)
     mirrored = images.clone()
     for row in flips.nonzero()[:, 0].tolist():  # half of them are not touched again
         mirrored[row] = images[row].flip(2)
@@ -67,11 +76,14 @@ def random_flip(
 
 def random_shift(
     images: torch.Tensor,  # [n, C, H, W]
-    offsets: torch.Tensor,  # int64 [n, 2]: row and column in 0..2*padding; `padding` leaves the image in place
+    # int64 [n, 2]: row and column in 0..2*padding; `padding` leaves the image in place
+    offsets: torch.Tensor,
     padding: int,  # px
     reflect: bool = False,  # below the sides of the images
 ) -> torch.Tensor:
-    """Pad every image on all sides, by black pixels or its mirror image, and crop [H, W] at its own offset."""
+    """Pad every image on all sides, by black pixels or its mirror image, and crop [H, W] at its own
+    offset.
+    """
     n, channels, height, width = images.shape
     padded = images if reflect else F.pad(images, [padding] * 4, value=_black(images))
     device = images.device
@@ -86,14 +98,17 @@ def random_shift(
 
 def random_erase(
     images: torch.Tensor,  # [n, C, H, W]
-    boxes: torch.Tensor,  # int64 [n, 4]: top, left, height, width in px; height or width 0 erases nothing
+    # int64 [n, 4]: top, left, height, width in px; height or width 0 erases nothing
+    boxes: torch.Tensor,
 ) -> torch.Tensor:
     """Blacken a rectangle in every image."""
     return images.masked_fill(inside(boxes, images), _black(images))
 
 
 def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """Which pixels of images [n, C, H, W] lie in their boxes, as those of `random_erase`: bool [n, 1, H, W]."""
+    """Which pixels of images [n, C, H, W] lie in their boxes, as those of `random_erase`: bool [n,
+    1, H, W].
+    """
     top, left, height, width = (boxes[:, column, None] for column in range(4))
     rows = torch.arange(images.shape[2], device=images.device)
     columns = torch.arange(images.shape[3], device=images.device)
@@ -105,8 +120,9 @@ def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
 def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int) -> torch.Tensor:
     """Turn uniform draws [n, 5] into boxes for `random_erase`, int64 [n, 4].
 
-    The draws decide, in this order: whether, area, aspect, row, column. Area is uniform in ERASE_AREA, the logarithm of
-    the aspect uniform in the logarithms of ERASE_ASPECT; sides are cut to the image's.
+    The draws decide, in this order: whether, area, aspect, row, column. Area is uniform in
+    ERASE_AREA, the logarithm of the aspect uniform in the logarithms of ERASE_ASPECT; sides are cut
+    to the image's.
     """
     area = (ERASE_AREA[0] + draws[:, 1] * (ERASE_AREA[1] - ERASE_AREA[0])) * height * width
     low, high = math.log(ERASE_ASPECT[0]), math.log(ERASE_ASPECT[1])
@@ -128,19 +144,27 @@ def draw_and_apply(
     global_batch: int,  # images of all ranks
     phase: str | None = None,  # tells apart several batches of a step
 ) -> torch.Tensor:
-    """Augment a rank's images with draws of key (seed, "augment", step), or (seed, "augment", step, phase).
+    """Augment a rank's images with draws of key (seed, "augment", step), or (seed, "augment", step,
+    phase).
 
-    The numbers of the whole global batch are drawn on the images' device and rows [start, start + n) taken, so that the
-    result does not depend on the number of ranks; a setting does not change another's draws. Alternating flips are the
-    loader's (`data.reading.loader.mirror_in_turn`). Raises ValueError if the rows lie outside the global batch.
+    The numbers of the whole global batch are drawn on the images' device and rows [start, start +
+    n) taken, so that the result does not depend on the number of ranks; a setting does not change
+    another's draws. Alternating flips are the loader's (`data.reading.loader.mirror_in_turn`).
+    Raises ValueError if the rows lie outside the global batch.
     """
     if not 0 <= start <= start + len(images) <= global_batch:
-        raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
-    if not (config.flip is True or config.shift or config.trivial_augment or config.erase or config.own):
+        raise ValueError(
+            f"rows {start} to {start + len(images)} of a global batch of {global_batch}"
+        )
+    if not (
+        config.flip is True or config.shift or config.trivial_augment or config.erase or config.own
+    ):
         return images
     key: tuple[Key, ...] = (seed, "augment", step, *([phase] if phase else []))
     numbers = generator(*key, device=images.device)
-    draws = torch.rand(global_batch, 8, generator=numbers, device=images.device, dtype=torch.float32)
+    draws = torch.rand(
+        global_batch, 8, generator=numbers, device=images.device, dtype=torch.float32
+    )
     draws = draws[start : start + len(images)]
     if config.flip is True:
         images = random_flip(images, draws[:, 0] < 0.5)
@@ -154,12 +178,17 @@ def draw_and_apply(
         offsets = _integers(draws[:, 1:3], 2 * config.shift + 1)
         images = random_shift(images, offsets, config.shift, reflect=config.shift_edge == "reflect")
     if config.trivial_augment:
-        from duetgan.data.augment import trivial_augment as trivial  # torchvision's transforms take 0.2 s to import
+        # torchvision's transforms take 0.2 s to import
+        from duetgan.data.augment import trivial_augment as trivial
 
         rows = slice(start, start + len(images))
-        images = trivial.trivial_augment(images, trivial.draw((*key, "trivial"), global_batch, rows))
+        images = trivial.trivial_augment(
+            images, trivial.draw((*key, "trivial"), global_batch, rows)
+        )
     if config.erase:
-        images = random_erase(images, erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3]))
+        images = random_erase(
+            images, erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3])
+        )
     for name in config.own:
         numbers = generator(*key, "own", name, device=images.device)
         draws = torch.rand(global_batch, 8, generator=numbers, device=images.device)
@@ -173,7 +202,9 @@ def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
 
 
 def _reflected(places: torch.Tensor, side: int) -> torch.Tensor:
-    """Where places beyond an edge, by less than a side, are found inside: -1 at 1, `side` at side - 2."""
+    """Where places beyond an edge, by less than a side, are found inside: -1 at 1, `side` at side -
+    2.
+    """
     return (side - 1) - ((side - 1) - places.abs()).abs()
 
 
@@ -182,17 +213,24 @@ def _black(images: torch.Tensor) -> int:
 
 
 class MixingAugment(Augment):
-    """Augmentation of single images and, after it, of pairs. Raises UserError for values out of range."""
+    """Augmentation of single images and, after it, of pairs. Raises UserError for values out of
+    range.
+    """
 
-    mixup: float = 0.0  # alpha of mixup (1710.09412); 0: off. The share of an image is drawn from Beta(alpha, alpha)
-    cutmix: float = 0.0  # alpha of CutMix (1905.04899); 0: off. With both, each image gets one of them, at random
-    mix_prob: Probability = 1.0  # probability that an image is mixed at all, if mixup or cutmix is on
+    # alpha of mixup (1710.09412); 0: off. The share of an image is drawn from Beta(alpha, alpha)
+    mixup: float = 0.0
+    # alpha of CutMix (1905.04899); 0: off. With both, each image gets one of them, at random
+    cutmix: float = 0.0
+    # probability that an image is mixed at all, if mixup or cutmix is on
+    mix_prob: Probability = 1.0
 
     def check(self) -> None:
         super().check()
         for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
             if alpha != 0 and not 0.01 <= alpha <= 100:
-                raise UserError(f"{name} {alpha}: the alpha of a Beta distribution, 0.01 to 100; 0 for none")
+                raise UserError(
+                    f"{name} {alpha}: the alpha of a Beta distribution, 0.01 to 100; 0 for none"
+                )
 
     @property
     def mixes(self) -> bool:
@@ -204,7 +242,9 @@ class Mixing(NamedTuple):
 
     own: Tensor  # float32 [n]: its own share of the label, 0 to 1
     blend: Tensor  # float32 [n]: its own share of every pixel (mixup); 1 where it is not mixed so
-    boxes: Tensor  # int64 [n, 4]: top, left, height, width of the partner's part (CutMix); empty where there is none
+    # int64 [n, 4]: top, left, height, width of the partner's part (CutMix); empty where there is
+    # none
+    boxes: Tensor
 
     def rows(self, rows: slice) -> "Mixing":
         return Mixing(self.own[rows], self.blend[rows], self.boxes[rows])
@@ -221,7 +261,9 @@ def draw_mixing(
     size: tuple[int, int],  # height and width in px
     device: torch.device,
 ) -> Mixing:
-    """The draws of rows [start, start + count); key (seed, "augment", step, "mixing"), for the whole global batch."""
+    """The draws of rows [start, start + count); key (seed, "augment", step, "mixing"), for the
+    whole global batch.
+    """
     numbers = generator(seed, "augment", step, "mixing", device=device)
     uniform = torch.rand(global_batch, 4, generator=numbers, device=device)
     blended = _beta(config.mixup or 1.0, global_batch, numbers)
@@ -241,7 +283,8 @@ def _beta(alpha: float, count: int, numbers: torch.Generator) -> Tensor:
     gammas = torch.full((count, 2), alpha, device=numbers.device, dtype=widest(numbers.device))
     first, second = torch._standard_gamma(gammas, generator=numbers).unbind(1)
     both = first + second
-    return torch.where(both > 0, first / both, 0.5).float()  # a small alpha's variates may both be 0
+    # a small alpha's variates may both be 0
+    return torch.where(both > 0, first / both, 0.5).float()
 
 
 def cut_boxes(
@@ -250,17 +293,24 @@ def cut_boxes(
     height: int,
     width: int,
 ) -> Tensor:
-    """CutMix's boxes (1905.04899, equation 2), int64 [n, 4]: of the image's shape, cut off at its borders."""
+    """CutMix's boxes (1905.04899, equation 2), int64 [n, 4]: of the image's shape, cut off at its
+    borders.
+    """
     side = (1 - own).clamp(min=0).sqrt()
     tall, wide = (side * height).long(), (side * width).long()
     row, column = (centres[:, 0] * height).long(), (centres[:, 1] * width).long()
     top, left = (row - tall // 2).clamp(min=0), (column - wide // 2).clamp(min=0)
-    bottom, right = (row - tall // 2 + tall).clamp(max=height), (column - wide // 2 + wide).clamp(max=width)
+    bottom, right = (
+        (row - tall // 2 + tall).clamp(max=height),
+        (column - wide // 2 + wide).clamp(max=width),
+    )
     return torch.stack([top, left, bottom - top, right - left], dim=1)
 
 
 def partners(values: Tensor) -> Tensor:
-    """Every row's partner: rows 2k and 2k + 1 change places. Raises ValueError for an odd number of rows."""
+    """Every row's partner: rows 2k and 2k + 1 change places. Raises ValueError for an odd number of
+    rows.
+    """
     if len(values) % 2:
         raise ValueError(f"{len(values)} rows cannot be paired")
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)

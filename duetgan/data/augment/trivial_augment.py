@@ -1,7 +1,9 @@
-"""TrivialAugment (2103.10158): one of fourteen operations, at a random strength, on every image; a batch at once.
+"""TrivialAugment (2103.10158): one of fourteen operations, at a random strength, on every image; a
+batch at once.
 
-Operations, strengths and rounding are those of torchvision's TrivialAugmentWide on uint8 tensors (nearest neighbour,
-black outside). Its own functions do those that have no strength; the others take one for the whole batch.
+Operations, strengths and rounding are those of torchvision's TrivialAugmentWide on uint8 tensors
+(nearest neighbour, black outside). Its own functions do those that have no strength; the others
+take one for the whole batch.
 """
 
 from typing import NamedTuple
@@ -15,24 +17,36 @@ from duetgan.utils.memory import upload
 from duetgan.utils.seeding import Key, numpy_generator
 
 BINS = 31  # strengths of an operation
-# Operations whose strength may be negative, and the greatest one (table 1 of the paper, column "wide", as torchvision
-# has it). The geometric ones stand together: they are done in one pass.
-SIGNED = {"shear_x": 0.99, "shear_y": 0.99, "translate_x": 32.0, "translate_y": 32.0, "rotate": 135.0}
+# Operations whose strength may be negative, and the greatest one (table 1 of the paper, column
+# "wide", as torchvision has it). The geometric ones stand together: they are done in one pass.
+SIGNED = {
+    "shear_x": 0.99,
+    "shear_y": 0.99,
+    "translate_x": 32.0,
+    "translate_y": 32.0,
+    "rotate": 135.0,
+}
 SIGNED |= dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.99)
 KINDS = ("identity", *SIGNED, "posterize", "solarize", "autocontrast", "equalize")
 
 
 FLOAT = torch.float32  # of the strengths, as torchvision has them, whatever the default is
 STRENGTHS = (
-    torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS, dtype=FLOAT) for kind in KINDS]).double().numpy()
+    torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS, dtype=FLOAT) for kind in KINDS])
+    .double()
+    .numpy()
 )
-STRENGTHS[KINDS.index("posterize")] = (8 - torch.arange(BINS, dtype=FLOAT) / ((BINS - 1) / 6)).round()  # bits kept
-STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS, dtype=FLOAT)  # share of the range: above, inverted
+# bits kept
+STRENGTHS[KINDS.index("posterize")] = (
+    8 - torch.arange(BINS, dtype=FLOAT) / ((BINS - 1) / 6)
+).round()
+# share of the range: above, inverted
+STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS, dtype=FLOAT)
 
 
 class Draws(NamedTuple):
-    """What is done to each image; on the host, where the images of an operation are counted without waiting for a
-    device.
+    """What is done to each image; on the host, where the images of an operation are counted without
+    waiting for a device.
     """
 
     kinds: np.ndarray  # int64 [n], positions in KINDS
@@ -61,11 +75,15 @@ def trivial_augment(
     kinds, strengths = draws.kinds[order], draws.strengths[order]
     places = upload(torch.from_numpy(order), images.device)
     done = images[places].contiguous()
-    factors = upload(torch.from_numpy(strengths.astype(np.float32)), images.device)[:, None, None, None]
+    factors = upload(torch.from_numpy(strengths.astype(np.float32)), images.device)[
+        :, None, None, None
+    ]
     first, last = np.searchsorted(kinds, [KINDS.index("shear_x"), KINDS.index("rotate") + 1])
     if last > first:
         drawn, size = zip(kinds[first:last], strengths[first:last], strict=True), images.shape[2:]
-        maps = np.array([_inverse_map(KINDS[kind], strength, *size) for kind, strength in drawn], np.float32)
+        maps = np.array(
+            [_inverse_map(KINDS[kind], strength, *size) for kind, strength in drawn], np.float32
+        )
         done[first:last] = _warp(done[first:last], upload(torch.from_numpy(maps), images.device))
     for number in range(KINDS.index("rotate") + 1, len(KINDS)):
         first, last = np.searchsorted(kinds, [number, number + 1])
@@ -90,7 +108,8 @@ def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[li
             return [[1, 0, -int(strength)], [0, 1, 0]]
         case "translate_y":
             return [[1, 0, 0], [0, 1, -int(strength)]]
-    sine, cosine = np.sin(np.radians(strength)), np.cos(np.radians(strength))  # of a rotation, anticlockwise
+    # of a rotation, anticlockwise
+    sine, cosine = np.sin(np.radians(strength)), np.cos(np.radians(strength))
     return [[cosine, -sine, 0], [sine, cosine, 0]]
 
 
@@ -104,11 +123,14 @@ def _warp(images: Tensor, maps: Tensor) -> Tensor:
     column = (source[:, 0] + (width - 1) / 2).round().long()
     row = (source[:, 1] + (height - 1) / 2).round().long()
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-    index = torch.where(inside, row * width + column, 0)[:, None].expand(-1, images.shape[1], -1, -1)
+    index = torch.where(inside, row * width + column, 0)[:, None].expand(
+        -1, images.shape[1], -1, -1
+    )
     return images.flatten(2).gather(2, index.flatten(2)).view(images.shape) * inside[:, None]
 
 
-# --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1] (brightness and the like: 0 changes nothing)
+# --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1] (brightness and the like: 0
+# changes nothing)
 
 
 def _to_bytes(values: Tensor) -> Tensor:
@@ -121,11 +143,17 @@ def _blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
 
 
 def _color(images: Tensor, factors: Tensor) -> Tensor:
-    return images if images.shape[1] == 1 else _blend(images, rgb_to_grayscale(images).float(), factors)
+    return (
+        images
+        if images.shape[1] == 1
+        else _blend(images, rgb_to_grayscale(images).float(), factors)
+    )
 
 
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
-    return _blend(images, rgb_to_grayscale(images).mean((1, 2, 3), keepdim=True, dtype=torch.float32), factors)
+    return _blend(
+        images, rgb_to_grayscale(images).mean((1, 2, 3), keepdim=True, dtype=torch.float32), factors
+    )
 
 
 def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
@@ -147,7 +175,8 @@ _COLOUR = {
     "color": _color,
     "contrast": _contrast,
     "sharpness": _sharpness,
-    "posterize": lambda images, bits: images & (256 - torch.exp2(8 - bits)).to(torch.uint8),  # the highest `bits`
+    # the highest `bits`
+    "posterize": lambda images, bits: images & (256 - torch.exp2(8 - bits)).to(torch.uint8),
     "solarize": lambda images, share: torch.where(images >= 255 * share, 255 - images, images),
     "autocontrast": lambda images, _: autocontrast(images),
     "equalize": lambda images, _: equalize(images),

@@ -1,7 +1,9 @@
-"""Open LMDB files for reading: checked before the first read, one handle per process and file, safe under fork.
+"""Open LMDB files for reading: checked before the first read, one handle per process and file, safe
+under fork.
 
-py-lmdb refuses to open a file twice in one process, and a handle must not be used across a fork. So the readers of a
-process share one handle per file, which closes when the last of them lets it go, and a forked child opens its own.
+py-lmdb refuses to open a file twice in one process, and a handle must not be used across a fork. So
+the readers of a process share one handle per file, which closes when the last of them lets it go,
+and a forked child opens its own.
 """
 
 import ctypes
@@ -16,14 +18,23 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from duetgan.data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Completion, Meta
+from duetgan.data.lmdb.format import (
+    COMPLETE_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    META_KEY,
+    VERSION,
+    Completion,
+    Meta,
+)
 from duetgan.data.lmdb.tree import check_tree
 from duetgan.data.tar_files import TarFiles
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import did_you_mean
 
-GATHER_BYTES = 512 << 10  # gathered at once: NumPy makes a copy on the way, which should not leave the cache
+# gathered at once: NumPy makes a copy on the way, which should not leave the cache
+GATHER_BYTES = 512 << 10
 MAGIC = bytes.fromhex("dec0efbe")  # LMDB's, little-endian, 16 bytes into its first page
 
 
@@ -35,9 +46,12 @@ class RawBlocks:
 
     def __init__(self, item: np.dtype, count: int) -> None:
         self.item = item  # an image as one item: NumPy copies it whole
-        self.addresses = np.full(count, -1, np.int64)  # of the blocks' first bytes; -1: not verified yet
-        self.damaged: dict[int, frozenset[int]] = {}  # the records of a block that do not match their checksums
-        self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))  # first and last address, images
+        # of the blocks' first bytes; -1: not verified yet
+        self.addresses = np.full(count, -1, np.int64)
+        # the records of a block that do not match their checksums
+        self.damaged: dict[int, frozenset[int]] = {}
+        # first and last address, images
+        self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))
 
     def add(self, block: int, pixels: np.ndarray) -> None:
         """Note where a block lies: a view into the file, uint8 [bytes]."""
@@ -45,18 +59,29 @@ class RawBlocks:
         address = pixels.ctypes.data
         first, end = min(low or address, address), max(high, address + pixels.nbytes)
         if (first, end) != (low, high):
-            # All blocks lie in one mapping. Seen as an image that begins at each of its bytes, whatever blocks a batch
-            # comes from, it is one gather.
-            memory = np.frombuffer(memoryview((ctypes.c_ubyte * (end - first)).from_address(first)), np.uint8)
-            images = np.ndarray((end - first - self.item.itemsize + 1,), self.item, memory, strides=(1,))
+            # All blocks lie in one mapping. Seen as an image that begins at each of its bytes,
+            # whatever blocks a batch comes from, it is one gather.
+            memory = np.frombuffer(
+                memoryview((ctypes.c_ubyte * (end - first)).from_address(first)), np.uint8
+            )
+            images = np.ndarray(
+                (end - first - self.item.itemsize + 1,), self.item, memory, strides=(1,)
+            )
             images.setflags(write=False)
             self._view = (first, end, images)
         self.addresses[block] = address  # last: other threads may take it from now on
 
-    def copy(self, blocks: np.ndarray, rows: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
+    def copy(
+        self,
+        blocks: np.ndarray,
+        rows: np.ndarray,
+        out: np.ndarray,
+        places: np.ndarray | None = None,
+    ) -> None:
         """Copy images of verified blocks into `out`, `item` [n], at `places` (default: in order)."""
         offsets = self.addresses[blocks] + rows * self.item.itemsize
-        first, _, images = self._view  # after the addresses: another thread may add a block meanwhile
+        # after the addresses: another thread may add a block meanwhile
+        first, _, images = self._view
         offsets -= first
         step = max(1, GATHER_BYTES // self.item.itemsize)
         for start in range(0, len(offsets), step):
@@ -67,20 +92,23 @@ class RawBlocks:
 class Handle:
     """An open file of this process.
 
-    Views into the file are valid as long as the handle lives: whoever uses one keeps a reference to it meanwhile.
+    Views into the file are valid as long as the handle lives: whoever uses one keeps a reference to
+    it meanwhile.
     """
 
     def __init__(self, environment: lmdb.Environment) -> None:
         self.environment = environment
         self.pid = os.getpid()
         self.lock = threading.Lock()  # for `transaction`, `raw` and `tars`
-        self.transaction = environment.begin(buffers=True)  # one snapshot for the views, as long as the handle lives
+        # one snapshot for the views, as long as the handle lives
+        self.transaction = environment.begin(buffers=True)
         self.raw: dict[int, RawBlocks] = {}  # by resolution
         self.tars: TarFiles | None = None  # that hold the images of an index
 
 
 _lock = threading.RLock()
-# By (device, inode). No __del__ closes a file: another thread could take a handle from here while it runs.
+# By (device, inode). No __del__ closes a file: another thread could take a handle from here while
+# it runs.
 _handles: dict[tuple[int, int], tuple[weakref.ref[Handle], lmdb.Environment]] = {}
 
 
@@ -100,7 +128,8 @@ def acquire(path: Path) -> Handle:
         environment = _open(path, status.st_size)
         handle = Handle(environment)
         _handles[key] = (weakref.ref(handle), environment)
-        weakref.finalize(handle, _close, key, environment).atexit = False  # threads may be reading until the end
+        # threads may be reading until the end
+        weakref.finalize(handle, _close, key, environment).atexit = False
         return handle
 
 
@@ -113,7 +142,9 @@ def _close(key: tuple[int, int], environment: lmdb.Environment) -> None:
 
 def _status(path: Path) -> os.stat_result:
     if path.is_dir():
-        raise UserError(f"{path} is a folder, not a packed file: pack it with `duet pack {path} DEST.lmdb`")
+        raise UserError(
+            f"{path} is a folder, not a packed file: pack it with `duet pack {path} DEST.lmdb`"
+        )
     try:
         return bounded.check(path, bounded.ARCHIVE)
     except FileNotFoundError:
@@ -124,7 +155,9 @@ def _status(path: Path) -> os.stat_result:
             hint = did_you_mean(path.name, [item.name for item in path.parent.glob("*.lmdb")])
         raise UserError(f"{path}: no such file{hint}; make it with duet pack") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or errno.errorcode.get(error.errno or 0)}; check the path") from None
+        raise UserError(
+            f"{path}: {error.strerror or errno.errorcode.get(error.errno or 0)}; check the path"
+        ) from None
 
 
 def partial_path(path: Path) -> Path:
@@ -134,19 +167,27 @@ def partial_path(path: Path) -> Path:
 
 def is_lmdb(path: Path) -> bool:
     """Whether a file begins as LMDB's do. Raises UserError if it cannot be read."""
-    with bounded.reading(path, "check its permissions"), bounded.open_file(path, bounded.ARCHIVE) as file:
+    with (
+        bounded.reading(path, "check its permissions"),
+        bounded.open_file(path, bounded.ARCHIVE) as file,
+    ):
         return file.read(20)[16:] == MAGIC
 
 
 def _open(path: Path, size: int) -> lmdb.Environment:
     if size == 0:
-        raise UserError(f"{path} is empty: packing was not finished or the copy failed; run duet pack again")
+        raise UserError(
+            f"{path} is empty: packing was not finished or the copy failed; run duet pack again"
+        )
     if not is_lmdb(path):
         raise UserError(f"{path} is not an LMDB file: give a file made by duet pack")
     ahead = size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with bounded.reading(path, "it is damaged or truncated: pack it again", lmdb.Error):
-        environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead)
-    # A read beyond the end of a mapped file kills the process (SIGBUS): compare sizes before the first one.
+        environment = lmdb.open(
+            str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead
+        )
+    # A read beyond the end of a mapped file kills the process (SIGBUS): compare sizes before the
+    # first one.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:
         environment.close()
@@ -161,33 +202,45 @@ def _open(path: Path, size: int) -> lmdb.Environment:
 
 
 def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
-    """The metadata of an open file. Raises UserError if it is not ours, newer, not finished or damaged."""
+    """The metadata of an open file. Raises UserError if it is not ours, newer, not finished or
+    damaged.
+    """
     damaged = explained(lmdb.Error, lambda why: f"{path} is damaged ({why}); copy or pack it again")
     with damaged, environment.begin() as transaction:
-        mark, complete, meta_record = (transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY))
+        mark, complete, meta_record = (
+            transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY)
+        )
         entries = transaction.stat()["entries"]
     name, _, version = (mark or b"").decode(errors="replace").partition(" ")
     if name != FORMAT or not version.isdecimal():
-        raise UserError(f"{path} is an LMDB file but not a packed data set of this program: pack the images again")
+        raise UserError(
+            f"{path} is an LMDB file but not a packed data set of this program: pack the images again"
+        )
     if version != str(VERSION):
         raise UserError(
             f"{path} has format version {version[:20]}, this program reads {VERSION}: update it or pack again"
         )
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run duet pack again")
-    with bounded.reading(f"{path}: its metadata record", "copy or pack it again", ValueError, RecursionError):
+    with bounded.reading(
+        f"{path}: its metadata record", "copy or pack it again", ValueError, RecursionError
+    ):
         end = Completion.read(json.loads(complete), "the completion record")
         if end.meta_checksum != zlib.crc32(meta_record):
             raise ValueError("checksum does not match")
         meta = Meta.from_json(meta_record)
         if end.count not in (None, meta.count) or end.content_hash not in (None, meta.content_hash):
             raise ValueError("the completion record has another count or content_hash")
-        meta.check_room((environment.info()["last_pgno"] + 1) * environment.stat()["psize"], entries)
+        meta.check_room(
+            (environment.info()["last_pgno"] + 1) * environment.stat()["psize"], entries
+        )
         return meta
 
 
 def _forked_child() -> None:
-    """Close what the parent had open: closing unmaps the child's own copy and leaves the parent's alone."""
+    """Close what the parent had open: closing unmaps the child's own copy and leaves the parent's
+    alone.
+    """
     global _lock
     _lock = threading.RLock()
     for _, environment in list(_handles.values()):
@@ -196,5 +249,7 @@ def _forked_child() -> None:
 
 
 os.register_at_fork(
-    before=lambda: _lock.acquire() and None, after_in_parent=lambda: _lock.release(), after_in_child=_forked_child
+    before=lambda: _lock.acquire() and None,
+    after_in_parent=lambda: _lock.release(),
+    after_in_child=_forked_child,
 )

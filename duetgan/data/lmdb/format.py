@@ -1,4 +1,6 @@
-"""The record format of a packed data set, version 1: keys, entries, metadata. docs/lmdb.md is its description."""
+"""The record format of a packed data set, version 1: keys, entries, metadata. docs/lmdb.md is its
+description.
+"""
 
 import hashlib
 import itertools
@@ -24,26 +26,39 @@ Encoding = Literal["raw", "jpeg", "png", "source"]
 ENCODINGS = get_args(Encoding)
 
 BLOCK_IMAGES = 4096  # images per block at most
-BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (an image larger than this has a block of its own)
+# bytes of pixels per raw block at most (an image larger than this has a block of its own)
+BLOCK_BYTES = 8 << 20
 
-# How a payload is decoded: by the rules of data/values.py, or faster because nothing in the file needs them.
+# How a payload is decoded: by the rules of data/values.py, or faster because nothing in the file
+# needs them.
 CODEC_RULES, CODEC_JPEG, CODEC_PNG = 0, 1, 2
 
-# One image's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of the entry's other
-# 24 bytes followed by the payload. Entries stand in the index of their block and in front of an encoded image.
+# One image's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of
+# the entry's other 24 bytes followed by the payload. Entries stand in the index of their block and
+# in front of an encoded image.
 ENTRY = np.dtype(
-    [("checksum", "<u4"), ("size", "<u4"), ("label", "<i8"), ("height", "<u4"), ("width", "<u4"), ("codec", "<u4")]
+    [
+        ("checksum", "<u4"),
+        ("size", "<u4"),
+        ("label", "<i8"),
+        ("height", "<u4"),
+        ("width", "<u4"),
+        ("codec", "<u4"),
+    ]
 )
-# In front of an index record: CRC-32 of the entries that follow, CRC-32 of the raw block beside it (0: no raw block).
+# In front of an index record: CRC-32 of the entries that follow, CRC-32 of the raw block beside it
+# (0: no raw block).
 INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
-# An image's signature, what duplicates are found by: `digest` is the same for equal pixels only; `dhash`, a difference
-# hash, is nearly the same for images that look alike.
+# An image's signature, what duplicates are found by: `digest` is the same for equal pixels only;
+# `dhash`, a difference hash, is nearly the same for images that look alike.
 SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 
-# In place of an image's bytes, where a file is an index of tar files: the tar's number in `shards`, the first byte.
+# In place of an image's bytes, where a file is an index of tar files: the tar's number in `shards`,
+# the first byte.
 LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
 
-# Keys: of a block (of images, or of SIGNATURES images) or an image, and where there are two numbers of a resolution.
+# Keys: of a block (of images, or of SIGNATURES images) or an image, and where there are two numbers
+# of a resolution.
 PIXELS_KEY = b"pixels/%08d/%05d"  # a raw block of images: uint8 [n, C, H, W]
 IMAGE_KEY = b"picture/%010d/%05d"  # an encoded image: its entry, then the file's bytes
 INDEX_KEY = b"index/%08d/%05d"  # a block's index: INDEX_HEAD, then an ENTRY per image
@@ -82,13 +97,14 @@ class Completion(Stored):
 class Meta(Stored):
     """What a packed data set says about itself.
 
-    `mean` and `std` are per channel in units of [0, 1], from the pixel format's low to its high, over all pixels of all
-    images at the largest resolution.
-    `resolutions` holds the images' shorter sides in ascending order (several: a pyramid), or 0 where the images have
-    sizes of their own (encoding "source"); `size` is that of the largest where they are no squares. A record's label is
-    the number of a class, or of one of `sets` where an image may have several classes or none: each lists its classes,
-    ascending. `split` says how the file was drawn from a larger set (data/packing), `passport` which generator drew the
-    images (utils/provenance.py), `shards` which tar files hold the images' bytes (data/reading/several_files.py).
+    `mean` and `std` are per channel in units of [0, 1], from the pixel format's low to its high,
+    over all pixels of all images at the largest resolution. `resolutions` holds the images' shorter
+    sides in ascending order (several: a pyramid), or 0 where the images have sizes of their own
+    (encoding "source"); `size` is that of the largest where they are no squares. A record's label
+    is the number of a class, or of one of `sets` where an image may have several classes or none:
+    each lists its classes, ascending. `split` says how the file was drawn from a larger set
+    (data/packing), `passport` which generator drew the images (utils/provenance.py), `shards` which
+    tar files hold the images' bytes (data/reading/several_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -106,7 +122,8 @@ class Meta(Stored):
     source: str  # what was packed, for people
     fingerprint: str  # empty if the source was not asked
     content_hash: str
-    blocks: list[Annotated[int, Interval(ge=1, le=2**31)]]  # images per block, one number for each resolution
+    # images per block, one number for each resolution
+    blocks: list[Annotated[int, Interval(ge=1, le=2**31)]]
     sets: Annotated[list[list[Count]], MinLen(1)] | None = None
     split: Split | None = None
     passport: dict[str, Any] | None = None
@@ -117,8 +134,8 @@ class Meta(Stored):
 
     @classmethod
     def from_json(cls, record: bytes) -> "Meta":
-        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError if it contradicts itself,
-        RecursionError if it is too deep.
+        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError if it
+        contradicts itself, RecursionError if it is too deep.
         """
         meta = cls.read(json.loads(record))
         if "version" not in meta.model_fields_set:
@@ -137,12 +154,18 @@ class Meta(Stored):
             ("blocks", len(self.resolutions)),
         ):
             if len(getattr(self, name)) != wanted:
-                raise ValueError(f"{name} has {len(getattr(self, name))} values, but must have {wanted}")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} values, but must have {wanted}"
+                )
         if self.classes and sum(self.histogram) != self.count:
-            raise ValueError(f"histogram counts {sum(self.histogram)} images, but count is {self.count}")
+            raise ValueError(
+                f"histogram counts {sum(self.histogram)} images, but count is {self.count}"
+            )
         for labels in self.sets or ():
             if not all(a < b for a, b in itertools.pairwise([-1, *labels, len(self.classes)])):
-                raise ValueError(f"sets has {labels[:20]}, no ascending labels of {len(self.classes)} classes")
+                raise ValueError(
+                    f"sets has {labels[:20]}, no ascending labels of {len(self.classes)} classes"
+                )
         for name in ("mean", "std"):
             for value in () if self.spec.deep else getattr(self, name):
                 if not 0 <= value <= 1:
@@ -151,13 +174,22 @@ class Meta(Stored):
         check_encoding(self.spec, self.encoding)
 
     def hash_of(self, digests: Mapping[int, Iterable[bytes]]) -> str:
-        """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
+        """SHA-256 of a data set: of its head, then of the digest of every block, resolution by
+        resolution.
 
-        A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
+        A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be
+        checked side by side.
         """
-        head: dict[str, Any] = {"channels": self.channels, "classes": self.classes, "encoding": self.encoding}
+        head: dict[str, Any] = {
+            "channels": self.channels,
+            "classes": self.classes,
+            "encoding": self.encoding,
+        }
         more = {"sets": self.sets, "pixel_format": self.spec.pixel_format}
-        head |= {"resolutions": list(digests), **{name: value for name, value in more.items() if value is not None}}
+        head |= {
+            "resolutions": list(digests),
+            **{name: value for name, value in more.items() if value is not None},
+        }
         content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
         for digest in itertools.chain.from_iterable(digests.values()):
             content.update(digest)
@@ -177,16 +209,28 @@ class Meta(Stored):
     @property
     def multi_hot(self) -> np.ndarray:
         """Which classes each label stands for: bool [labels, classes]."""
-        return np.eye(self.labels, dtype=bool) if self.sets is None else multi_hot(self.sets, len(self.classes))
+        return (
+            np.eye(self.labels, dtype=bool)
+            if self.sets is None
+            else multi_hot(self.sets, len(self.classes))
+        )
 
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
-        """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot, float32 [n, K]."""
-        return np.asarray(labels) if self.sets is None else self.multi_hot[labels].astype(np.float32)
+        """What networks are conditioned on for labels int64 [n]: themselves; of `sets` multi-hot,
+        float32 [n, K].
+        """
+        return (
+            np.asarray(labels) if self.sets is None else self.multi_hot[labels].astype(np.float32)
+        )
 
     @property
     def by_class(self) -> list[int]:
         """Images of each class; an image of several counts for each of them."""
-        return self.histogram if self.sets is None else (np.array(self.histogram) @ self.multi_hot).tolist()
+        return (
+            self.histogram
+            if self.sets is None
+            else (np.array(self.histogram) @ self.multi_hot).tolist()
+        )
 
     @property
     def label_names(self) -> list[str]:
@@ -194,7 +238,8 @@ class Meta(Stored):
         return self.classes if self.sets is None else set_names(self.classes, self.sets)
 
     def check_room(self, size: int, entries: int) -> None:
-        """Raise ValueError for a count of images that a file of `size` bytes and `entries` records cannot hold.
+        """Raise ValueError for a count of images that a file of `size` bytes and `entries` records
+        cannot hold.
 
         Half of them may be missing: single damaged records can be skipped.
         """
@@ -203,9 +248,13 @@ class Meta(Stored):
         for side, block in zip(self.resolutions, self.blocks, strict=True):
             blocks = -(-self.count // block)
             records += 2 * blocks if raw else blocks + self.count
-            least += self.count * (ENTRY.itemsize + (self.spec.at(side).nbytes if raw else ENTRY.itemsize))
+            least += self.count * (
+                ENTRY.itemsize + (self.spec.at(side).nbytes if raw else ENTRY.itemsize)
+            )
         if records > 2 * entries or least > 2 * size:
-            raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
+            raise ValueError(
+                f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds"
+            )
 
 
 def multi_hot(sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
@@ -217,12 +266,14 @@ def multi_hot(sets: Sequence[Sequence[int]], classes: int) -> np.ndarray:
 
 
 def check_sides(sides: Sequence[int], encoding: str, image: ImageSpec) -> None:
-    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding "source", and the
-    largest that of the images.
+    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding
+    "source", and the largest that of the images.
     """
     doubled = all(larger == 2 * smaller > 0 for smaller, larger in itertools.pairwise(sides))
     if not doubled or (sides[0] == 0) != (encoding == "source") or image.side != sides[-1]:
-        raise ValueError(f"resolutions {list(sides)[:20]} do not fit encoding {encoding!r} and images of {image}")
+        raise ValueError(
+            f"resolutions {list(sides)[:20]} do not fit encoding {encoding!r} and images of {image}"
+        )
     image.at(sides[0])
 
 
@@ -233,7 +284,9 @@ def check_encoding(image: ImageSpec, encoding: str) -> None:
         raise ValueError(f"encoding {encoding} does not keep images of {image.title}: take raw")
 
 
-def make_entry(payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES) -> np.ndarray:
+def make_entry(
+    payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES
+) -> np.ndarray:
     """The entry of an image, as an array of shape [1] and type ENTRY."""
     entry = np.array([(0, len(payload), label, height, width, codec)], ENTRY)
     entry["checksum"] = entry_checksum(entry[0], payload)

@@ -32,17 +32,21 @@ from duetgan.utils.image_spec import ImageSpec
 
 
 class LMDBReader(AbstractContextManager["LMDBReader"]):
-    """Images and labels of a packed file by index, at one of its resolutions (default: the largest).
+    """Images and labels of a packed file by index, at one of its resolutions (default: the
+    largest).
 
-    `resolution` is the images' shorter side in px, or 0 where they have sizes of their own. With `tolerant`
-    the whole images of a damaged raw block can still be read.
+    `resolution` is the images' shorter side in px, or 0 where they have sizes of their own. With
+    `tolerant` the whole images of a damaged raw block can still be read.
 
-    Checked at opening: a missing, foreign, truncated, unfinished or newer file raises UserError. Checked at reading: a
-    raw block's checksum when the process first touches it, an encoded image's every time; damage raises DamageError
-    naming the record. May be pickled, used after a fork and from several threads; each process opens the file itself.
+    Checked at opening: a missing, foreign, truncated, unfinished or newer file raises UserError.
+    Checked at reading: a raw block's checksum when the process first touches it, an encoded image's
+    every time; damage raises DamageError naming the record. May be pickled, used after a fork and
+    from several threads; each process opens the file itself.
     """
 
-    def __init__(self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False
+    ) -> None:
         self.path, self.tolerant = Path(path), tolerant
         self.first = 0  # number of the first record in a data set of several files, for DamageError
         self._handle: Handle | None = acquire(self.path)
@@ -50,7 +54,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         self.meta = read_meta(self.path, self._handle.environment)
         if resolution not in (None, *self.meta.resolutions):
             held = ", ".join(map(str, self.meta.resolutions))
-            raise UserError(f"{self.path} holds no images of {resolution} px, only of {held}: choose one of them")
+            raise UserError(
+                f"{self.path} holds no images of {resolution} px, only of {held}: choose one of them"
+            )
         self.resolution: int = resolution or self.meta.resolutions[-1]
 
     @property
@@ -72,12 +78,17 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return self.meta.count
 
     def labels(self) -> np.ndarray:
-        """All labels, int64 [count], read-only. Raises DamageError, also for a label that has no class."""
+        """All labels, int64 [count], read-only. Raises DamageError, also for a label that has no
+        class.
+        """
         if self._labels is None:
             handle = self.handle()
             with handle.environment.begin(buffers=True) as transaction:
                 blocks = range(self.blocks)
-                parts = [self.index_record(transaction, block)[1]["label"].astype(np.int64) for block in blocks]
+                parts = [
+                    self.index_record(transaction, block)[1]["label"].astype(np.int64)
+                    for block in blocks
+                ]
             labels = np.concatenate(parts)
             unknown = np.flatnonzero((labels < 0) | (labels >= max(1, self.meta.labels)))
             if len(unknown):
@@ -88,7 +99,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return self._labels
 
     def signatures(self) -> np.ndarray:
-        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
+        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises
+        DamageError.
+        """
         parts = []
         for records, value in self._beside(SIGNATURE_KEY, "signatures"):
             if len(value) != len(records) * SIGNATURE.itemsize:
@@ -97,12 +110,16 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return np.concatenate(parts)
 
     def names(self) -> list[str]:
-        """The images' names in the source that was packed, "" where it had none. Raises DamageError."""
+        """The images' names in the source that was packed, "" where it had none. Raises
+        DamageError.
+        """
         names: list[str] = []
         for records, value in self._beside(NAME_KEY, "names"):
             try:
                 stored = json.loads(value) if value else [""] * len(records)
-                if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+                if not isinstance(stored, list) or not all(
+                    isinstance(name, str) for name in stored
+                ):
                     raise ValueError("they must be a list of text")
             except (ValueError, RecursionError) as error:
                 raise self.damage(records, f"its names are none ({error})") from None
@@ -112,7 +129,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return names
 
     def _beside(self, key: bytes, what: str) -> Iterator[tuple[range, bytes]]:
-        """The records that hold something of SIGNATURES images each, without their checksums; b"" if there is none."""
+        """The records that hold something of SIGNATURES images each, without their checksums; b""
+        if there is none.
+        """
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):
                 records = range(start, min(len(self), start + SIGNATURES))
@@ -131,8 +150,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return range(block * self.block, min(len(self), (block + 1) * self.block))
 
     def index_record(self, transaction: lmdb.Transaction, block: int) -> tuple[np.void, np.ndarray]:
-        """A block's index: its head (INDEX_HEAD) and its entries (ENTRY [n]). Raises DamageError, also for a size that
-        the file cannot hold.
+        """A block's index: its head (INDEX_HEAD) and its entries (ENTRY [n]). Raises DamageError,
+        also for a size that the file cannot hold.
         """
         records = self.block_range(block)
         value = self._get(transaction, INDEX_KEY % (block, self.resolution), records)
@@ -148,11 +167,15 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         else:
             wrong = (height == 0) | (width == 0) | (height.astype(np.float64) * width > MOST_PIXELS)
         if wrong.any():
-            raise self.damage([records[place] for place in np.flatnonzero(wrong).tolist()], "its size cannot be")
+            raise self.damage(
+                [records[place] for place in np.flatnonzero(wrong).tolist()], "its size cannot be"
+            )
         return head, entries
 
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
-        """The images of a raw block as a view into the file: [n, C, H, W]; valid within the transaction."""
+        """The images of a raw block as a view into the file: [n, C, H, W]; valid within the
+        transaction.
+        """
         records = self.block_range(block)
         shape = (len(records), *self.spec.shape)
         value = self._get(transaction, PIXELS_KEY % (block, self.resolution), records)
@@ -162,12 +185,15 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     @contextmanager
     def encoded(self, index: int) -> Iterator[tuple[np.void, memoryview, tuple[int, int]]]:
-        """The entry, the checked payload and the height and width of an encoded image, valid in the block; an
-        ImageError that is raised there becomes a DamageError.
+        """The entry, the checked payload and the height and width of an encoded image, valid in the
+        block; an ImageError that is raised there becomes a DamageError.
         """
-        handle = self.handle()  # kept: its views end with it, and another thread may close the data set
+        # kept: its views end with it, and another thread may close the data set
+        handle = self.handle()
         with handle.environment.begin(buffers=True) as transaction:
-            value = self._get(transaction, IMAGE_KEY % (index, self.resolution), range(index, index + 1))
+            value = self._get(
+                transaction, IMAGE_KEY % (index, self.resolution), range(index, index + 1)
+            )
             try:
                 if len(value) < ENTRY.itemsize:
                     raise ImageError("it is missing")
@@ -175,14 +201,19 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 if self.meta.shards is not None:
                     payload = self._of_tar(self.meta.shards, int(entry["size"]), payload)
                 # The length first: a damaged one could lead beyond the end of the file.
-                if len(payload) != entry["size"] or entry_checksum(entry, payload) != entry["checksum"]:
+                if (
+                    len(payload) != entry["size"]
+                    or entry_checksum(entry, payload) != entry["checksum"]
+                ):
                     raise ImageError("its checksum does not match")
                 yield entry, payload, (int(entry["height"]), int(entry["width"]))
             except ImageError as error:
                 raise self.damage([index], str(error)) from None
 
     def _of_tar(self, shards: list[Shard], size: int, link: memoryview) -> memoryview:
-        """An image's bytes from its place in a tar. Raises ImageError, and UserError for a tar that was changed."""
+        """An image's bytes from its place in a tar. Raises ImageError, and UserError for a tar that
+        was changed.
+        """
         if len(link) != LINK.itemsize:
             raise ImageError("its place in the shards is missing")
         number, start = np.frombuffer(link, LINK, 1)[0].tolist()
@@ -208,10 +239,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if self.meta.shards is None:
             return DamageError(self.path, records, reason, self.first)
         name = self.names()[records[0]] if len(records) == 1 else ""
-        return DamageError(Path(self.meta.shards[0].path).parent, records, f"{name} {reason}".strip(), self.first)
+        return DamageError(
+            Path(self.meta.shards[0].path).parent, records, f"{name} {reason}".strip(), self.first
+        )
 
     def close(self) -> None:
-        """Let the file go; it is closed when no reader of the process uses it. The next read opens it again."""
+        """Let the file go; it is closed when no reader of the process uses it. The next read opens
+        it again.
+        """
         self._handle = None
 
     def __exit__(self, *error: object) -> None:
@@ -221,35 +256,48 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return {**self.__dict__, "_handle": None, "_labels": None}
 
     def handle(self) -> Handle:
-        """The file opened by this process; when it is opened anew it must still hold the same data set."""
+        """The file opened by this process; when it is opened anew it must still hold the same data
+        set.
+        """
         handle = self._handle
         if handle is None or handle.pid != os.getpid():
             handle = acquire(self.path)
             if read_meta(self.path, handle.environment) != self.meta:
-                raise UserError(f"{self.path} was replaced by another data set while it was in use; start again")
+                raise UserError(
+                    f"{self.path} was replaced by another data set while it was in use; start again"
+                )
             self._handle = handle
         return handle
 
     def _get(self, transaction: lmdb.Transaction, key: bytes, records: range) -> memoryview:
-        """The value of a key as a view into the file; empty if there is none. `records` are those it holds."""
+        """The value of a key as a view into the file; empty if there is none. `records` are those
+        it holds.
+        """
         try:
             return memoryview(transaction.get(key, b""))
         except lmdb.Error as error:
             raise self.damage(records, str(error)) from None
 
-    def gather(self, records: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
-        """Copy raw images into `out`, [n, C, H, W] of the file's depth, at `places` (default: in order), by one gather.
+    def gather(
+        self, records: np.ndarray, out: np.ndarray, places: np.ndarray | None = None
+    ) -> None:
+        """Copy raw images into `out`, [n, C, H, W] of the file's depth, at `places` (default: in
+        order), by one gather.
 
-        Raises DamageError: for any damage in a block, or with `tolerant` for damaged `records` only.
+        Raises DamageError: for any damage in a block, or with `tolerant` for damaged `records`
+        only.
         """
         blocks, rows = np.divmod(records, self.block)
         handle = self.handle()  # kept until the copy is made: the file is unmapped with it
         if (raw := handle.raw.get(self.resolution)) is None:
-            raw = handle.raw.setdefault(self.resolution, RawBlocks(np.dtype((np.void, self.spec.nbytes)), self.blocks))
+            raw = handle.raw.setdefault(
+                self.resolution, RawBlocks(np.dtype((np.void, self.spec.nbytes)), self.blocks)
+            )
         if raw.damaged or (raw.addresses[blocks] < 0).any():
             for block in np.unique(blocks).tolist():
                 self._verify(handle, raw, block, rows[blocks == block])
-        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)  # whatever its type
+        # whatever its type
+        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)
 
     def raw_image(self, record: int) -> np.ndarray:
         """A raw image: [H, W, C]. Raises DamageError as `gather` does."""
@@ -258,8 +306,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return image[0].transpose(1, 2, 0)
 
     def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
-        """Compare a raw block's checksum at its first touch; raise DamageError if it does not match, with `tolerant`
-        only if one of `rows` is damaged.
+        """Compare a raw block's checksum at its first touch; raise DamageError if it does not
+        match, with `tolerant` only if one of `rows` is damaged.
         """
         if raw.addresses[block] < 0:
             with handle.lock:

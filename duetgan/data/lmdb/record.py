@@ -23,8 +23,16 @@ class Layout:
         check_encoding(self.spec, self.encoding)
 
     @classmethod
-    def of(cls, image: ImageSpec, encoding: str = "raw", smallest: int | None = None, ranged: bool = True) -> "Layout":
-        """For such images, and with `smallest` at half their size and so on down to that shorter side."""
+    def of(
+        cls,
+        image: ImageSpec,
+        encoding: str = "raw",
+        smallest: int | None = None,
+        ranged: bool = True,
+    ) -> "Layout":
+        """For such images, and with `smallest` at half their size and so on down to that shorter
+        side.
+        """
         sides = [image.side]
         while smallest is not None and sides[0] > smallest and sides[0] % 2 == 0:
             sides.insert(0, sides[0] // 2)
@@ -52,18 +60,22 @@ class Record:
     label: int
     entries: np.ndarray  # ENTRY [resolutions]
     payloads: tuple[bytes, ...]  # one for each resolution
-    sums: np.ndarray  # [2, C]: sums of the values and of their squares, at the largest resolution; int64, or float64
+    # [2, C]: sums of the values and of their squares, at the largest resolution; int64, or float64
+    sums: np.ndarray
     pixels: int  # in those sums
     signature: np.ndarray  # SIGNATURE [1]
     digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
     enlarged: bool = False  # the image in the source was smaller than asked for
     cut: int = 0  # bits that its values used, of an image of 16 bits a value of which 8 are kept
     on_white: bool = False  # it was transparent, and is stored on a white ground
-    ends: tuple[float, float] = (0.0, 0.0)  # of the values, see `value_ends`; of 8 bits not looked for
+    # of the values, see `value_ends`; of 8 bits not looked for
+    ends: tuple[float, float] = (0.0, 0.0)
 
 
 def value_ends(image: np.ndarray) -> tuple[float, float]:
-    """Where the values of a deep image begin and end: of floats the quantiles 0.001 and 0.999 of all channels."""
+    """Where the values of a deep image begin and end: of floats the quantiles 0.001 and 0.999 of
+    all channels.
+    """
     if image.dtype == np.float32:
         low, high = np.quantile(image, (0.001, 0.999))
         return float(low), float(high)
@@ -71,8 +83,9 @@ def value_ends(image: np.ndarray) -> tuple[float, float]:
 
 
 def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
-    """The low and high of a file whose images' `value_ends` lie within these: of integers 0 and the largest number of
-    as many bits, so that 12 bits are known again in each part of a set; of floats as they are.
+    """The low and high of a file whose images' `value_ends` lie within these: of integers 0 and the
+    largest number of as many bits, so that 12 bits are known again in each part of a set; of floats
+    as they are.
     """
     if depth == "uint16":
         return 0.0, float((1 << max(1, int(high).bit_length())) - 1)
@@ -82,7 +95,9 @@ def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
 def mean_and_std(
     sums: np.ndarray, pixels: int, low: float = 0.0, high: float = 255.0
 ) -> tuple[list[float], list[float]]:
-    """Per channel, in units of [0, 1], from added `pixel_sums` of so many pixels; the population's deviation."""
+    """Per channel, in units of [0, 1], from added `pixel_sums` of so many pixels; the population's
+    deviation.
+    """
     mean, square = sums / pixels
     deviation = np.sqrt(np.maximum(square - mean**2, 0))
     return ((mean - low) / (high - low)).tolist(), (deviation / (high - low)).tolist()

@@ -1,4 +1,6 @@
-"""Write a packed data set: `LMDBWriter` builds the file beside its target and renames it when it is complete."""
+"""Write a packed data set: `LMDBWriter` builds the file beside its target and renames it when it is
+complete.
+"""
 
 import contextlib
 import dataclasses
@@ -71,10 +73,10 @@ def _remove_empty(folder: Path) -> None:
 class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     """Write images one after the other; `finish` makes the file appear under its name.
 
-    Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with` block without
-    `finish` removes it; one left by a killed process is overwritten by the next run. Raises UserError if the target
-    exists and `overwrite` is false, if another process is writing it, and if the disk is full; ValueError for a
-    passport that could not be read back.
+    Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with`
+    block without `finish` removes it; one left by a killed process is overwritten by the next run.
+    Raises UserError if the target exists and `overwrite` is false, if another process is writing
+    it, and if the disk is full; ValueError for a passport that could not be read back.
     """
 
     def __init__(
@@ -83,18 +85,21 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         layout: Layout,
         *,
         classes: Sequence[str],  # names by label; empty: unlabelled
-        sets: Sequence[Sequence[int]] | None = None,  # of classes, by label; None: a label is a class
+        # of classes, by label; None: a label is a class
+        sets: Sequence[Sequence[int]] | None = None,
         resize_filter: str = "none",
         source: str = "",
         passport: Provenance | None = None,  # of generated images
         split: Split | None = None,
-        shards: list[Shard] | None = None,  # tar files that hold the images: the file becomes their index
+        # tar files that hold the images: the file becomes their index
+        shards: list[Shard] | None = None,
         overwrite: bool = False,
     ) -> None:
         check_target(Path(path), overwrite)
         if passport is not None:
             Generated.read(passport, "passport")
-        self.split, self.path = split, replaceable(Path(path))  # a link stays and points to the new file
+        # a link stays and points to the new file
+        self.split, self.path = split, replaceable(Path(path))
         self.layout, self.classes = layout, list(classes)
         self.sets = None if sets is None else list(map(list, sets))
         self.labels = len(self.classes if self.sets is None else self.sets)
@@ -109,9 +114,12 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._batch_bytes = 0
         self.count = 0  # images so far
         self.histogram = np.zeros(self.labels, np.int64)  # images so far by label
-        self._fingerprint: hashlib._Hash | None = hashlib.sha256()  # None: of a record the digest is not known
+        # None: of a record the digest is not known
+        self._fingerprint: hashlib._Hash | None = hashlib.sha256()
         # of 8 bits exact for up to 10**14 pixels
-        self._sums = np.zeros((2, layout.spec.channels), np.float64 if layout.spec.deep else np.int64)
+        self._sums = np.zeros(
+            (2, layout.spec.channels), np.float64 if layout.spec.deep else np.int64
+        )
         self._pixels = 0  # in them
         self._ends = (math.inf, -math.inf)  # of the values so far
         self._signatures: list[np.ndarray] = []  # since the last record of them
@@ -132,22 +140,30 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             replaceable(self._partial)  # a pipe would hang
             self._lock = self._undo.enter_context(self._partial.open("ab"))
         if not hold(self._lock):
-            raise UserError(f"{self.path} is being written by another process: wait or choose another name")
+            raise UserError(
+                f"{self.path} is being written by another process: wait or choose another name"
+            )
         self._undo.callback(self._partial.unlink, missing_ok=True)
         os.truncate(self._partial, 0)  # what a killed run has left
         with writing(self.path, lmdb.Error):
-            self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=FIRST_MAP)
+            self._environment = lmdb.open(
+                str(self._partial), subdir=False, lock=False, sync=False, map_size=FIRST_MAP
+            )
         self._undo.callback(self._environment.close)
         self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
         self._commit()
 
-    def add_record(self, record: Record, name: str = "", place: tuple[int, int] | None = None) -> None:
-        """Append an image, with its name in the source if it has one, and in an index its place in the shards (LINK)
-        instead of its bytes. Raises ValueError for a label without a class.
+    def add_record(
+        self, record: Record, name: str = "", place: tuple[int, int] | None = None
+    ) -> None:
+        """Append an image, with its name in the source if it has one, and in an index its place in
+        the shards (LINK) instead of its bytes. Raises ValueError for a label without a class.
         """
         if not 0 <= record.label < max(1, self.labels):
             raise ValueError(f"label {record.label} is outside 0..{max(1, self.labels) - 1}")
-        for level, entry, payload in zip(self._levels, record.entries, record.payloads, strict=True):
+        for level, entry, payload in zip(
+            self._levels, record.entries, record.payloads, strict=True
+        ):
             level.entries.append(entry.tobytes())
             level.payloads.update(payload)
             if self.layout.encoding == "raw":
@@ -192,7 +208,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             if any(self._names):
                 values[NAME_KEY] = json.dumps(self._names).encode()
             for key, value in values.items():
-                self._put(key % ((self.count - 1) // SIGNATURES), zlib.crc32(value).to_bytes(4, "little") + value)
+                self._put(
+                    key % ((self.count - 1) // SIGNATURES),
+                    zlib.crc32(value).to_bytes(4, "little") + value,
+                )
             self._signatures, self._names = [], []
 
     def _put(self, key: bytes, value: bytes) -> None:
@@ -207,7 +226,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             try:
                 with self._environment.begin(write=True) as transaction:
                     for key, value in self._batch:
-                        # Images have the last keys and come in order: appending keeps pages full. The rest is small.
+                        # Images have the last keys and come in order: appending keeps pages full.
+                        # The rest is small.
                         if not transaction.put(key, value, append=key.startswith(LAST_KEYS)):
                             raise RuntimeError(f"{key!r} is not the last key")
             except lmdb.MapFullError:
@@ -216,7 +236,9 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._batch, self._batch_bytes = [], 0
 
     def finish(self) -> Meta:
-        """Write metadata and completion record, sync, rename. Raises ValueError if no image was added."""
+        """Write metadata and completion record, sync, rename. Raises ValueError if no image was
+        added.
+        """
         meta = self.complete()
         self.publish()
         return meta
@@ -253,13 +275,18 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         record = meta.to_json()
         self._put(META_KEY, record)
         self._commit()
-        complete = {"content_hash": meta.content_hash, "count": meta.count, "meta_checksum": zlib.crc32(record)}
+        complete = {
+            "content_hash": meta.content_hash,
+            "count": meta.count,
+            "meta_checksum": zlib.crc32(record),
+        }
         self._put(COMPLETE_KEY, json.dumps(complete, sort_keys=True).encode())
         self._commit()
         needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
         self._environment.close()
         with writing(self.path, lmdb.Error), self._partial.open("rb+") as file:
-            if os.fstat(file.fileno()).st_size < needed:  # pages that were reserved but never written
+            # pages that were reserved but never written
+            if os.fstat(file.fileno()).st_size < needed:
                 file.truncate(needed)
             os.fsync(file.fileno())
         return meta

@@ -1,7 +1,7 @@
 """Find duplicates within a packed file, or between two.
 
-Exact duplicates have the same digest (data/lmdb/format.py); similar images are searched for on demand
-(data/packing/near_duplicates.py).
+Exact duplicates have the same digest (data/lmdb/format.py); similar images are searched for on
+demand (data/packing/near_duplicates.py).
 """
 
 import sys
@@ -29,7 +29,9 @@ Name = Callable[[int], str]  # of a record, for people
 
 @dataclass(frozen=True)
 class Group:
-    """Exact duplicates: ascending records of the first file, and of the second (none within one file)."""
+    """Exact duplicates: ascending records of the first file, and of the second (none within one
+    file).
+    """
 
     records: list[int]
     other_records: list[int]
@@ -38,7 +40,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Pair:
-    """Near duplicates: a record of the first file and one of the second (within one file, of the first)."""
+    """Near duplicates: a record of the first file and one of the second (within one file, of the
+    first).
+    """
 
     record: int
     other_record: int
@@ -54,8 +58,10 @@ class Report:
     images: int
     other_file: str | None
     other_images: int | None
-    exact_duplicates: int  # images that are there before, or images of the other file that are in the first
-    exact_comparable: bool  # they can be found: both files have the same channels and size of images
+    # images that are there before, or images of the other file that are in the first
+    exact_duplicates: int
+    # they can be found: both files have the same channels and size of images
+    exact_comparable: bool
     exact: list[Group]  # in the order of their first records
     near: list[Pair] | None = None  # most alike first; None: not searched
     candidates: int = 0  # pairs whose pixels were compared
@@ -66,15 +72,22 @@ class Report:
     def document(self) -> dict[str, object]:
         """The report for programs; `names` are those of the records in it, by their numbers."""
         pairs, both = self.near or [], range(2)
-        records = [{record for group in self.exact for record in (group.records, group.other_records)[i]} for i in both]
+        records = [
+            {record for group in self.exact for record in (group.records, group.other_records)[i]}
+            for i in both
+        ]
         records[0].update(pair.record for pair in pairs)
         records[1 if self.other_file else 0].update(pair.other_record for pair in pairs)
-        names, others = ({record: self.names[i](record) for record in sorted(records[i])} for i in both)
+        names, others = (
+            {record: self.names[i](record) for record in sorted(records[i])} for i in both
+        )
         return asdict(self) | {"names": names, "other_names": others}
 
 
 def exact(signatures: np.ndarray) -> list[np.ndarray]:
-    """Groups of images with the same pixels: ascending indices, at least two; in the order of their first."""
+    """Groups of images with the same pixels: ascending indices, at least two; in the order of their
+    first.
+    """
     _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
     members = np.flatnonzero(counts[group] > 1)
     return [members[some] for some in of_equal_number(group[members])]
@@ -92,10 +105,11 @@ def find(
     other: LMDBReader | None = None,
     *,
     similar: bool = False,
-    item_name: Name | None = None,  # of `reader`'s records; None: what the file says, else their numbers
+    # of `reader`'s records; None: what the file says, else their numbers
+    item_name: Name | None = None,
 ) -> Report:
-    """Duplicates within a packed file, or images that it and another one share, for example training and held-out
-    data. Raises DamageError.
+    """Duplicates within a packed file, or images that it and another one share, for example
+    training and held-out data. Raises DamageError.
     """
     second = other or reader
     signatures, others = reader.signatures(), other.signatures() if other else None
@@ -103,12 +117,20 @@ def find(
 
     def differ(here: Sequence[int], there: Sequence[int]) -> bool:
         """Whether records have several class names; an unlabelled image agrees with all."""
-        sides = [(one, records) for one, records in ((reader, here), (second, there)) if one.classes]
-        return len({names[one][one.labels()[record]] for one, records in sides for record in records}) > 1
+        sides = [
+            (one, records) for one, records in ((reader, here), (second, there)) if one.classes
+        ]
+        return (
+            len({names[one][one.labels()[record]] for one, records in sides for record in records})
+            > 1
+        )
 
     count, groups = len(signatures), []
     for indices in exact(signatures if others is None else np.concatenate([signatures, others])):
-        here, there = indices[indices < count].tolist(), (indices[indices >= count] - count).tolist()
+        here, there = (
+            indices[indices < count].tolist(),
+            (indices[indices >= count] - count).tolist(),
+        )
         if other is None or (here and there):
             groups.append(Group(here, there, differ(here, there)))
     specs = [one.meta.spec for one in (reader, second)]
@@ -117,7 +139,9 @@ def find(
         images=count,
         other_file=str(other.path) if other else None,
         other_images=len(other) if other else None,
-        exact_duplicates=sum(len(group.other_records) if other else len(group.records) - 1 for group in groups),
+        exact_duplicates=sum(
+            len(group.other_records) if other else len(group.records) - 1 for group in groups
+        ),
         exact_comparable=specs[0] == specs[1],
         exact=groups,
         names=(_with_class(reader, item_name), _with_class(second, None if other else item_name)),
@@ -125,7 +149,9 @@ def find(
     if similar:
         candidates = near(signatures, others)
         size = min(spec.side or 64 for spec in specs)
-        pairs, correlations = confirm(candidates, partial(visible_image, reader), partial(visible_image, second), size)
+        pairs, correlations = confirm(
+            candidates, partial(visible_image, reader), partial(visible_image, second), size
+        )
         order = np.argsort(-correlations, kind="stable")
         alike = zip(pairs[order].tolist(), correlations[order].tolist(), strict=True)
         report.near = [Pair(i, j, correlation, differ([i], [j])) for (i, j), correlation in alike]
@@ -136,7 +162,11 @@ def find(
 
 def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
     """The names of records, with their classes."""
-    labels, classes, stored = reader.labels(), reader.meta.label_names, [] if item_name else reader.names()
+    labels, classes, stored = (
+        reader.labels(),
+        reader.meta.label_names,
+        [] if item_name else reader.names(),
+    )
 
     def name(record: int) -> str:
         text = item_name(record) if item_name else stored[record] or str(record)
@@ -146,7 +176,9 @@ def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
 
 
 def lines(report: Report, limit: int | None = LISTED) -> list[str]:
-    """The report for people: counts, then `limit` groups and pairs (None: all), those with different labels first."""
+    """The report for people: counts, then `limit` groups and pairs (None: all), those with
+    different labels first.
+    """
     name, other_name = report.names
     head = _count(report.exact_duplicates, "exact duplicate")
     if report.other_file:
@@ -154,10 +186,14 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     groups, members = [], sys.maxsize if limit is None else LISTED
     for group in report.exact:
         sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
-        groups.append((" = ".join(listed(side, members) for side in sides if side), group.labels_differ))
+        groups.append(
+            (" = ".join(listed(side, members) for side in sides if side), group.labels_differ)
+        )
     text = _listed(f"{head} in {_count(len(groups), 'group')}", groups, "group", limit)
     if not report.exact_comparable:
-        text.append("exact duplicates cannot be found: the files differ in the channels or the size of their images")
+        text.append(
+            "exact duplicates cannot be found: the files differ in the channels or the size of their images"
+        )
     if report.near is None:
         return text
     pairs = []
@@ -166,9 +202,13 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
         pairs.append((f"{names}, correlation {pair.correlation:.3f}", pair.labels_differ))
     text += _listed(f"{_count(len(pairs), 'pair')} of near duplicates", pairs, "pair", limit)
     if report.textureless:
-        text.append(f"near duplicates were not searched for {_count(report.textureless, 'image')} without texture")
+        text.append(
+            f"near duplicates were not searched for {_count(report.textureless, 'image')} without texture"
+        )
     if report.not_compared:
-        text.append(f"{_count(report.not_compared, 'pair')} not compared: too many images look alike")
+        text.append(
+            f"{_count(report.not_compared, 'pair')} not compared: too many images look alike"
+        )
     return text
 
 
@@ -178,7 +218,9 @@ def write_lines(path: Path, text: Sequence[str]) -> None:
 
 
 def shortened(shown: list[str], everything: list[str], path: Path) -> list[str]:
-    """What is shown of a text, and where all of it is: in a file, if that is more. One of an earlier run goes."""
+    """What is shown of a text, and where all of it is: in a file, if that is more. One of an
+    earlier run goes.
+    """
     if shown == everything:
         path.unlink(missing_ok=True)
         return shown
@@ -187,14 +229,20 @@ def shortened(shown: list[str], everything: list[str], path: Path) -> list[str]:
 
 
 def _listed(head: str, items: list[tuple[str, bool]], what: str, limit: int | None) -> list[str]:
-    """A head line with the number of items with different labels, and the first items, those with different labels
-    before the others.
+    """A head line with the number of items with different labels, and the first items, those with
+    different labels before the others.
     """
     wrong = sum(differ for _, differ in items)
     head += f", {wrong:,} of them with different labels" if wrong else ""
     shown = sorted(items, key=lambda item: not item[1])[:limit]
-    more = [f"  and {_count(len(items) - len(shown), what)} more"] if len(items) > len(shown) else []
-    return [head, *(f"  {text}{': different labels' if differ else ''}" for text, differ in shown), *more]
+    more = (
+        [f"  and {_count(len(items) - len(shown), what)} more"] if len(items) > len(shown) else []
+    )
+    return [
+        head,
+        *(f"  {text}{': different labels' if differ else ''}" for text, differ in shown),
+        *more,
+    ]
 
 
 def _count(number: int, what: str) -> str:
@@ -202,12 +250,18 @@ def _count(number: int, what: str) -> str:
 
 
 def save_sheet(report: Report, reader: LMDBReader, other: LMDBReader, path: Path) -> None:
-    """Draw up to SHOWN pairs side by side with their records and classes: exact duplicates, those with different labels
-    first, and near ones from the most to the least alike; there is at least one. Raises DamageError.
+    """Draw up to SHOWN pairs side by side with their records and classes: exact duplicates, those
+    with different labels first, and near ones from the most to the least alike; there is at least
+    one. Raises DamageError.
     """
     pairs = report.near or []
-    groups = sorted(report.exact, key=lambda group: not group.labels_differ)[: max(SHOWN // 2, SHOWN - len(pairs))]
-    chosen = [(group.records[0], (group.other_records or group.records[1:])[0], "exact") for group in groups]
+    groups = sorted(report.exact, key=lambda group: not group.labels_differ)[
+        : max(SHOWN // 2, SHOWN - len(pairs))
+    ]
+    chosen = [
+        (group.records[0], (group.other_records or group.records[1:])[0], "exact")
+        for group in groups
+    ]
     places = np.linspace(0, len(pairs) - 1, min(SHOWN - len(groups), len(pairs))).astype(int)
     for pair in (pairs[place] for place in places):
         chosen.append((pair.record, pair.other_record, f"{pair.correlation:.3f}"))

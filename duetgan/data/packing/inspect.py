@@ -22,15 +22,22 @@ from duetgan.utils.text import columns
 
 COLUMNS = 10
 MAX_ROWS = 20
-CELL = 64  # px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
+# px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
+CELL = 64
 BAR = 40  # characters of the longest bar of the histogram
 
 
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
     """The description for people, with a bar per class."""
     document = document | ({} if meta.passport else {"passport": "none, real images"})
-    rows = [(key, _text(value)) for key, value in document.items() if key not in ("classes", "histogram", "label_sets")]
-    text = columns([*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<").splitlines()
+    rows = [
+        (key, _text(value))
+        for key, value in document.items()
+        if key not in ("classes", "histogram", "label_sets")
+    ]
+    text = columns(
+        [*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<"
+    ).splitlines()
     largest = max([1, *meta.by_class])
     bars = [
         (f"  {label}", name, f"{count:,}", "#" * round(BAR * count / largest))
@@ -40,11 +47,19 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 
 
 def labels_document(sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
-    """Of `sets` of labels: how many images have none, one or several, and each set; the histogram of the classes."""
+    """Of `sets` of labels: how many images have none, one or several, and each set; the histogram
+    of the classes.
+    """
     if sets is None:
         return {}
-    counts = np.bincount(np.minimum(list(map(len, sets)), 2), meta.histogram, minlength=3).astype(int).tolist()
-    pairs = zip(([meta.classes[label] for label in labels] for labels in sets), meta.histogram, strict=True)
+    counts = (
+        np.bincount(np.minimum(list(map(len, sets)), 2), meta.histogram, minlength=3)
+        .astype(int)
+        .tolist()
+    )
+    pairs = zip(
+        ([meta.classes[label] for label in labels] for labels in sets), meta.histogram, strict=True
+    )
     each = [{"labels": labels, "count": count} for labels, count in pairs]
     held = dict(zip(("none", "one", "several"), counts, strict=True))
     return {"labels_an_image": held, "label_sets": each, "histogram": meta.by_class}
@@ -61,24 +76,34 @@ def _text(value: object) -> str:
 
 
 def save_grid(reader: LMDBReader, path: Path) -> None:
-    """Draw a row of images per class with its name, spread evenly over the class (the first MAX_ROWS classes), or the
-    first images if unlabelled.
+    """Draw a row of images per class with its name, spread evenly over the class (the first
+    MAX_ROWS classes), or the first images if unlabelled.
     """
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
     first = np.arange(min(len(reader), COLUMNS * 8))
     rows = np.split(first, np.arange(COLUMNS, len(first), COLUMNS))
     if heads := reader.classes[:MAX_ROWS]:
-        classes = [np.flatnonzero(shows[reader.labels()]) for shows in reader.meta.multi_hot.T[: len(heads)]]
-        spread = [np.linspace(0, len(members) - 1, min(COLUMNS, len(members))).astype(int) for members in classes]
+        classes = [
+            np.flatnonzero(shows[reader.labels()])
+            for shows in reader.meta.multi_hot.T[: len(heads)]
+        ]
+        spread = [
+            np.linspace(0, len(members) - 1, min(COLUMNS, len(members))).astype(int)
+            for members in classes
+        ]
         rows = [members[places] for members, places in zip(classes, spread, strict=True)]
-    images = [[thumbnail(visible_image(reader, index), cell) for index in row.tolist()] for row in rows]
+    images = [
+        [thumbnail(visible_image(reader, index), cell) for index in row.tolist()] for row in rows
+    ]
     save_table(images, path, row_heads=heads, cell=cell, gap=2)
 
 
 @dataclass
 class Damage:
-    """Damaged records and why; `content` says what contradicts the metadata although every record is intact."""
+    """Damaged records and why; `content` says what contradicts the metadata although every record
+    is intact.
+    """
 
     records: dict[int, str] = field(default_factory=dict)
     content: str = ""
@@ -88,8 +113,8 @@ class Damage:
 
 
 def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
-    """Check every index, block and record at every resolution, decode encoded images, compare labels and hash with
-    the metadata. `workers`: threads, default one per core.
+    """Check every index, block and record at every resolution, decode encoded images, compare
+    labels and hash with the metadata. `workers`: threads, default one per core.
     """
     damage, sides = Damage(), reader.meta.resolutions
     levels = [LMDBReader(reader.path, resolution=side or None) for side in sides]
@@ -97,7 +122,9 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
     labels: dict[int, list[np.ndarray]] = {side: [] for side in sides}
     digests: dict[int, list[bytes]] = {side: [] for side in sides}
     with ThreadPoolExecutor(workers or cores()) as pool:
-        progress = Bar(pool.map(check_block, *zip(*jobs, strict=True)), "verifying", len(jobs), unit="block")
+        progress = Bar(
+            pool.map(check_block, *zip(*jobs, strict=True)), "verifying", len(jobs), unit="block"
+        )
         for (level, _), (of_block, digest, damaged) in zip(jobs, progress, strict=True):
             damage.records |= damaged
             labels[level.resolution].append(of_block)
@@ -108,7 +135,9 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
     except DamageError as error:
         damage.records |= dict.fromkeys(error.records, error.reason)
     if not damage.records:
-        damage.content = _contradiction(reader.meta, [np.concatenate(labels[side]) for side in sides], digests)
+        damage.content = _contradiction(
+            reader.meta, [np.concatenate(labels[side]) for side in sides], digests
+        )
     return damage
 
 
@@ -124,8 +153,8 @@ def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list
 
 
 def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict[int, str]]:
-    """Check one block at the reader's resolution: its labels (none if its index is damaged), the SHA-256 of its
-    payloads and entries, and its damaged records with the reason.
+    """Check one block at the reader's resolution: its labels (none if its index is damaged), the
+    SHA-256 of its payloads and entries, and its damaged records with the reason.
     """
     labels, digest, damaged = np.empty(0, np.int64), hashlib.sha256(), {}
     with reader.handle().environment.begin(buffers=True) as transaction:
@@ -134,9 +163,13 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
             labels = entries["label"].astype(np.int64)
             if reader.meta.encoding == "raw":
                 pixels = reader.raw_block(transaction, block)
-                damaged = dict.fromkeys(reader.damaged_in_raw_block(transaction, block), "its checksum does not match")
+                damaged = dict.fromkeys(
+                    reader.damaged_in_raw_block(transaction, block), "its checksum does not match"
+                )
                 if not damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
-                    raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
+                    raise reader.damage(
+                        reader.block_range(block), "the checksum of its block does not match"
+                    )
                 digest.update(pixels.data)
             else:
                 for record, expected in zip(reader.block_range(block), entries, strict=True):
@@ -144,7 +177,9 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
                         with reader.encoded(record) as (entry, payload, size):
                             if entry != expected:
                                 raise ImageError("it differs from its index")
-                            height, width = decode(payload, entry["codec"], reader.meta.spec, size).shape[:2]
+                            height, width = decode(
+                                payload, entry["codec"], reader.meta.spec, size
+                            ).shape[:2]
                             if (height, width) != size:
                                 raise ImageError(f"it is {width}x{height} px when decoded")
                             digest.update(payload)
@@ -157,18 +192,25 @@ def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict
 
 
 def report(damage: Damage, reader: LMDBReader) -> None:
-    """Raise UserError if there is damage, naming the first record; two lines on stderr say more, `--json` all."""
+    """Raise UserError if there is damage, naming the first record; two lines on stderr say more,
+    `--json` all.
+    """
     if not damage:
         return
     if not damage.records:
-        raise UserError(f"{reader.path}: {damage.content}, although every record is whole: pack the file again")
+        raise UserError(
+            f"{reader.path}: {damage.content}, although every record is whole: pack the file again"
+        )
     runs: list[list[int]] = []  # of consecutive records with the same reason
     for record, reason in sorted(damage.records.items()):
         if runs and record == runs[-1][-1] + 1 and reason == damage.records[record - 1]:
             runs[-1].append(record)
         else:
             runs.append([record])
-    text = [f"record {run[0]}{f' to {run[-1]}' * (len(run) > 1)}: {damage.records[run[0]]}" for run in runs]
+    text = [
+        f"record {run[0]}{f' to {run[-1]}' * (len(run) > 1)}: {damage.records[run[0]]}"
+        for run in runs
+    ]
     if len(text) > 2:
         text[1:] = [f"and {len(damage.records) - len(runs[0]):,} more records; --json lists all"]
     print("\n".join(text), file=sys.stderr)

@@ -32,7 +32,8 @@ from duetgan.utils.errors import UserError, require_same_classes
 from duetgan.utils.runlog.progress import Bar
 
 KEPT_BYTES = 128 << 20  # of freed memory
-SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
+# what --on-error skip leaves out at most, whichever is more
+SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01
 
 
 class _Skipped:
@@ -65,15 +66,17 @@ class _Skipped:
         what = f"could be used, {len(self.problems)} skipped"
         what += f", {dropped} dropped as duplicates" if dropped else ""
         what += f"; the first: {self.problems[0]}" if self.problems else ""
-        given = self._source.by_class(np.bincount(self._source.labels(), minlength=len(writer.histogram)))
+        given = self._source.by_class(
+            np.bincount(self._source.labels(), minlength=len(writer.histogram))
+        )
         if not count or (lost := (given > 0) & (histogram == 0)).any():
             of_class = f" of class {classes[int(lost.argmax())]}" if count else ""
             raise UserError(f"{name}: no image{of_class} {what}")
 
 
 def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:
-    """Raise UserError for an empty class, or for one that the file `against` does not have; what it has besides, the
-    source takes: held-out images may have none of a class.
+    """Raise UserError for an empty class, or for one that the file `against` does not have; what it
+    has besides, the source takes: held-out images may have none of a class.
     """
     if against is None:
         source.check_classes()
@@ -84,7 +87,9 @@ def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]
         theirs = reader.classes
     if source.classes and theirs:  # unlabelled images contradict no classes
         source.fill_classes(theirs)
-        require_same_classes(source.name, source.classes, str(against), theirs, "labels would not mean the same")
+        require_same_classes(
+            source.name, source.classes, str(against), theirs, "labels would not mean the same"
+        )
 
 
 def pack(
@@ -94,22 +99,27 @@ def pack(
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
     workers: int | None = None,  # threads besides this one; None: one a core
-    max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
-    against: Path | None = None,  # a packed file whose classes must be the same and whose images are searched here
+    # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
+    max_skipped: int | None = None,
+    # a packed file whose classes must be the same and whose images are searched here
+    against: Path | None = None,
     duplicates: bool = True,  # report equal images
     similar: bool = False,  # and those that look alike
     drop_duplicates: bool = False,  # keep only the first of equal images
-    apart: Path | None = None,  # a packed file of the same classes: what it holds or looks like it is left out
-    val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
+    # a packed file of the same classes: what it holds or looks like it is left out
+    apart: Path | None = None,
+    # hold this share of the images out, into a file of its own
+    val_share: str | float | None = None,
     val_dest: str | Path | None = None,  # that file; None: `val_path`
     seed: int = 0,  # of the draw of held-out images
     remedy: str = "pass --on-error skip to leave it out",  # for an image that cannot be used
     **how: Any,  # the images are brought into the file: data.records.make_plan
 ) -> Summary:
-    """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.
+    """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on
+    `workers`.
 
-    Raises UserError for anything that is wrong with source, images, options or target; then nothing is left behind
-    and existing files are as they were.
+    Raises UserError for anything that is wrong with source, images, options or target; then nothing
+    is left behind and existing files are as they were.
     """
     started = time.perf_counter()
     share = None if val_share is None else to_share(val_share)
@@ -120,7 +130,9 @@ def pack(
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         *writers, whole = _open_writers(stack, source, plan, targets, overwrite, apart is not None)
-        written = _write(source, converted(source, plan, workers), whole, skipped, drop_duplicates, bool(writers))
+        written = _write(
+            source, converted(source, plan, workers), whole, skipped, drop_duplicates, bool(writers)
+        )
         metas, report = [whole.finish()], None
 
         def name(record: int) -> str:
@@ -133,7 +145,11 @@ def pack(
             metas = [write_apart(whole.path, written, writers[0], apart, skipped.check)]
         packed = time.perf_counter()
         search = duplicates or similar
-        text = _find_duplicates(whole.path, targets[0], against, similar, name, report) if search else None
+        text = (
+            _find_duplicates(whole.path, targets[0], against, similar, name, report)
+            if search
+            else None
+        )
     return Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
@@ -149,28 +165,43 @@ def pack(
     )
 
 
-def _targets(source: Source, dest: Path, share: Fraction | None, val_dest: str | Path | None) -> list[Path]:
-    """The files to be written: one, or of training and held-out images. Raises UserError if that cannot be."""
+def _targets(
+    source: Source, dest: Path, share: Fraction | None, val_dest: str | Path | None
+) -> list[Path]:
+    """The files to be written: one, or of training and held-out images. Raises UserError if that
+    cannot be.
+    """
     targets = [dest]
     if share is not None:
         labels = strata(source.labels(), source.sets, share)
         if len(labels) < 2 or np.bincount(labels).max() < 2:
-            what = "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
+            what = (
+                "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
+            )
             raise UserError(
                 f"{source.name}: --val-share {float(share)} needs two images of a class, there is {what}; add some"
             )
         targets.append(val_path(dest) if val_dest is None else Path(val_dest))
         if targets[0].absolute() == targets[1].absolute():
-            raise UserError(f"--val-dest {val_dest} is the file of the training images: name another one")
+            raise UserError(
+                f"--val-dest {val_dest} is the file of the training images: name another one"
+            )
     elif val_dest is not None:
         raise UserError("--val-dest is for --val-share: add it or drop --val-dest")
     return targets
 
 
 def _open_writers(
-    stack: contextlib.ExitStack, source: Source, plan: Plan, targets: Sequence[Path], overwrite: bool, hidden: bool
+    stack: contextlib.ExitStack,
+    source: Source,
+    plan: Plan,
+    targets: Sequence[Path],
+    overwrite: bool,
+    hidden: bool,
 ) -> list[LMDBWriter]:
-    """Writers of the targets, which the stack closes; of two, or `hidden`, the last one is of a hidden file for all."""
+    """Writers of the targets, which the stack closes; of two, or `hidden`, the last one is of a
+    hidden file for all.
+    """
     new_writer = functools.partial(
         LMDBWriter,
         layout=plan.layout,
@@ -193,7 +224,12 @@ def _open_writers(
 
 
 def _write(
-    source: Source, images: Generator[Converted], writer: LMDBWriter, skipped: _Skipped, drop: bool, keep: bool
+    source: Source,
+    images: Generator[Converted],
+    writer: LMDBWriter,
+    skipped: _Skipped,
+    drop: bool,
+    keep: bool,
 ) -> Written:
     """Write every usable image, with `drop` without exact duplicates; `keep` what a split needs."""
     written = Written()
@@ -230,8 +266,9 @@ def _find_duplicates(
     name: Name,  # of its records
     known: Report | None,  # what was found within the file, look-alikes included
 ) -> list[str]:
-    """The report on equal images, and `similar` ones, within the file, and between it and `against`. What is too long
-    for people goes into a file beside `dest`; one that an earlier run left is removed.
+    """The report on equal images, and `similar` ones, within the file, and between it and
+    `against`. What is too long for people goes into a file beside `dest`; one that an earlier run
+    left is removed.
     """
     try:
         with LMDBReader(path) as reader:
@@ -241,7 +278,9 @@ def _find_duplicates(
                 with LMDBReader(against) as other:
                     reports.append(find(reader, other, similar=similar, item_name=name))
         reports = [dataclasses.replace(report, file=str(dest)) for report in reports]
-        text, all_of_it = ([line for report in reports for line in lines(report, most)] for most in (LISTED, None))
+        text, all_of_it = (
+            [line for report in reports for line in lines(report, most)] for most in (LISTED, None)
+        )
         return shortened(text, all_of_it, dest.with_name(f"{dest.stem}.duplicates.txt"))
     except Exception as error:  # the file is complete and good: a fault in the search must not look like the pack's
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]

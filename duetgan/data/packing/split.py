@@ -1,4 +1,5 @@
-"""Hold images out: by class, with look-alikes on one side, keyed by content (docs/lmdb.md); summarise a packing.
+"""Hold images out: by class, with look-alikes on one side, keyed by content (docs/lmdb.md);
+summarise a packing.
 
 A packed file is split into two, which is the last part of `duet pack --val-share`.
 """
@@ -30,22 +31,27 @@ def val_path(dest: Path) -> Path:
 
 
 def to_share(value: str | float) -> Fraction:
-    """The share as it was written, so that 0.1 is a tenth. Raises UserError unless it lies in (0, 0.5]."""
+    """The share as it was written, so that 0.1 is a tenth. Raises UserError unless it lies in (0,
+    0.5].
+    """
     try:
         share = Fraction(str(value))
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
     if not 0 < share <= LARGEST:
-        raise UserError(f"--val-share {value}: give a share above 0 and up to {float(LARGEST)}, for example 0.1")
+        raise UserError(
+            f"--val-share {value}: give a share above 0 and up to {float(LARGEST)}, for example 0.1"
+        )
     return share
 
 
 def quotas(counts: Sequence[int], share: Fraction) -> list[int]:
     """How many of each class are held out, for `counts` images a class.
 
-    Together they are `share` of all, rounded; each class gets its part rounded down, and what is left goes to the
-    largest remainders (Hare's quota), the first class first where they are equal. Then every class of two or more
-    images gets at least one and keeps at least one. A class of one image keeps it and does not count.
+    Together they are `share` of all, rounded; each class gets its part rounded down, and what is
+    left goes to the largest remainders (Hare's quota), the first class first where they are equal.
+    Then every class of two or more images gets at least one and keeps at least one. A class of one
+    image keeps it and does not count.
     """
     counts = [int(count) if count > 1 else 0 for count in counts]
     parts = [share * count for count in counts]
@@ -53,12 +59,15 @@ def quotas(counts: Sequence[int], share: Fraction) -> list[int]:
     left = int(share * sum(counts) + Fraction(1, 2)) - sum(wanted)
     for label in sorted(range(len(counts)), key=lambda label: wanted[label] - parts[label])[:left]:
         wanted[label] += 1
-    return [min(max(number, 1), count - 1) if count else 0 for number, count in zip(wanted, counts, strict=True)]
+    return [
+        min(max(number, 1), count - 1) if count else 0
+        for number, count in zip(wanted, counts, strict=True)
+    ]
 
 
 def strata(labels: np.ndarray, sets: Sequence[Sequence[int]] | None, share: Fraction) -> np.ndarray:
-    """What is held out evenly, int64 [n]: the classes; of sets of labels those with images enough for a held-out one,
-    and the rarer sets as one.
+    """What is held out evenly, int64 [n]: the classes; of sets of labels those with images enough
+    for a held-out one, and the rarer sets as one.
     """
     if sets is None:
         return labels
@@ -67,9 +76,11 @@ def strata(labels: np.ndarray, sets: Sequence[Sequence[int]] | None, share: Frac
 
 
 def look_alikes(count: int, report: Report) -> list[np.ndarray]:
-    """The records of each group of images that look alike, ascending; a record that has none is a group of its own.
+    """The records of each group of images that look alike, ascending; a record that has none is a
+    group of its own.
 
-    Groups join what a chain of exact and near duplicates connects. They come in the order of their first records.
+    Groups join what a chain of exact and near duplicates connects. They come in the order of their
+    first records.
     """
     from scipy.sparse import coo_array  # slow to import
     from scipy.sparse.csgraph import connected_components
@@ -90,9 +101,10 @@ def draw(
 ) -> np.ndarray:
     """Whether each record is held out, bool [n]; a function of contents, labels and seed alone.
 
-    The groups are drawn in the order of their keys (seed, "split", smallest digest in hex). One is held out if all
-    of it fits into what is left of its classes' quotas. A class that then has none gets the smallest group that
-    leaves an image of each of its classes for training, if there is one.
+    The groups are drawn in the order of their keys (seed, "split", smallest digest in hex). One is
+    held out if all of it fits into what is left of its classes' quotas. A class that then has none
+    gets the smallest group that leaves an image of each of its classes for training, if there is
+    one.
 
     A record's key does not depend on the others: where images are added, few change sides.
     """
@@ -101,7 +113,10 @@ def draw(
     counts = np.bincount(labels, minlength=1)
     left = np.array(quotas(counts.tolist(), share))
     wanting = left > 0
-    drawn = sorted(groups, key=lambda group: seed_of(seed, "split", min(digests[record] for record in group).hex()))
+    drawn = sorted(
+        groups,
+        key=lambda group: seed_of(seed, "split", min(digests[record] for record in group).hex()),
+    )
     held = np.zeros(len(labels), bool)
 
     def needs(group: np.ndarray) -> np.ndarray:
@@ -115,7 +130,9 @@ def draw(
         kept = counts - np.bincount(labels[held], minlength=len(counts))
         if kept[label] == counts[label]:
             of_class = [group for group in drawn if not held[group[0]] and label in labels[group]]
-            if fitting := [group for group in of_class if ((needs(group) == 0) | (needs(group) < kept)).all()]:
+            if fitting := [
+                group for group in of_class if ((needs(group) == 0) | (needs(group) < kept)).all()
+            ]:
                 held[min(fitting, key=len)] = True
     return held
 
@@ -128,8 +145,9 @@ def write_parts(
     seed: int,
     name: Name,  # of its records, for the report
 ) -> tuple[list[Meta], Report]:
-    """Draw which images are held out, and copy each record to its file. Both files are complete afterwards and wait
-    for `publish_both`. Returns their metadata, and the report on duplicates in the whole.
+    """Draw which images are held out, and copy each record to its file. Both files are complete
+    afterwards and wait for `publish_both`. Returns their metadata, and the report on duplicates in
+    the whole.
 
     Raises UserError if nothing can be held out.
     """
@@ -145,13 +163,19 @@ def write_parts(
                 " pack held-out images of their own"
             )
         _copy(reader, records, writers, held)
-    split = Split(part="train", share=float(share), seed=seed, whole=meta.fingerprint, images=meta.count)
+    split = Split(
+        part="train", share=float(share), seed=seed, whole=meta.fingerprint, images=meta.count
+    )
     parts = (split, split.model_copy(update={"part": "val"}))
     return [writer.complete(part) for writer, part in zip(writers, parts, strict=True)], report
 
 
-def write_apart(whole: Path, written: "Written", writer: LMDBWriter, apart: Path, check: Callable[..., None]) -> Meta:
-    """Copy the records but those that the file `apart` holds or that look like its, as far as `check` allows."""
+def write_apart(
+    whole: Path, written: "Written", writer: LMDBWriter, apart: Path, check: Callable[..., None]
+) -> Meta:
+    """Copy the records but those that the file `apart` holds or that look like its, as far as
+    `check` allows.
+    """
     with LMDBReader(whole) as reader, LMDBReader(apart) as other:
         found, gone = find(reader, other, similar=True), np.zeros(len(reader), np.int64)
         gone[[record for group in found.exact for record in group.records]] = 1
@@ -162,7 +186,9 @@ def write_apart(whole: Path, written: "Written", writer: LMDBWriter, apart: Path
     return writer.finish()
 
 
-def _copy(reader: LMDBReader, records: Sequence[Record], writers: Sequence[LMDBWriter], parts: np.ndarray) -> None:
+def _copy(
+    reader: LMDBReader, records: Sequence[Record], writers: Sequence[LMDBWriter], parts: np.ndarray
+) -> None:
     """Copy each record to the writer of the number in `parts`; beyond the last it is left out."""
     for writer in writers:  # values of each mean what those of all do
         writer.layout = replace(writer.layout, spec=reader.meta.spec, ranged=True)
@@ -182,8 +208,9 @@ def _payload(level: LMDBReader, index: int) -> bytes:
 
 
 def publish_both(writers: Sequence[LMDBWriter]) -> None:
-    """Give both files their names, the training file last; an old one goes first, so that whatever ends this process
-    between the two leaves no training file, and never one beside held-out images of another draw.
+    """Give both files their names, the training file last; an old one goes first, so that whatever
+    ends this process between the two leaves no training file, and never one beside held-out images
+    of another draw.
     """
     training, held_out = writers
     training.path.unlink(missing_ok=True)
@@ -196,7 +223,8 @@ class Written:
     """What is known of the records that were written, beyond what the file holds."""
 
     rows: list[int] = field(default_factory=list)  # their indices in the source
-    records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
+    # if the file is to be split: all but their payloads
+    records: list[Record] = field(default_factory=list)
     enlarged: int = 0  # images that were smaller than asked for and scaled up
     cut: int = 0  # images of 16 bits a value
     bits: int = 0  # that their values use at most
@@ -222,7 +250,9 @@ class Summary:
 
 
 def list_skipped(problems: Sequence[Problem], dest: Path) -> list[str]:
-    """What was skipped, as the summary tells it. The data set is complete by then: what goes wrong is told, no more."""
+    """What was skipped, as the summary tells it. The data set is complete by then: what goes wrong
+    is told, no more.
+    """
     text = list(map(str, problems))
     try:
         return shortened(first(text), text, dest.with_name(f"{dest.stem}.skipped.txt"))
@@ -240,17 +270,32 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     count = meta.count + (held_out.count if held_out else 0)
     image, smaller = meta.spec, meta.resolutions[:-1]
     side = f"{image.width}x{image.height}" if image.side else "sizes of their own"
-    search = "" if summary.duplicates is None else f"; search for duplicates {summary.search_seconds:.1f} s"
+    search = (
+        ""
+        if summary.duplicates is None
+        else f"; search for duplicates {summary.search_seconds:.1f} s"
+    )
     mean, std = (" ".join(f"{value:.4f}" for value in values) for values in (meta.mean, meta.std))
     rows = [("packed", f"{dest} ({dest.stat().st_size:,} bytes)")]
     rows += [("", f"a link: {dest.resolve()} was written")] if dest.is_symlink() else []
     if held_out and held_out.split and summary.held_out_path:
-        rows.append(("held out", f"{summary.held_out_path} ({summary.held_out_path.stat().st_size:,} bytes)"))
+        rows.append(
+            (
+                "held out",
+                f"{summary.held_out_path} ({summary.held_out_path.stat().st_size:,} bytes)",
+            )
+        )
         share = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
         rows.append(("", f"{share}; seed {held_out.split.seed}"))
-        without = [name for name, number in zip(meta.classes, held_out.by_class, strict=True) if not number]
+        without = [
+            name for name, number in zip(meta.classes, held_out.by_class, strict=True) if not number
+        ]
         why = "one image each, or all of a class look alike"
-        rows += [("", f"none of {len(without):,} classes ({why}): {listed(without)}")] if without else []
+        rows += (
+            [("", f"none of {len(without):,} classes ({why}): {listed(without)}")]
+            if without
+            else []
+        )
     rows += [
         ("source", meta.source),
         ("images", f"{meta.count:,}, {side}, {image.words}"),
@@ -262,23 +307,50 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         ("fingerprint", meta.fingerprint[:16]),
     ]
     if smaller:
-        rows.append(("pyramid", f"also at {', '.join(str(image.at(side).resolution) for side in smaller[::-1])} px"))
-    rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
+        rows.append(
+            (
+                "pyramid",
+                f"also at {', '.join(str(image.at(side).resolution) for side in smaller[::-1])} px",
+            )
+        )
+    rows += (
+        [("enlarged", f"{written.enlarged:,} images were smaller than asked for")]
+        if written.enlarged
+        else []
+    )
     if meta.channels == 3 and len({*zip(meta.mean, meta.std, strict=True)}) == 1:
         rows.append(("colour", "there is none: --channels 1 packs grey images as such"))
     dark, most = 0 < written.bits < 16, (1 << written.bits) - 1
     told = f"{written.cut:,} images have 16 bits a value: the high 8 are kept; --depth 16 keeps all"
-    told += f"; their values end at {most:,}, so they are dark: --depth 16 --range 0,{most} makes {most:,} white" * dark
+    told += (
+        f"; their values end at {most:,}, so they are dark: --depth 16 --range 0,{most} makes {most:,} white"
+        * dark
+    )
     rows += [("warning" if dark else "16 bits", told)] if written.cut else []
     if written.on_white:
-        rows.append(("alpha", f"{written.on_white:,} transparent images are put on white; --channels 4 keeps alpha"))
+        rows.append(
+            (
+                "alpha",
+                f"{written.on_white:,} transparent images are put on white; --channels 4 keeps alpha",
+            )
+        )
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     told = f"{written.apart:,} images that the file of --apart holds, or that look like one of its"
     rows += [("left out", told)] if written.apart else []
     if written.dropped:
-        other = f", {written.dropped_otherwise:,} of them with another label" if written.dropped_otherwise else ""
-        rows.append(("dropped", f"{written.dropped:,} exact duplicates of images that were kept{other}"))
-    rows += [("labels", f"several an image, {len(meta.sets):,} sets of them")] if meta.sets is not None else []
+        other = (
+            f", {written.dropped_otherwise:,} of them with another label"
+            if written.dropped_otherwise
+            else ""
+        )
+        rows.append(
+            ("dropped", f"{written.dropped:,} exact duplicates of images that were kept{other}")
+        )
+    rows += (
+        [("labels", f"several an image, {len(meta.sets):,} sets of them")]
+        if meta.sets is not None
+        else []
+    )
     for label, name in enumerate(meta.classes):
         part = f", {held_out.by_class[label]:,} held out" if held_out else ""
         rows.append((f"  {name}", f"{meta.by_class[label]:,}{part}"))

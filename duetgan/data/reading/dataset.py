@@ -1,4 +1,6 @@
-"""What training and evaluation read from: packed files or tar files, at one resolution, decoded by threads."""
+"""What training and evaluation read from: packed files or tar files, at one resolution, decoded by
+threads.
+"""
 
 import itertools
 import os
@@ -24,21 +26,25 @@ from duetgan.utils.memory import cores
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.seeding import numpy_generator
 
-DAMAGED_SHARE = 0.01  # of the records, replaced at most before reading stops; ten are always allowed
+# of the records, replaced at most before reading stops; ten are always allowed
+DAMAGED_SHARE = 0.01
 CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the last one
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Images and labels by index, from one packed file or several shards one after the other, or from tar files.
+    """Images and labels by index, from one packed file or several shards one after the other, or
+    from tar files.
 
-    Images of one size, `spec`: one that is stored is read as it is, otherwise the next larger one (or the images of
-    sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every image where `read` is
-    given keys. Raw images of a stored resolution are gathered at memory speed in the calling
-    thread; everything else is decoded by `workers` threads (0: the calling thread). The images do not depend on
-    `workers`. May be pickled and used after a fork; each process opens the files itself.
+    Images of one size, `spec`: one that is stored is read as it is, otherwise the next larger one
+    (or the images of sizes of their own) is cropped in the middle and scaled. `crop` takes a random
+    part of every image where `read` is given keys. Raw images of a stored resolution are gathered
+    at memory speed in the calling thread; everything else is decoded by `workers` threads (0: the
+    calling thread). The images do not depend on `workers`. May be pickled and used after a fork;
+    each process opens the files itself.
 
-    `on_damage` "skip" replaces a damaged record by the next whole one of its file, says so once and counts it in
-    `damaged`; it stops at DAMAGED_SHARE. Raises UserError for files that do not fit together or lack the resolution.
+    `on_damage` "skip" replaces a damaged record by the next whole one of its file, says so once and
+    counts it in `damaged`; it stops at DAMAGED_SHARE. Raises UserError for files that do not fit
+    together or lack the resolution.
     """
 
     synthetic: Any = None  # images that stand beside these in training, see data/reading/mixture.py
@@ -47,7 +53,8 @@ class Dataset(AbstractContextManager["Dataset"]):
         self,
         path: str | Path | Sequence[str | Path],  # see data.reading.several_files.shard_paths
         *,
-        resolution: int | str | None = None,  # px, or width x height: 96x64; None: the largest that is stored
+        # px, or width x height: 96x64; None: the largest that is stored
+        resolution: int | str | None = None,
         crop: RandomCrop | None = None,
         workers: int = 0,  # decoding threads
         on_damage: Literal["stop", "skip"] = "stop",
@@ -55,11 +62,21 @@ class Dataset(AbstractContextManager["Dataset"]):
         self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
         tolerant = on_damage == "skip"
         wanted = None if resolution is None else ImageSpec.of(1, resolution).size
-        self.shards = open_files(path, None if crop else wanted, tolerant=tolerant)  # a random crop is of the largest
+        # a random crop is of the largest
+        self.shards = open_files(path, None if crop else wanted, tolerant=tolerant)
         self.meta = combined_meta(self.shards)
         stored = self.shards[0].spec
-        self.spec = stored if resolution is None else ImageSpec.of(self.meta.channels, resolution, stored.pixel_format)
-        if wanted is not None and not crop and self.meta.spec.side and not self.meta.spec.holds(wanted):
+        self.spec = (
+            stored
+            if resolution is None
+            else ImageSpec.of(self.meta.channels, resolution, stored.pixel_format)
+        )
+        if (
+            wanted is not None
+            and not crop
+            and self.meta.spec.side
+            and not self.meta.spec.holds(wanted)
+        ):
             raise UserError(
                 f"{self.path}: its images have {self.meta.spec}, less than the {self.spec} asked for;"
                 " choose a lower data.resolution or pack again with a larger --size"
@@ -67,7 +84,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         self.crop, self.workers, self.on_damage = crop, workers, on_damage
         # whether batches are copied as they are stored, without decoding or scaling
         self.gathers = (
-            self.meta.encoding == "raw" and crop is None and {shard.spec for shard in self.shards} == {self.spec}
+            self.meta.encoding == "raw"
+            and crop is None
+            and {shard.spec for shard in self.shards} == {self.spec}
         )
         self.damaged: dict[int, str] = {}  # records that were replaced, and why
         self._ends = np.cumsum([len(shard) for shard in self.shards])
@@ -98,11 +117,15 @@ class Dataset(AbstractContextManager["Dataset"]):
     def labels(self) -> np.ndarray:
         """The class of every image, as `label_numbers`; UserError where an image may have several."""
         if self.meta.sets is not None:
-            raise UserError(f"{self.path}: its images have several labels each; this needs one label an image")
+            raise UserError(
+                f"{self.path}: its images have several labels each; this needs one label an image"
+            )
         return self.label_numbers()
 
     def label_numbers(self) -> np.ndarray:
-        """All labels, places in `classes` or of `meta.sets`: int64 [count], read-only. Raises DamageError."""
+        """All labels, places in `classes` or of `meta.sets`: int64 [count], read-only. Raises
+        DamageError.
+        """
         if self._labels is None:
             labels = np.concatenate([shard.labels() for shard in self.shards])
             self._labels = labels if self._places is None else self._places[labels]
@@ -110,14 +133,18 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self._labels
 
     def relabel(self, classes: Sequence[str]) -> None:
-        """Labels become those of their names among `classes`, which hold all of the files'. Raises DamageError."""
+        """Labels become those of their names among `classes`, which hold all of the files'. Raises
+        DamageError.
+        """
         self._places = np.array([classes.index(name) for name in self.classes])
         self._labels = None
         histogram = np.bincount(self.labels(), minlength=len(classes)).tolist()
         self.meta = self.meta.model_copy(update={"classes": list(classes), "histogram": histogram})
 
     def signatures(self) -> np.ndarray:
-        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
+        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises
+        DamageError.
+        """
         return np.concatenate([shard.signatures() for shard in self.shards])
 
     def image(self, index: int) -> tuple[np.ndarray, int]:
@@ -128,14 +155,18 @@ class Dataset(AbstractContextManager["Dataset"]):
         return stored_image(shard, index - shard.first)
 
     def read(
-        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+        self,
+        indices: Sequence[int] | np.ndarray,
+        out: np.ndarray | None = None,
+        keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Images [n, C, H, W] and label numbers int64 [n] of the given records, in the given order.
 
-        The images' type is `spec.depth`. `out`, if given, is filled and returned: [n, C, H, W], C-contiguous or, where
-        images are decoded, in memory as [n, H, W, C]. With `keys` the crop is random: it depends on the sample's key
-        alone. Unlabelled images have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record,
-        UserError without a resolution, ValueError for an `out` that does not fit.
+        The images' type is `spec.depth`. `out`, if given, is filled and returned: [n, C, H, W],
+        C-contiguous or, where images are decoded, in memory as [n, H, W, C]. With `keys` the crop
+        is random: it depends on the sample's key alone. Unlabelled images have label 0. Raises
+        IndexError outside 0..len-1, DamageError for a damaged record, UserError without a
+        resolution, ValueError for an `out` that does not fit.
         """
         wanted = np.asarray(indices, dtype=np.int64)
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -149,10 +180,14 @@ class Dataset(AbstractContextManager["Dataset"]):
         images = np.empty(shape, self.spec.depth) if out is None else out
         fits = images.shape == shape and images.dtype == self.spec.depth
         if not fits or not (
-            images.flags.c_contiguous or (not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous)
+            images.flags.c_contiguous
+            or (not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous)
         ):
-            raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous {self.spec.depth} {shape}")
-        labels = self.label_numbers()  # a damaged index has no labels to go on with: it always stops reading
+            raise ValueError(
+                f"out is {images.dtype} {images.shape}, expected contiguous {self.spec.depth} {shape}"
+            )
+        # a damaged index has no labels to go on with: it always stops reading
+        labels = self.label_numbers()
         while len(wanted):
             chosen = self._without_damage(wanted)
             try:
@@ -163,7 +198,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         return images, np.empty(0, np.int64)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Image uint8 [C, H, W] and label: with `__getitems__` what torch.utils.data asks of a data set."""
+        """Image uint8 [C, H, W] and label: with `__getitems__` what torch.utils.data asks of a data
+        set.
+        """
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
@@ -193,15 +230,22 @@ class Dataset(AbstractContextManager["Dataset"]):
             self._decode_piece(chosen, images, keys, range(len(chosen)))
             return
         size = -(-len(chosen) // (self.workers * CHUNKS))
-        pieces = [range(start, min(start + size, len(chosen))) for start in range(0, len(chosen), size)]
+        pieces = [
+            range(start, min(start + size, len(chosen))) for start in range(0, len(chosen), size)
+        ]
         if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):
             self._threads = (os.getpid(), self.workers, ThreadPoolExecutor(self.workers, "decode"))
-        jobs = [self._threads[2].submit(self._decode_piece, chosen, images, keys, piece) for piece in pieces]
+        jobs = [
+            self._threads[2].submit(self._decode_piece, chosen, images, keys, piece)
+            for piece in pieces
+        ]
         wait(jobs)  # for all of them, before an error is raised
         for job in jobs:
             job.result()
 
-    def _decode_piece(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
+    def _decode_piece(
+        self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range
+    ) -> None:
         for place in piece:
             index = int(chosen[place])
             shard, out = self._shard(index), images[place]
@@ -211,10 +255,14 @@ class Dataset(AbstractContextManager["Dataset"]):
                 box = partial(self.crop.box, draws=numpy_generator(*keys.of(place, index)))
             if shard.meta.encoding == "raw":
                 pixels = shard.raw_image(record)
-                crop_into(pixels, box(*pixels.shape[:2], wanted=self.spec.size), out, self.spec.alpha)
+                crop_into(
+                    pixels, box(*pixels.shape[:2], wanted=self.spec.size), out, self.spec.alpha
+                )
                 continue
             with shard.encoded(record) as (entry, payload, size):
-                decode_crop(payload, entry["codec"], box(*size, wanted=self.spec.size), size, out, self.spec)
+                decode_crop(
+                    payload, entry["codec"], box(*size, wanted=self.spec.size), size, out, self.spec
+                )
 
     # --- damaged records
 
@@ -226,7 +274,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         for place in np.flatnonzero(np.isin(wanted, list(self.damaged))).tolist():
             record = int(wanted[place])
             shard = self._shard(record)
-            others = itertools.chain(range(record, shard.first + len(shard)), range(shard.first, record))
+            others = itertools.chain(
+                range(record, shard.first + len(shard)), range(shard.first, record)
+            )
             whole = next((record for record in others if record not in self.damaged), None)
             if whole is None:
                 raise shard.damage(range(len(shard)), "no record of this file is whole")
@@ -234,13 +284,17 @@ class Dataset(AbstractContextManager["Dataset"]):
         return chosen
 
     def _note_damage(self, error: DamageError) -> None:
-        """Count damaged records that are to be skipped; raise `error` if damage stops reading or is too much."""
+        """Count damaged records that are to be skipped; raise `error` if damage stops reading or is
+        too much.
+        """
         new = [record for record in error.records if record not in self.damaged]
         allowed = max(10, int(DAMAGED_SHARE * len(self)))
         if self.on_damage == "stop" or not new or len(self.damaged) + len(new) > allowed:
             raise error
         self.damaged |= dict.fromkeys(new, error.reason)
-        say(f"warning: {error}; skipped, the next intact record replaces it ({len(self.damaged)} so far)")
+        say(
+            f"warning: {error}; skipped, the next intact record replaces it ({len(self.damaged)} so far)"
+        )
 
     # --- life
 
@@ -260,12 +314,16 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
-    """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one, else as they are
-    stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's resolution
-    unasked; others are to be refused where they do not fit. Classes in another order, and a classifier's where some
-    have no images, are put into the model's order. Raises UserError for values of another kind or range.
+    """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one,
+    else as they are stored. Only images with sizes of their own, and a pyramid that has it, are
+    brought to the model's resolution unasked; others are to be refused where they do not fit.
+    Classes in another order, and a classifier's where some have no images, are put into the model's
+    order. Raises UserError for values of another kind or range.
     """
-    trained, resolution = (checkpoint["config"].get("data") or {}).get("resolution"), checkpoint["shape"]["resolution"]
+    trained, resolution = (
+        (checkpoint["config"].get("data") or {}).get("resolution"),
+        checkpoint["shape"]["resolution"],
+    )
     dataset = Dataset(path)
     wanted, found = ImageSpec.read(checkpoint["shape"]), dataset.meta.spec
     if wanted.pixel_format != found.pixel_format:
@@ -279,7 +337,9 @@ def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Datase
     if trained is not None:
         dataset = Dataset(path, resolution=trained, workers=cores())
     classes, given = checkpoint.get("classes", []), set(dataset.classes)
-    fits = given == set(classes) or (checkpoint.get("task") == "classifier" and given < set(classes))
+    fits = given == set(classes) or (
+        checkpoint.get("task") == "classifier" and given < set(classes)
+    )
     if given and fits and dataset.classes != classes and dataset.meta.sets is None:
         dataset.relabel(classes)
     return dataset
@@ -297,7 +357,9 @@ class Stage(NamedTuple):
 
 
 def checked_stages(stages: Sequence[tuple[int, int, int]], world_size: int) -> list[Stage]:
-    """Raises UserError for a batch size that the ranks cannot share, ValueError for steps that do not rise from 0."""
+    """Raises UserError for a batch size that the ranks cannot share, ValueError for steps that do
+    not rise from 0.
+    """
     checked = [Stage(*stage) for stage in stages]
     firsts = [stage.first_step for stage in checked]
     if firsts and (firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts))):
@@ -312,7 +374,8 @@ def checked_stages(stages: Sequence[tuple[int, int, int]], world_size: int) -> l
 
 
 def at_resolution(reader: Dataset, side: int) -> Dataset:
-    """The images of `reader` scaled to another shorter side, read in the same manner; itself at its own.
+    """The images of `reader` scaled to another shorter side, read in the same manner; itself at its
+    own.
 
     Raises UserError if the files have changed since `reader` was opened.
     """
@@ -326,12 +389,16 @@ def at_resolution(reader: Dataset, side: int) -> Dataset:
         on_damage=reader.on_damage,
     )
     if other.meta.content_hash != reader.meta.content_hash:
-        raise UserError(f"{reader.path}: was changed during the training; put it back, or use a new run folder")
+        raise UserError(
+            f"{reader.path}: was changed during the training; put it back, or use a new run folder"
+        )
     return other
 
 
 def stages_text(reader: Dataset, resolutions: Sequence[int]) -> str:
-    """What the plan says of the resolutions that are read: stored ones, and those that are scaled while training."""
+    """What the plan says of the resolutions that are read: stored ones, and those that are scaled
+    while training.
+    """
     stored = reader.meta.resolutions
     if reader.crop is not None or stored == [0]:
         what = "random crops" if reader.crop is not None else "images of sizes of their own"
@@ -339,7 +406,9 @@ def stages_text(reader: Dataset, resolutions: Sequence[int]) -> str:
     found = [side for side in resolutions if side in stored]
     texts = [f"{_sides(found)} as stored"] if found else []
     missing = [side for side in resolutions if side not in stored]
-    for source, sides in itertools.groupby(missing, lambda side: min(other for other in stored if other > side)):
+    for source, sides in itertools.groupby(
+        missing, lambda side: min(other for other in stored if other > side)
+    ):
         texts.append(f"{_sides(list(sides))} scaled from {source} px while reading")
     hint = f" (duet pack --pyramid {min(missing)} stores them)" if missing else ""
     return ", ".join(texts) + hint
@@ -357,10 +426,12 @@ GAIN = 1.1  # another thread count must be so much faster to be taken
 
 
 def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The number of decoding threads that reads batches fastest, and the images per second of each number tried.
+    """The number of decoding threads that reads batches fastest, and the images per second of each
+    number tried.
 
-    Raw images need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of this process read
-    the same few images; the count grows as long as it pays. The dataset's own number stays as it was.
+    Raw images need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of
+    this process read the same few images; the count grows as long as it pays. The dataset's own
+    number stays as it was.
     """
     if dataset.gathers or len(dataset) == 0:
         return 0, {}

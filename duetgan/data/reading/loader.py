@@ -1,4 +1,6 @@
-"""Batches to the device: an endless training loader whose position is state, and a plain pass for evaluation."""
+"""Batches to the device: an endless training loader whose position is state, and a plain pass for
+evaluation.
+"""
 
 import contextlib
 import copy
@@ -20,17 +22,21 @@ from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
 
-Source = Callable[[np.ndarray], "Batch"]  # indices -> a batch on the CPU, of what stands for the images
+# indices -> a batch on the CPU, of what stands for the images
+Source = Callable[[np.ndarray], "Batch"]
 
 
 @dataclass
 class Batch:
     """Images and labels of one rank."""
 
-    # [n, C, H, W] of the reader's depth; of a Source float [n, F, 1, views], the mirror image's the last
+    # [n, C, H, W] of the reader's depth; of a Source float [n, F, 1, views], the mirror image's the
+    # last
     images: torch.Tensor
-    labels: torch.Tensor  # int64 [n]: numbers of classes, or of sets of them (data.lmdb.format.Meta)
-    synthetic: torch.Tensor | None = None  # bool [n]: which are no real images; None: nothing is mixed in
+    # int64 [n]: numbers of classes, or of sets of them (data.lmdb.format.Meta)
+    labels: torch.Tensor
+    # bool [n]: which are no real images; None: nothing is mixed in
+    synthetic: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -43,9 +49,11 @@ class Batch:
         return [self.images, self.labels, *([] if self.synthetic is None else [self.synthetic])]
 
 
-def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None) -> Batch:
-    """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read. Decoded images lie in
-    memory as the decoder gives them, channels last.
+def read_batch(
+    reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None
+) -> Batch:
+    """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read.
+    Decoded images lie in memory as the decoder gives them, channels last.
     """
     channels, *size = reader.spec.shape
     shape = (len(indices), channels, *size) if reader.gathers else (len(indices), *size, channels)
@@ -61,9 +69,11 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
     return batch
 
 
-def _next_batch(reader: Dataset, sampler: GlobalSampler, sides: Any, source: Source | None, *, pin: bool) -> Batch:
-    """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch. `sides` as for
-    `mirror_in_turn`; None: no image is mirrored.
+def _next_batch(
+    reader: Dataset, sampler: GlobalSampler, sides: Any, source: Source | None, *, pin: bool
+) -> Batch:
+    """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's
+    epoch. `sides` as for `mirror_in_turn`; None: no image is mirrored.
     """
     indices, keys = sampler.next_batch()
     batch = source(indices) if source else read_batch(reader, indices, pin=pin, keys=keys)
@@ -73,27 +83,31 @@ def _next_batch(reader: Dataset, sampler: GlobalSampler, sides: Any, source: Sou
 
 
 def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) -> None:
-    """Mirror images [n, C, H, W] left-right in place where their side, 0 or 1 [n], and epoch add up to an odd number:
-    where sampling is uniform, each is seen both ways in any two epochs in a row (2404.00498, section 3.6). A repeat
-    within an epoch counts as one.
+    """Mirror images [n, C, H, W] left-right in place where their side, 0 or 1 [n], and epoch add up
+    to an odd number: where sampling is uniform, each is seen both ways in any two epochs in a row
+    (2404.00498, section 3.6). A repeat within an epoch counts as one.
     """
     rows = torch.from_numpy(np.flatnonzero((sides + keys.epochs + keys.repeats) % 2))
-    images = images.view(torch.int16) if images.dtype == torch.uint16 else images  # which torch cannot write so
+    # which torch cannot write so
+    images = images.view(torch.int16) if images.dtype == torch.uint16 else images
     images[rows] = images[rows].flip(3)
 
 
 class InfiniteLoader:
     """Endless iterator over a rank's batches, on the device.
 
-    A background thread reads up to `prefetch` batches ahead (0: none, batches are read when asked for); for an
-    accelerator it reads into pinned memory and copies on a stream of its own. `sampler` always stands where the batches
-    handed out end, whatever has been read ahead, and is the loader's state. `wait_seconds` adds up the time that `next`
-    took; set it to 0 when it has been logged. An error of the thread is raised by `next`.
+    A background thread reads up to `prefetch` batches ahead (0: none, batches are read when asked
+    for); for an accelerator it reads into pinned memory and copies on a stream of its own.
+    `sampler` always stands where the batches handed out end, whatever has been read ahead, and is
+    the loader's state. `wait_seconds` adds up the time that `next` took; set it to 0 when it has
+    been logged. An error of the thread is raised by `next`.
 
-    With `stages` resolution and batch size change with the steps (progressive growing), each of `batches_per_step`
-    batches. A stage's images are opened for its first batch and closed after its last. The order of samples goes on.
+    With `stages` resolution and batch size change with the steps (progressive growing), each of
+    `batches_per_step` batches. A stage's images are opened for its first batch and closed after its
+    last. The order of samples goes on.
 
-    Raises UserError for a batch size that the ranks cannot share, ValueError for stages not ordered from step 0 on.
+    Raises UserError for a batch size that the ranks cannot share, ValueError for stages not ordered
+    from step 0 on.
     """
 
     def __init__(
@@ -138,7 +152,9 @@ class InfiniteLoader:
             batch = self._prefetched()
         else:
             pin = self.device.type != "cpu"
-            batch = _next_batch(self._images, copy.copy(self.sampler), self._sides, self._source, pin=pin)
+            batch = _next_batch(
+                self._images, copy.copy(self.sampler), self._sides, self._source, pin=pin
+            )
             batch = batch.to(self.device) if pin else batch
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
@@ -165,7 +181,9 @@ class InfiniteLoader:
         if self._worker is None:
             later = [stage.first_step for stage in self.stages if stage.first_step > self.step]
             left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
-            read = partial(_next_batch, self._images, copy.copy(self.sampler), self._sides, self._source)
+            read = partial(
+                _next_batch, self._images, copy.copy(self.sampler), self._sides, self._source
+            )
             self._worker = _Worker(read, self.device, self.prefetch, left)
             weakref.finalize(self, self._worker.stop)
         try:
@@ -180,17 +198,19 @@ class InfiniteLoader:
         return self._damaged.union(self.reader.replaced, self._images.replaced)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position after the batches handed out; with stages or a mixture, whose batches depend on the
-        steps, also the step and the batch within it.
+        """The sampler's position after the batches handed out; with stages or a mixture, whose
+        batches depend on the steps, also the step and the batch within it.
         """
         step, batch = divmod(self._batches, self.batches_per_step)
         counted = self.stages or self.reader.synthetic is not None
         return self.sampler.state_dict() | ({"step": step, "batch": batch} if counted else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; what was read ahead is dropped. The stages may have changed: the step counts.
+        """Continue from `state`; what was read ahead is dropped. The stages may have changed: the
+        step counts.
 
-        Raises UserError as the sampler does, and for the state of a run without stages if there are some.
+        Raises UserError as the sampler does, and for the state of a run without stages if there are
+        some.
         """
         if self.stages and "step" not in state:
             raise UserError(
@@ -204,11 +224,15 @@ class InfiniteLoader:
             )
         self.close()
         self.sampler.load_state_dict(state)
-        self._batches = int(state.get("step", 0)) * self.batches_per_step + int(state.get("batch", 0))
+        self._batches = int(state.get("step", 0)) * self.batches_per_step + int(
+            state.get("batch", 0)
+        )
         self.sampler.batches = self._batches
 
     def close(self) -> None:
-        """Stop the thread and let a stage's files go. A loader used again goes on where the batches handed out end."""
+        """Stop the thread and let a stage's files go. A loader used again goes on where the batches
+        handed out end.
+        """
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
@@ -219,14 +243,22 @@ class InfiniteLoader:
 
 
 class _Worker:
-    """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can be collected."""
+    """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can
+    be collected.
+    """
 
-    def __init__(self, read: Callable[..., Batch], device: torch.device, prefetch: int, batches: int) -> None:
+    def __init__(
+        self, read: Callable[..., Batch], device: torch.device, prefetch: int, batches: int
+    ) -> None:
         self._read, self._device = read, device
         self._stream = torch.Stream(device) if device.type != "cpu" else None
-        self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(prefetch)
+        self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(
+            prefetch
+        )
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(batches,), name="data-loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(batches,), name="data-loader", daemon=True
+        )
         self._thread.start()
 
     def _run(self, batches: int) -> None:
@@ -241,7 +273,8 @@ class _Worker:
     def _load(self) -> tuple[Batch, torch.Event | None]:
         if self._stream is None:
             return self._read(pin=False), None
-        torch.accelerator.set_device_index(self._device.index or 0)  # else leaving the stream makes a context on GPU 0
+        # else leaving the stream makes a context on GPU 0
+        torch.accelerator.set_device_index(self._device.index or 0)
         with self._stream:
             return self._read(pin=True).to(self._device), self._stream.record_event()
 
@@ -260,7 +293,8 @@ class _Worker:
 
     def stop(self) -> None:
         self._stopped.set()
-        with contextlib.suppress(queue.Empty):  # room for the batch it may be about to put, its last
+        # room for the batch it may be about to put, its last
+        with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
         if threading.current_thread() is not self._thread:

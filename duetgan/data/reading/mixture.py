@@ -1,4 +1,6 @@
-"""Training on real and synthetic images: two data sets read as one, and global batches that hold a share of each."""
+"""Training on real and synthetic images: two data sets read as one, and global batches that hold a
+share of each.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -14,11 +16,12 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class MixedDataset(Dataset):
-    """Real images with synthetic ones behind them: index len(self) + i is number i of `synthetic`, a Dataset or what
-    has its `path`, `meta`, `classes`, `workers`, `replaced`, `labels`, `read` and `close`.
+    """Real images with synthetic ones behind them: index len(self) + i is number i of `synthetic`,
+    a Dataset or what has its `path`, `meta`, `classes`, `workers`, `replaced`, `labels`, `read` and
+    `close`.
 
-    Only `read` reaches the synthetic images. Length, metadata, labels and all else are those of the real images, so
-    that figures over the data set are figures over real images.
+    Only `read` reaches the synthetic images. Length, metadata, labels and all else are those of the
+    real images, so that figures over the data set are figures over real images.
     """
 
     @property
@@ -26,7 +29,10 @@ class MixedDataset(Dataset):
         return super().replaced | {len(self) + record for record in self.synthetic.replaced}
 
     def read(
-        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+        self,
+        indices: Sequence[int] | np.ndarray,
+        out: np.ndarray | None = None,
+        keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """As Dataset.read; the keys of synthetic images are apart from those of real ones."""
         wanted = np.asarray(indices, dtype=np.int64)
@@ -34,11 +40,19 @@ class MixedDataset(Dataset):
         if not behind.any():
             return super().read(wanted, out, keys)
         shape = (len(wanted), *self.spec.shape)
-        images, labels = np.empty(shape, self.spec.depth) if out is None else out, np.empty(len(wanted), np.int64)
-        for places, read, first in ((~behind, super().read, 0), (behind, self.synthetic.read, len(self))):
+        images, labels = (
+            np.empty(shape, self.spec.depth) if out is None else out,
+            np.empty(len(wanted), np.int64),
+        )
+        for places, read, first in (
+            (~behind, super().read, 0),
+            (behind, self.synthetic.read, len(self)),
+        ):
             part = None
             if keys is not None:
-                part = SampleKeys(keys.seed, keys.epochs[places], keys.repeats[places], synthetic=first > 0)
+                part = SampleKeys(
+                    keys.seed, keys.epochs[places], keys.repeats[places], synthetic=first > 0
+                )
             images[places], labels[places] = read(wanted[places] - first, keys=part)
         return images, labels
 
@@ -48,16 +62,18 @@ class MixedDataset(Dataset):
 
 
 class MixedSampler(GlobalSampler):
-    """Global batches with a fixed share of synthetic images, whose indices lie behind those of the real ones.
+    """Global batches with a fixed share of synthetic images, whose indices lie behind those of the
+    real ones.
 
-    Real and synthetic images have an endless order each; the real one is GlobalSampler's. Of the first n samples of the
-    run floor(share * n) are synthetic, so a batch holds share * batch_size of them, rounded down or up such that the
-    share is exact in the long run. Their places in the global batch are drawn by the key (seed, "synthetic",
-    "places", samples before the batch): pairs that are mixed, and the ranks' slices, are of both kinds at random.
-    From global batch number `until` on all images are real.
+    Real and synthetic images have an endless order each; the real one is GlobalSampler's. Of the
+    first n samples of the run floor(share * n) are synthetic, so a batch holds share * batch_size
+    of them, rounded down or up such that the share is exact in the long run. Their places in the
+    global batch are drawn by the key (seed, "synthetic", "places", samples before the batch): pairs
+    that are mixed, and the ranks' slices, are of both kinds at random. From global batch number
+    `until` on all images are real.
 
-    `batches` counts the batches; the loader sets it, for its own steps may go back (a roll-back) where the samples
-    do not.
+    `batches` counts the batches; the loader sets it, for its own steps may go back (a roll-back)
+    where the samples do not.
     """
 
     def __init__(
@@ -119,14 +135,20 @@ class MixedSampler(GlobalSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """The real order's state, and under `synthetic` the other's with the hash of its images."""
-        return super().state_dict() | {"synthetic": self.synthetic.state_dict() | {"content": self.content}}
+        return super().state_dict() | {
+            "synthetic": self.synthetic.state_dict() | {"content": self.content}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if (second := state.get("synthetic")) is None:
-            raise other_order("the run has been trained on real images alone; use no data.synthetic")
+            raise other_order(
+                "the run has been trained on real images alone; use no data.synthetic"
+            )
         if second["content"] != self.content:
             raise other_order("data.synthetic has other images now; use the same")
         if second["weights"] != self.synthetic.state_dict()["weights"]:
             raise other_order("data.synthetic.balance changed (or what it fills up); use the same")
         self.synthetic.load_state_dict(second)
-        super().load_state_dict({name: value for name, value in state.items() if name != "synthetic"})
+        super().load_state_dict(
+            {name: value for name, value in state.items() if name != "synthetic"}
+        )

@@ -1,4 +1,6 @@
-"""The order of samples in training: derived from (seed, epoch), the same for any number of ranks and workers."""
+"""The order of samples in training: derived from (seed, epoch), the same for any number of ranks
+and workers.
+"""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -20,8 +22,8 @@ class SampleKeys(NamedTuple):
     synthetic: bool = False  # of images that stand beside the real ones (data/reading/mixture.py)
 
     def of(self, place: int, index: int) -> tuple[int | str, ...]:
-        """The key of the sample at `place`: (seed, "augment", epoch, index), and its repeat if it is one; synthetic:
-        (seed, "synthetic", "augment", epoch, ...).
+        """The key of the sample at `place`: (seed, "augment", epoch, index), and its repeat if it
+        is one; synthetic: (seed, "synthetic", "augment", epoch, ...).
         """
         repeat = int(self.repeats[place])
         kind = ("synthetic", "augment") if self.synthetic else ("augment",)
@@ -37,16 +39,18 @@ def other_order(why: str) -> UserError:
 class GlobalSampler:
     """Indices of an endless concatenation of epochs of `count` draws, in global batches.
 
-    Epoch e's order is drawn from the key (seed, "order", e), with a `stream` from (seed, stream, "order", e), so that
-    two data sets of one run have orders of their own. It is a permutation; with `shuffle=False` it is
-    0..count-1. With `weights` sample i appears count * w_i / sum(w) times in every epoch, rounded down or up (see
-    WeightedEpochs); `groups` (the labels) keep each class's total within one of its expected number too. Equal weights
-    are no weights: the plain permutation, and `groups` without weights change nothing.
+    Epoch e's order is drawn from the key (seed, "order", e), with a `stream` from (seed, stream,
+    "order", e), so that two data sets of one run have orders of their own. It is a permutation;
+    with `shuffle=False` it is 0..count-1. With `weights` sample i appears count * w_i / sum(w)
+    times in every epoch, rounded down or up (see WeightedEpochs); `groups` (the labels) keep each
+    class's total within one of its expected number too. Equal weights are no weights: the plain
+    permutation, and `groups` without weights change nothing.
 
-    A global batch is the next `batch_size` indices, across an epoch's end where it falls there; rank r of N takes the
-    contiguous slice [r*B/N, (r+1)*B/N) of it. The state is `consumed`, the number of samples that all ranks together
-    have taken, so any number of ranks continues the same sequence. Raises UserError if N does not divide B and for
-    weights that are not `count` finite numbers >= 0, or all 0; ValueError for wrong groups, or weights unshuffled.
+    A global batch is the next `batch_size` indices, across an epoch's end where it falls there;
+    rank r of N takes the contiguous slice [r*B/N, (r+1)*B/N) of it. The state is `consumed`, the
+    number of samples that all ranks together have taken, so any number of ranks continues the same
+    sequence. Raises UserError if N does not divide B and for weights that are not `count` finite
+    numbers >= 0, or all 0; ValueError for wrong groups, or weights unshuffled.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class GlobalSampler:
         )
         if batch_size % world_size:
             nearest = max(world_size, batch_size // world_size * world_size)
-            raise UserError(f"batch_size {batch_size} is not divisible by {world_size} processes: try {nearest}")
+            raise UserError(
+                f"batch_size {batch_size} is not divisible by {world_size} processes: try {nearest}"
+            )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
         self.count, self.batch_size, self.seed, self.shuffle = count, batch_size, seed, shuffle
@@ -86,7 +92,9 @@ class GlobalSampler:
         return self._drawn(epoch)[0]
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """An epoch's order, and how often each sample has come before in it (of a permutation nothing)."""
+        """An epoch's order, and how often each sample has come before in it (of a permutation
+        nothing).
+        """
         generator = numpy_generator(self.seed, *self._stream, "order", epoch)
         if self._weighted is not None:
             order = self._weighted.draw(generator)
@@ -97,7 +105,9 @@ class GlobalSampler:
         return order, order[:0] if self._weighted is None else occurrences(order)
 
     def next_batch(self) -> tuple[np.ndarray, SampleKeys]:
-        """This rank's part of the next global batch: indices, int64 [batch_size // world_size], and their keys."""
+        """This rank's part of the next global batch: indices, int64 [batch_size // world_size], and
+        their keys.
+        """
         share = self.batch_size // self.world_size
         batch = self.at(self.consumed + self.rank * share, share)
         self.advance()
@@ -126,7 +136,12 @@ class GlobalSampler:
 
         `weights` is a hash of weights and groups, "" for equal weights.
         """
-        order = {"count": self.count, "seed": self.seed, "shuffle": self.shuffle, "weights": self._weights_hash}
+        order = {
+            "count": self.count,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "weights": self._weights_hash,
+        }
         return {"consumed": self.consumed} | order
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,8 +150,11 @@ class GlobalSampler:
             raise other_order("the run has been trained with data.synthetic; use the same")
         for name in ("count", "seed", "shuffle"):
             if state[name] != getattr(self, name):
-                raise other_order(f"{name} was {state[name]} and is {getattr(self, name)}; use the same data and seed")
-        if state.get("weights", "") != self._weights_hash:  # states from before there were weights lack the key
+                raise other_order(
+                    f"{name} was {state[name]} and is {getattr(self, name)}; use the same data and seed"
+                )
+        # states from before there were weights lack the key
+        if state.get("weights", "") != self._weights_hash:
             raise other_order(
                 "data.sampling changed (or data.class_rates, data.sample_weights, the labels); use the same sampling"
             )

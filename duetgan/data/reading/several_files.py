@@ -1,8 +1,10 @@
-"""Several files as one data set: which they are and what they say together. Webdataset's tar files are read by an index
-of them, which is a packed file without the images' bytes; a folder or zip of images by a packed copy.
+"""Several files as one data set: which they are and what they say together. Webdataset's tar files
+are read by an index of them, which is a packed file without the images' bytes; a folder or zip of
+images by a packed copy.
 
-Making these reads and decodes every image once, as packing does. Afterwards an image's bytes are read from their place
-in the tar and compared with the checksum in the index (docs/data-at-scale.md).
+Making these reads and decodes every image once, as packing does. Afterwards an image's bytes are
+read from their place in the tar and compared with the checksum in the index
+(docs/data-at-scale.md).
 """
 
 import glob
@@ -20,7 +22,13 @@ import numpy as np
 from duetgan.data.lmdb.format import Meta, Shard
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.sources import PACKED_TARS, open_source
-from duetgan.data.sources.base import Source, SourceOptions, check_complete, sharded, shards_by_split
+from duetgan.data.sources.base import (
+    Source,
+    SourceOptions,
+    check_complete,
+    sharded,
+    shards_by_split,
+)
 from duetgan.data.sources.files import walk
 from duetgan.data.sources.named import CACHE, cache_folder
 from duetgan.data.sources.tars import SUFFIX, TarSource
@@ -36,9 +44,10 @@ MOST_FILES = 100_000  # that one pattern names
 
 
 def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that `path` names: one, several, those of a pattern ("train-*.lmdb", "train-{000..146}.tar") in order
-    of name, or the tar files of a folder. Raises UserError for none, for a folder of tar files of several splits, and
-    for packed files and tar files side by side.
+    """The files that `path` names: one, several, those of a pattern ("train-*.lmdb",
+    "train-{000..146}.tar") in order of name, or the tar files of a folder. Raises UserError for
+    none, for a folder of tar files of several splits, and for packed files and tar files side by
+    side.
     """
     if isinstance(path, (list, tuple)):
         if not path:
@@ -48,7 +57,9 @@ def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
         files = _paths_of(str(path))
     packed = [file for file in files if not is_tar(file)]
     if 0 < len(packed) < len(files):
-        raise UserError(f"{packed[0]} is no tar file, as others of this data set are: give one kind")
+        raise UserError(
+            f"{packed[0]} is no tar file, as others of this data set are: give one kind"
+        )
     return files
 
 
@@ -58,7 +69,9 @@ def _paths_of(text: str) -> list[Path]:
         groups, _ = shards_by_split(place, SUFFIX)
         if len(groups) > 1:
             splits = sorted(groups, reverse=True)
-            raise UserError(f"{text} holds shards of {' and '.join(splits)}: give a pattern, {text}/*{splits[0]}*.tar")
+            raise UserError(
+                f"{text} holds shards of {' and '.join(splits)}: give a pattern, {text}/*{splits[0]}*.tar"
+            )
         (tars,) = groups.values()
         check_complete(place, tars)
         return tars
@@ -73,11 +86,13 @@ def _paths_of(text: str) -> list[Path]:
 
 
 def expand_braces(text: str) -> list[str]:
-    """The names that a pattern of braces stands for, as a shell makes them: "{08..10}" 08, 09, 10; "{a,b}" a, b.
+    """The names that a pattern of braces stands for, as a shell makes them: "{08..10}" 08, 09, 10;
+    "{a,b}" a, b.
     Raises UserError for more than MOST_FILES.
     """
     parts: list[Sequence[str]] = []
-    for place, part in enumerate(BRACES.split(text)):  # what stands inside braces has the odd places
+    # what stands inside braces has the odd places
+    for place, part in enumerate(BRACES.split(text)):
         span = RANGE.fullmatch(part)
         if place % 2 and span:
             numbers = range(int(span[1]), min(int(span[2]), int(span[1]) + MOST_FILES) + 1)
@@ -92,7 +107,9 @@ def expand_braces(text: str) -> list[str]:
 def is_tar(path: Path) -> bool:
     """Whether a file is a tar by its name. Raises UserError for one that is compressed."""
     if path.name.lower().endswith(PACKED_TARS):
-        raise UserError(f"{path} is compressed, so that no image can be found in it: make it a .tar, as gunzip does")
+        raise UserError(
+            f"{path} is compressed, so that no image can be found in it: make it a .tar, as gunzip does"
+        )
     return path.suffix.lower() == SUFFIX
 
 
@@ -105,15 +122,22 @@ def open_at_once(path: str | Path | Sequence[str | Path]) -> int:
 def open_files(
     path: str | Path | Sequence[str | Path], size: tuple[int, int] | None, *, tolerant: bool
 ) -> list[LMDBReader]:
-    """Readers of the files that `path` names, of tar files the one of their index, at the stored resolution that serves
-    images of that height and width best: the next larger one; None: the largest.
+    """Readers of the files that `path` names, of tar files the one of their index, at the stored
+    resolution that serves images of that height and width best: the next larger one; None: the
+    largest.
     """
     files = shard_paths(path)
-    files = [index_of(files)] if is_tar(files[0]) else [copy_of(file) if is_unpacked(file) else file for file in files]
+    files = (
+        [index_of(files)]
+        if is_tar(files[0])
+        else [copy_of(file) if is_unpacked(file) else file for file in files]
+    )
     readers = [LMDBReader(file, tolerant=tolerant) for file in files]
     if size is not None:
         for reader in readers:
-            enough = [side for side in reader.meta.resolutions if reader.meta.spec.at(side).holds(size)]
+            enough = [
+                side for side in reader.meta.resolutions if reader.meta.spec.at(side).holds(size)
+            ]
             reader.resolution = min(enough, default=reader.resolution)
     return readers
 
@@ -121,14 +145,23 @@ def open_files(
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     """The metadata of shards as one data set. Raises UserError if they do not fit together.
 
-    A file of samples among them makes it a synthetic set: the first passport stands for all. `mean` and `std` are
-    those of all pixels where the images have one size, else each file counts by its images.
+    A file of samples among them makes it a synthetic set: the first passport stands for all. `mean`
+    and `std` are those of all pixels where the images have one size, else each file counts by its
+    images.
     """
     first = shards[0].meta
     if len(shards) == 1:
         return first
     for shard in shards[1:]:
-        for name in ("classes", "sets", "channels", "pixel_format", "resolutions", "size", "encoding"):
+        for name in (
+            "classes",
+            "sets",
+            "channels",
+            "pixel_format",
+            "resolutions",
+            "size",
+            "encoding",
+        ):
             ours, theirs = getattr(first, name), getattr(shard.meta, name)
             if ours != theirs:
                 raise UserError(
@@ -143,7 +176,9 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
             "that leaves one kind out"
         )
     counts = np.array([meta.count for meta in metas])
-    means, deviations = (np.array([getattr(meta, name) for meta in metas]) for name in ("mean", "std"))
+    means, deviations = (
+        np.array([getattr(meta, name) for meta in metas]) for name in ("mean", "std")
+    )
     share = counts / counts.sum()
     mean = share @ means
     square = share @ (deviations**2 + means**2)
@@ -174,8 +209,8 @@ def is_unpacked(path: Path) -> bool:
 
 
 def index_of(shards: Sequence[Path]) -> Path:
-    """The index of tar files, which is made if there is none that fits them. Raises UserError for shards that cannot be
-    trained from as they are.
+    """The index of tar files, which is made if there is none that fits them. Raises UserError for
+    shards that cannot be trained from as they are.
     """
     known = []
     for shard in shards:
@@ -188,13 +223,15 @@ def index_of(shards: Sequence[Path]) -> Path:
 
 
 def copy_of(place: Path) -> Path:
-    """The packed copy of a folder or zip of images, files as they are, made anew where a name, size or time in it has
-    changed. Raises UserError for images that only packing, which has options for it, can make a data set of.
+    """The packed copy of a folder or zip of images, files as they are, made anew where a name, size
+    or time in it has changed. Raises UserError for images that only packing, which has options for
+    it, can make a data set of.
     """
     with bounded.reading(place, "give a folder, or a zip file, of images"):
         names = walk(place)[0] if place.is_dir() else ["."]
         states = sorted(
-            (name, *state_of((place / name).stat(follow_symlinks=(place / name).exists()))) for name in names
+            (name, *state_of((place / name).stat(follow_symlinks=(place / name).exists())))
+            for name in names
         )
     of_place = _digest(str(place.resolve()))
     path = cache_folder() / "folders" / f"{of_place}-{_digest(states)}.lmdb"
@@ -210,13 +247,16 @@ def _digest(content: object) -> str:
 
 
 def _kept(path: Path, source: Callable[[], Source], known: list[Shard] | None) -> Path:
-    """The packed file `path` of a source, or the index of the tar files `known`, made unless it is there. Processes
-    that want it at the same time wait for the one that makes it.
+    """The packed file `path` of a source, or the index of the tar files `known`, made unless it is
+    there. Processes that want it at the same time wait for the one that makes it.
     """
     if _fits(path, known):
         return path
     with explained(
-        OSError, lambda why: f"{path.parent}: {why.strerror}; it is kept there: set {CACHE} to another folder"
+        OSError,
+        lambda why: (
+            f"{path.parent}: {why.strerror}; it is kept there: set {CACHE} to another folder"
+        ),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("ab")
@@ -238,18 +278,26 @@ def _fits(path: Path, known: list[Shard] | None) -> bool:
 
 
 def _make(path: Path, source: Source, known: list[Shard] | None) -> None:
-    """Raises UserError for images that only packing, which has options for it, can make a data set of."""
+    """Raises UserError for images that only packing, which has options for it, can make a data set
+    of.
+    """
     from duetgan.data.packing.pack import pack  # not needed where there is a file
 
     if known and source.splits:
-        raise UserError(f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with --split")
+        raise UserError(
+            f"{source.name} holds the splits {' and '.join(source.splits)}: pack one of them, with --split"
+        )
     for remark in source.remarks:
         if remark.startswith("warning: "):
             text = remark.removeprefix("warning: ").replace("packed without", "read without")
-            raise UserError(f"{text}: to go on, pack the images with duet pack, and train from the packed file")
+            raise UserError(
+                f"{text}: to go on, pack the images with duet pack, and train from the packed file"
+            )
         say(remark)
     remedy = "pack the images with duet pack --on-error skip, which leaves it out"
     source.shard_states = known
     pack(source, path, encoding="source", overwrite=True, duplicates=False, remedy=remedy)
     if not known:
-        say(f"{source.name}: packed once into {path}; duet pack --size N makes a file that is read faster")
+        say(
+            f"{source.name}: packed once into {path}; duet pack --size N makes a file that is read faster"
+        )

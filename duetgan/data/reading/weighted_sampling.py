@@ -1,4 +1,6 @@
-"""How often each sample is drawn in an epoch: by weights, of the classes, or from a file; which keep their labels."""
+"""How often each sample is drawn in an epoch: by weights, of the classes, or from a file; which
+keep their labels.
+"""
 
 import hashlib
 import io
@@ -15,22 +17,26 @@ from duetgan.utils.errors import UserError, explained
 from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import did_you_mean
 
-ROUNDING = 1e-12  # relative; an expected number of draws as near as this to a whole number is that number
+# relative; an expected number of draws as near as this to a whole number is that number
+ROUNDING = 1e-12
 FRACTION_BITS = 40  # a draw is counted in units of 2**-40
 
 
 class WeightedEpochs:
-    """Epochs of n draws among n samples in which sample i appears n * w_i / sum(w) times, rounded down or up.
+    """Epochs of n draws among n samples in which sample i appears n * w_i / sum(w) times, rounded
+    down or up.
 
-    Systematic resampling (Kitagawa 1996, "Monte Carlo filter and smoother for non-Gaussian nonlinear state space
-    models"; Carpenter, Clifford and Fearnhead 1999, "Improved particle filter for nonlinear problems"): the samples lie
-    side by side on a line in random order, each as long as its expected number of draws, and marks at distance one,
-    shifted by one random number, say which are drawn. On average over epochs each gets exactly its expected number.
-    With groups the samples of a group lie together (groups in random order, samples in random order inside them), so a
-    group's total is within one of its expected number as well. Then the draws are permuted.
+    Systematic resampling (Kitagawa 1996, "Monte Carlo filter and smoother for non-Gaussian
+    nonlinear state space models"; Carpenter, Clifford and Fearnhead 1999, "Improved particle filter
+    for nonlinear problems"): the samples lie side by side on a line in random order, each as long
+    as its expected number of draws, and marks at distance one, shifted by one random number, say
+    which are drawn. On average over epochs each gets exactly its expected number. With groups the
+    samples of a group lie together (groups in random order, samples in random order inside them),
+    so a group's total is within one of its expected number as well. Then the draws are permuted.
 
-    Only the fractions of the expected numbers are laid on the line: the whole draws are certain. Lengths are integers
-    (units of 2**-40 of a draw, coarser above four million samples), so that no rounding error can move a mark.
+    Only the fractions of the expected numbers are laid on the line: the whole draws are certain.
+    Lengths are integers (units of 2**-40 of a draw, coarser above four million samples), so that no
+    rounding error can move a mark.
     """
 
     def __init__(self, weights: np.ndarray, groups: np.ndarray | None) -> None:
@@ -39,16 +45,24 @@ class WeightedEpochs:
         fractions = expected - whole
         self._whole = whole.astype(np.int64)  # certain draws of each sample
         self._marks = len(weights) - int(self._whole.sum())  # further draws in an epoch
-        self._unit = 1 << min(FRACTION_BITS, 62 - len(weights).bit_length())  # the length of one draw
+        # the length of one draw
+        self._unit = 1 << min(FRACTION_BITS, 62 - len(weights).bit_length())
         self._open = np.flatnonzero(fractions)  # the samples that may be drawn once more
         self._lengths = _lengths(fractions[self._open], self._marks, self._unit)
         self._group_count, self._groups = 0, np.empty(0, np.uint8)
         if groups is not None:
             names, places = np.unique(groups[self._open], return_inverse=True)
             self._group_count = len(names)
-            self._groups = places.astype(np.min_scalar_type(len(names)))  # small integers are sorted faster
+            # small integers are sorted faster
+            self._groups = places.astype(np.min_scalar_type(len(names)))
         digest = hashlib.blake2b(digest_size=16)  # of all that `draw` depends on
-        for part in (np.array([self._unit, self._group_count]), self._whole, self._open, self._lengths, self._groups):
+        for part in (
+            np.array([self._unit, self._group_count]),
+            self._whole,
+            self._open,
+            self._lengths,
+            self._groups,
+        ):
             digest.update(part.astype("<i8", copy=False).tobytes())
         self.digest = digest.hexdigest()
 
@@ -61,7 +75,8 @@ class WeightedEpochs:
         marks = generator.integers(self._unit) + self._unit * np.arange(self._marks, dtype=np.int64)
         ends = np.cumsum(self._lengths[line])
         copies = self._whole.copy()
-        copies[self._open[line[np.searchsorted(ends, marks, side="right")]]] += 1  # each at most once
+        # each at most once
+        copies[self._open[line[np.searchsorted(ends, marks, side="right")]]] += 1
         return generator.permutation(np.repeat(np.arange(len(copies), dtype=np.int64), copies))
 
 
@@ -75,7 +90,9 @@ def weighted_epochs(
         return None
     weights = np.asarray(weights, np.float64)
     if weights.shape != (count,):
-        raise UserError(f"weights have shape {weights.shape}, expected ({count},): one for each image")
+        raise UserError(
+            f"weights have shape {weights.shape}, expected ({count},): one for each image"
+        )
     _check_values(weights, "weights", "index")
     if not shuffle:
         raise ValueError("weights need shuffle=True")
@@ -83,13 +100,19 @@ def weighted_epochs(
 
 
 def _check_values(weights: np.ndarray, source: str, place: str, first: int = 0) -> None:
-    """Raise UserError naming the first weight that is negative or not finite, counted from `first`; or if all are 0."""
+    """Raise UserError naming the first weight that is negative or not finite, counted from `first`;
+    or if all are 0.
+    """
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(bad):
         value = weights[bad[0]]
-        raise UserError(f"{source}: {place} {bad[0] + first} is {value}; a weight is a finite number of at least 0")
+        raise UserError(
+            f"{source}: {place} {bad[0] + first} is {value}; a weight is a finite number of at least 0"
+        )
     if not weights.any():
-        raise UserError(f"{source}: all weights are 0 so no image would be drawn; give some a weight above 0")
+        raise UserError(
+            f"{source}: all weights are 0 so no image would be drawn; give some a weight above 0"
+        )
 
 
 def _expected_draws(weights: np.ndarray) -> np.ndarray:
@@ -111,7 +134,8 @@ def _lengths(fractions: np.ndarray, marks: int, unit: int) -> np.ndarray:
 
 
 def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Weights float64 [n] with which every class is drawn equally often; `labels` are int [n] in 0..len(classes)-1.
+    """Weights float64 [n] with which every class is drawn equally often; `labels` are int [n] in
+    0..len(classes)-1.
 
     Raises UserError for an unlabelled set and for a class without images.
     """
@@ -120,22 +144,32 @@ def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
     images = np.bincount(labels, minlength=len(classes))
     if not images.all():
         name = classes[int(np.argmin(images))]
-        raise UserError(f"data.sampling: class {name!r} has no images to draw; add some or pack without the class")
+        raise UserError(
+            f"data.sampling: class {name!r} has no images to draw; add some or pack without the class"
+        )
     return 1.0 / images[labels]
 
 
-def class_weights(labels: np.ndarray, class_names: Sequence[str], rates: Mapping[str, float]) -> np.ndarray:
-    """Weights float64 [n] with which an image of class c is seen rates[c] times as often as one without a rate.
+def class_weights(
+    labels: np.ndarray, class_names: Sequence[str], rates: Mapping[str, float]
+) -> np.ndarray:
+    """Weights float64 [n] with which an image of class c is seen rates[c] times as often as one
+    without a rate.
 
-    `labels` are int [n] in 0..len(class_names)-1; a rate of 0 leaves the class out. Raises UserError for an unknown
-    class, a rate that is negative or not finite, and rates that leave nothing to draw.
+    `labels` are int [n] in 0..len(class_names)-1; a rate of 0 leaves the class out. Raises
+    UserError for an unknown class, a rate that is negative or not finite, and rates that leave
+    nothing to draw.
     """
     by_class = np.ones(max(1, len(class_names)))  # unlabelled images have label 0
     for name, rate in rates.items():
         if name not in class_names:
-            raise UserError(f"data.class_rates: there is no class {name!r}{did_you_mean(name, class_names)}")
+            raise UserError(
+                f"data.class_rates: there is no class {name!r}{did_you_mean(name, class_names)}"
+            )
         if not (math.isfinite(rate) and rate >= 0):
-            raise UserError(f"data.class_rates: the rate of {name!r} is {rate}; give a finite number of at least 0")
+            raise UserError(
+                f"data.class_rates: the rate of {name!r} is {rate}; give a finite number of at least 0"
+            )
         by_class[class_names.index(name)] = rate
     weights = by_class[labels]
     _check_values(weights, "data.class_rates", "index")
@@ -143,45 +177,61 @@ def class_weights(labels: np.ndarray, class_names: Sequence[str], rates: Mapping
 
 
 def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
-    """A weight for each of `count` images from a file, in the order of the packed set: float64 [count].
+    """A weight for each of `count` images from a file, in the order of the packed set: float64
+    [count].
 
-    A .npy file holds numbers [count], any other is text, one number a line. Raises UserError naming the file and line.
+    A .npy file holds numbers [count], any other is text, one number a line. Raises UserError naming
+    the file and line.
     """
     path, binary = Path(path), Path(path).suffix == ".npy"
     with bounded.reading(path, "give a file with a weight for each image"):
         weights = _array_weights(path) if binary else _text_weights(path)
     if len(weights) != count:
-        raise UserError(f"{path} has {len(weights)} weights, the data set {count} images: give one for each image")
+        raise UserError(
+            f"{path} has {len(weights)} weights, the data set {count} images: give one for each image"
+        )
     _check_values(weights, str(path), "index" if binary else "line", first=0 if binary else 1)
     return weights
 
 
 def _array_weights(path: Path) -> np.ndarray:
-    with explained(ImageError, lambda why: f"{path} is not a NumPy file of numbers ({why}); save it with numpy.save"):
+    with explained(
+        ImageError,
+        lambda why: f"{path} is not a NumPy file of numbers ({why}); save it with numpy.save",
+    ):
         array = npy_array(bounded.read_file(path, bounded.TABLE))
     if array.ndim != 1:
-        raise UserError(f"{path} holds {array.dtype} {list(array.shape)}; it must be numbers in one dimension")
+        raise UserError(
+            f"{path} holds {array.dtype} {list(array.shape)}; it must be numbers in one dimension"
+        )
     return np.array(array, np.float64)
 
 
 def _text_weights(path: Path) -> np.ndarray:
     weights = []
     # What is not text is not a number either.
-    with io.TextIOWrapper(bounded.open_file(path, bounded.TABLE), encoding="utf-8-sig", errors="replace") as file:
+    with io.TextIOWrapper(
+        bounded.open_file(path, bounded.TABLE), encoding="utf-8-sig", errors="replace"
+    ) as file:
         for number, line in enumerate(file, start=1):
             try:
                 weights.append(float(line))
             except ValueError:
                 shown = line.rstrip("\n")[:40]
-                raise UserError(f"{path}: line {number}: {shown!r} is not a number; give one number a line") from None
+                raise UserError(
+                    f"{path}: line {number}: {shown!r} is not a number; give one number a line"
+                ) from None
     return np.array(weights, np.float64)
 
 
-def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[str] = ()) -> np.ndarray:
+def few_labels(
+    labels: np.ndarray, per_class: int, seed: int, names: Sequence[str] = ()
+) -> np.ndarray:
     """The records, int64 ascending, of `per_class` images of each class; `labels` are int [n].
 
-    Those of class k are the first of a permutation with the key (seed, "labels", k): those of a smaller number are
-    among them. Raises UserError for a number below 1 and for a class of fewer images; `names` are for its text.
+    Those of class k are the first of a permutation with the key (seed, "labels", k): those of a
+    smaller number are among them. Raises UserError for a number below 1 and for a class of fewer
+    images; `names` are for its text.
     """
     if per_class < 1:
         raise UserError(f"{per_class} labels a class: give 1 or more")
@@ -189,7 +239,9 @@ def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[st
     for label, count in enumerate(np.bincount(labels, minlength=len(names)).tolist()):
         if count < per_class:
             name = names[label] if names else label
-            raise UserError(f"{per_class} labels a class: class {name} has {count:,} images; give at most as many")
+            raise UserError(
+                f"{per_class} labels a class: class {name} has {count:,} images; give at most as many"
+            )
         own = np.flatnonzero(labels == label)
         rows.append(own[numpy_generator(seed, "labels", label).permutation(len(own))[:per_class]])
     return np.sort(np.concatenate(rows))

@@ -10,7 +10,13 @@ from duetgan.data.sources.arrays import StackSource, TiffSource, open_npy, open_
 from duetgan.data.sources.base import NO_LABELS, SPLITS, Problem, Source, SourceOptions, sharded
 from duetgan.data.sources.files import CLASSES_FROM, ListedSource, ZipSource, open_folder
 from duetgan.data.sources.lmdb_files import open_lmdb
-from duetgan.data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
+from duetgan.data.sources.named import (
+    find_idx,
+    open_cifar10,
+    open_fashion_mnist,
+    open_idx,
+    open_sample,
+)
 from duetgan.data.sources.path_tables import open_csv, open_json
 from duetgan.data.sources.remote import RemoteSource
 from duetgan.data.sources.tables import is_saved, open_arrow, open_table
@@ -50,7 +56,8 @@ READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     ".tif": TiffSource,
     ".tiff": TiffSource,
 }
-IMAGES = (".npy", ".tif", ".tiff")  # of these a file among others is an image, and one alone holds many
+# of these a file among others is an image, and one alone holds many
+IMAGES = (".npy", ".tif", ".tiff")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 WHOLE = (".lmdb", ".mdb", *TABLES, ".zip", ".npz", *IMAGES)  # of these a folder holds no shards
 
@@ -69,11 +76,11 @@ def open_source(
     path_column: str | None = None,
     suffix: str | None = None,
 ) -> Source:
-    """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or an LMDB's) or a
-    file (zip, tar, a table in CSV, TSV, JSON lines, Parquet or Arrow, LMDB).
+    """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files,
+    or an LMDB's) or a file (zip, tar, a table in CSV, TSV, JSON lines, Parquet or Arrow, LMDB).
 
-    A source without splits is taken whole. Raises UserError if there is nothing there, no images in it, if it is
-    something else, or for an option that does not apply to it.
+    A source without splits is taken whole. Raises UserError if there is nothing there, no images in
+    it, if it is something else, or for an option that does not apply to it.
     """
     if split not in (None, *SPLITS):
         raise UserError(f"split {split!r}: choose train, test or val")
@@ -81,22 +88,40 @@ def open_source(
     if folder is not None and not folder.is_dir():
         raise UserError(f"--root {folder}: no such folder")
     options = SourceOptions(
-        split, size, classes_from, folder, label_column, label_separator, split_column, path_column, suffix
+        split,
+        size,
+        classes_from,
+        folder,
+        label_column,
+        label_separator,
+        split_column,
+        path_column,
+        suffix,
     )
     source = _open(spec, options)
     not_always = {*SourceOptions._fields} - {"split", "size"}
-    chosen = {name: value for name, value in options._asdict().items() if name in not_always} | {"stack": stack}
+    chosen = {name: value for name, value in options._asdict().items() if name in not_always} | {
+        "stack": stack
+    }
     for name, value in chosen.items():
         if value is not None and name not in source.takes:
             source.__exit__()
             raise UserError(f"--{name.replace('_', '-')} does not apply to {spec}: leave it out")
-    return source if stack is None or not isinstance(source, ListedSource) else StackSource(source, stack)
+    return (
+        source
+        if stack is None or not isinstance(source, ListedSource)
+        else StackSource(source, stack)
+    )
 
 
 def is_source(path: Path) -> bool:
     """Whether it is a folder, or a file that holds images, and no image itself."""
     suffix = path.suffix.lower()
-    return path.is_dir() or (suffix in READERS and suffix not in IMAGES) or (path.is_file() and is_lmdb(path))
+    return (
+        path.is_dir()
+        or (suffix in READERS and suffix not in IMAGES)
+        or (path.is_file() and is_lmdb(path))
+    )
 
 
 def kinds() -> str:
@@ -105,7 +130,9 @@ def kinds() -> str:
 
 
 def open_images(spec: str) -> Source:
-    """Every image of a folder or a file, wherever it lies in it, without labels. Raises UserError as `open_source`."""
+    """Every image of a folder or a file, wherever it lies in it, without labels. Raises UserError
+    as `open_source`.
+    """
     options = SourceOptions(label_column=NO_LABELS, split_column=NO_LABELS, classes_from="none")
     return _open(os.path.join(".", spec), options)
 
@@ -118,26 +145,40 @@ def _open(spec: str, options: SourceOptions) -> Source:
         source.takes = frozenset(("root",))
         source.splits = ("test", "train")
         if os.path.isdir(spec):
-            source.remarks.append(f"{spec}: the data set of this name; for the folder give ./{spec}")
+            source.remarks.append(
+                f"{spec}: the data set of this name; for the folder give ./{spec}"
+            )
         return source
     if "://" in spec:
         return RemoteSource(spec, options)
     path = Path(spec).expanduser()
     if not path.exists():
-        near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
-        raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {kinds()}")
+        near = (
+            [*NAMED, *(item.name for item in path.parent.iterdir())]
+            if path.parent.is_dir()
+            else list(NAMED)
+        )
+        raise UserError(
+            f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {kinds()}"
+        )
     if not path.is_dir():
         return _open_file(path, options)
     if (path / "data.mdb").is_file():
         return open_lmdb(path / "data.mdb", options)
     if find_idx(path, "test") or find_idx(path, "train"):
         return open_idx(side, path)
-    suffix = ".arrow" if is_saved(path) else sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
+    suffix = (
+        ".arrow"
+        if is_saved(path)
+        else sharded(path, [suffix for suffix in READERS if suffix not in WHOLE])
+    )
     return READERS.get(suffix, open_folder)(path, options)
 
 
 def _open_file(path: Path, options: SourceOptions) -> Source:
-    """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
+    """By content where that is certain, else by suffix; a damaged file of a known suffix is refused
+    by its reader.
+    """
     refused = explained(OSError, lambda why: f"{path} {why}; give {kinds()}")
     with refused, bounded.open_file(path, bounded.ARCHIVE) as file:
         is_zip = zipfile.is_zipfile(file)
@@ -151,5 +192,7 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
             f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as gunzip does"
         )
     if path.name.lower().endswith(ARCHIVES):
-        raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
+        raise UserError(
+            f"{path}: archives of this kind are not read; unpack it first or make a zip file of it"
+        )
     raise UserError(f"{path} is not a source of images; give {kinds()}")

@@ -1,5 +1,5 @@
-"""Images as arrays: .npy and .npz files, TIFF files whose pages are images, and stacks of files that hold a channel
-each.
+"""Images as arrays: .npy and .npz files, TIFF files whose pages are images, and stacks of files
+that hold a channel each.
 """
 
 import contextlib
@@ -20,7 +20,16 @@ from duetgan.data.sources.base import (
     split_name,
 )
 from duetgan.data.sources.files import METHODS, UNPACKING_ERRORS, ListedSource
-from duetgan.data.values import Values, channels_last, native, npy_array, npy_header, open_tiff, page_values, stacked
+from duetgan.data.values import (
+    Values,
+    channels_last,
+    native,
+    npy_array,
+    npy_header,
+    open_tiff,
+    page_values,
+    stacked,
+)
 from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed
@@ -29,20 +38,31 @@ from duetgan.utils.text import listed
 def open_npy(path: Path, options: SourceOptions) -> ArraySource:
     """All images of a file, unlabelled; they stay in the file until they are asked for."""
     refuse_split(path, options.split)
-    with bounded.reading(path, "save it with numpy.save", ImageError), bounded.open_file(path, bounded.ARCHIVE) as file:
+    with (
+        bounded.reading(path, "save it with numpy.save", ImageError),
+        bounded.open_file(path, bounded.ARCHIVE) as file,
+    ):
         shape, fortran, dtype, start = npy_header(file, os.fstat(file.fileno()).st_size)
-        images = channels_last(np.memmap(file, dtype, "r", start, shape, "F" if fortran else "C"), many=True)
+        images = channels_last(
+            np.memmap(file, dtype, "r", start, shape, "F" if fortran else "C"), many=True
+        )
     return ArraySource(path.name, images)
 
 
 def open_npz(path: Path, options: SourceOptions) -> ArraySource:
-    """The one array of images of a file or of its split, and the one of labels, if there is any: names with `train`,
-    `val` or `test` between underscores are a split's (MedMNIST's train_images, Keras's x_train). Labels are numbers
-    [n], [n, 1] or, of several an image, 0 and 1 [n, classes].
+    """The one array of images of a file or of its split, and the one of labels, if there is any:
+    names with `train`, `val` or `test` between underscores are a split's (MedMNIST's train_images,
+    Keras's x_train). Labels are numbers [n], [n, 1] or, of several an image, 0 and 1 [n, classes].
     """
     held: dict[str, dict[str, np.ndarray]] = {}
-    damaged = bounded.reading(path, "save it with numpy.savez", *UNPACKING_ERRORS, NotImplementedError)
-    with damaged, bounded.open_file(path, bounded.ARRAY) as whole, zipfile.ZipFile(whole) as archive:
+    damaged = bounded.reading(
+        path, "save it with numpy.savez", *UNPACKING_ERRORS, NotImplementedError
+    )
+    with (
+        damaged,
+        bounded.open_file(path, bounded.ARRAY) as whole,
+        zipfile.ZipFile(whole) as archive,
+    ):
         bounded.refuse_large(sum(member.file_size for member in archive.infolist()), bounded.ARRAY)
         for member in archive.infolist():
             if member.compress_type not in METHODS:
@@ -50,14 +70,20 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
             with archive.open(member) as file:
                 array = npy_array(file.read(member.file_size + 1))
             name = member.filename.removesuffix(".npy")
-            held.setdefault(next(filter(None, map(split_name, name.split("_"))), ""), {})[name] = array
+            held.setdefault(next(filter(None, map(split_name, name.split("_"))), ""), {})[name] = (
+                array
+            )
     splits = tuple(sorted(filter(None, held)))
     if not splits:
         refuse_split(path, options.split, "arrays with its name")
     arrays = held.get(choose_split(path, options.split, splits) if splits else "", {})
-    images, others = ({n: a for n, a in arrays.items() if (a.ndim > 2) == many} for many in (True, False))
+    images, others = (
+        {n: a for n, a in arrays.items() if (a.ndim > 2) == many} for many in (True, False)
+    )
     if len(images) != 1 or len(others) > 1:
-        raise UserError(f"{path}: holds {listed(sorted(arrays))}; give one array of images and one of labels")
+        raise UserError(
+            f"{path}: holds {listed(sorted(arrays))}; give one array of images and one of labels"
+        )
     with bounded.reading(path, "save it with numpy.savez", ImageError):
         pixels = channels_last(next(iter(images.values())), many=True)
     source, labels = ArraySource(path.name, pixels), next(iter(others.values()), None)
@@ -65,7 +91,11 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
     if labels is None:
         return source
     marks = labels.size > len(pixels)
-    if len(labels) != len(pixels) or labels.dtype.kind not in "iu" or (marks and not np.isin(labels, (0, 1)).all()):
+    if (
+        len(labels) != len(pixels)
+        or labels.dtype.kind not in "iu"
+        or (marks and not np.isin(labels, (0, 1)).all())
+    ):
         raise UserError(
             f"{path}: {next(iter(others))} is {labels.dtype} {list(labels.shape)}; give whole numbers, a row an image, "
             "of several 0 and 1"
@@ -74,7 +104,10 @@ def open_npz(path: Path, options: SourceOptions) -> ArraySource:
         source.take_labels(path.name, list(map(str, labels.ravel().tolist())))
     else:
         rows, places = np.unique(labels.astype(bool), axis=0, return_inverse=True)
-        source.classes, source.sets = list(map(str, range(labels.shape[1]))), [np.flatnonzero(r).tolist() for r in rows]
+        source.classes, source.sets = (
+            list(map(str, range(labels.shape[1]))),
+            [np.flatnonzero(r).tolist() for r in rows],
+        )
         source._labels = places
     return source
 
@@ -88,7 +121,10 @@ class TiffSource(Source):
         super().__init__(path.name, [])
         refuse_split(path, options.split)
         self.path, self.as_is = path, True
-        with bounded.reading(path, "copy or make it again", ImageError), contextlib.ExitStack() as stack:
+        with (
+            bounded.reading(path, "copy or make it again", ImageError),
+            contextlib.ExitStack() as stack,
+        ):
             stream = stack.enter_context(bounded.open_file(path, bounded.ARCHIVE))
             self._size = os.fstat(stream.fileno()).st_size
             self._file = stack.enter_context(open_tiff(stream))
@@ -110,8 +146,8 @@ class TiffSource(Source):
 
 
 class StackSource(Source):
-    """Files that hold one channel each, by a pattern of their names such as `{name}_{channel}.tif`: those of a name are
-    an image, its channels in the order of their names.
+    """Files that hold one channel each, by a pattern of their names such as `{name}_{channel}.tif`:
+    those of a name are an image, its channels in the order of their names.
     """
 
     def __init__(self, files: ListedSource, pattern: str) -> None:
@@ -127,19 +163,29 @@ class StackSource(Source):
         stacks: dict[str, dict[str, int]] = {}
         for index, name in enumerate(files.names):
             if (match := re.fullmatch(text, name)) is None:
-                raise UserError(f"{files.item_name(index)} does not fit --stack {pattern}: move it away")
+                raise UserError(
+                    f"{files.item_name(index)} does not fit --stack {pattern}: move it away"
+                )
             stacks.setdefault(match["name"], {})[match["channel"]] = index
         channels = sorted({channel for stack in stacks.values() for channel in stack})
         for name, stack in stacks.items():
             if lacking := sorted(set(channels) - set(stack)):
-                raise UserError(f"{files.name}: {name} has no file of channel {listed(lacking)}: add it")
+                raise UserError(
+                    f"{files.name}: {name} has no file of channel {listed(lacking)}: add it"
+                )
         self.files, self.stacks = files, list(stacks.items())
         self._labels = files.labels()[[stack[channels[0]] for stack in stacks.values()]]
         self.channel_names = channels
-        self.remarks = [*files.remarks, f"{files.name}: {len(self):,} stacks of the channels {', '.join(channels)}"]
+        self.remarks = [
+            *files.remarks,
+            f"{files.name}: {len(self):,} stacks of the channels {', '.join(channels)}",
+        ]
 
     def content(self, index: int) -> np.ndarray:
-        parts = [native(self.files.content(self.stacks[index][1][channel])) for channel in self.channel_names]
+        parts = [
+            native(self.files.content(self.stacks[index][1][channel]))
+            for channel in self.channel_names
+        ]
         if parts[0].pixels.shape[2] != 1:
             raise ImageError("has channels of more than a grey value")
         return stacked(parts).pixels

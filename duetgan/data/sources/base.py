@@ -1,7 +1,8 @@
-"""What a source of images is. A new kind of source is one new file and one line in data/sources/__init__.py.
+"""What a source of images is. A new kind of source is one new file and one line in
+data/sources/__init__.py.
 
-Shards are taken in order of name. Those with a split's name (`train-00000-of-00002.parquet`) are its shards; `-of-N`
-says that there are N of them.
+Shards are taken in order of name. Those with a split's name (`train-00000-of-00002.parquet`) are
+its shards; `-of-N` says that there are N of them.
 """
 
 import itertools
@@ -34,8 +35,10 @@ class SourceOptions(NamedTuple):
     """What may be asked of a source; a reader takes those that apply to it."""
 
     split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
-    size: int | str | None = None  # px, or WxH: among the resolutions of a source that has several; else the largest
-    classes_from: str | None = None  # "top", "parent", "name" or "none"; None: see data/sources/files.py
+    # px, or WxH: among the resolutions of a source that has several; else the largest
+    size: int | str | None = None
+    # "top", "parent", "name" or "none"; None: see data/sources/files.py
+    classes_from: str | None = None
     root: Path | None = None  # the folder of a named source, or of the images that a table names
     # of tables, see data/sources/labels.py; "none": without; None: by the columns' names and values
     label_column: str | None = None  # or several, divided by commas
@@ -58,21 +61,25 @@ class Problem:
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """Images by index, always in the same order. Several threads may read it at once, unless it is `in_order`.
+    """Images by index, always in the same order. Several threads may read it at once, unless it is
+    `in_order`.
 
-    `spec` says what all images are where that is known beforehand, without a size where they have sizes of their own;
-    with `ranged` also its low and high are those of their values. `as_is`: images are packed with their own channels
-    and depth unless others are asked for. `problems` were found while listing, for example an empty class folder;
-    `ignored` names files that are no images by their name. `splits` names those that the source itself has; one of them
-    is open. `remarks` are lines for people, for example a warning that something looks like labels but is not used.
+    `spec` says what all images are where that is known beforehand, without a size where they have
+    sizes of their own; with `ranged` also its low and high are those of their values. `as_is`:
+    images are packed with their own channels and depth unless others are asked for. `problems` were
+    found while listing, for example an empty class folder; `ignored` names files that are no images
+    by their name. `splits` names those that the source itself has; one of them is open. `remarks`
+    are lines for people, for example a warning that something looks like labels but is not used.
     """
 
     in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
     takes = frozenset[str]()  # of SourceOptions and `stack`: those that not every source takes
     as_is: bool = field(default=False, init=False)
     ranged: bool = field(default=False, init=False)
-    unlabelled: int = field(default=0, init=False)  # images left out that lie in a folder of that name
-    shard_states: list[Shard] | None = field(default=None, init=False)  # tar files: what is packed is their index
+    # images left out that lie in a folder of that name
+    unlabelled: int = field(default=0, init=False)
+    # tar files: what is packed is their index
+    shard_states: list[Shard] | None = field(default=None, init=False)
 
     name: str  # for people and the metadata
     classes: list[str]  # names by label; empty: unlabelled
@@ -84,7 +91,8 @@ class Source(AbstractContextManager["Source"]):
     passport: Provenance | None = None  # of generated images, which a packed file goes on telling
     split: Split | None = None  # likewise, of a part
     sets: Sequence[Sequence[int]] | None = None  # of classes, by label; None: a label is a class
-    _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
+    # int64 [n]; a subclass sets it, or has `labels` of its own
+    _labels: np.ndarray = field(init=False)
 
     def __len__(self) -> int:
         return len(self.labels())
@@ -94,7 +102,9 @@ class Source(AbstractContextManager["Source"]):
         """A file's bytes, or pixels. Raises ImageError if they cannot be had."""
 
     def later(self, index: int) -> Callable[[], Content]:
-        """`content` for any thread to call; of a source that must be read in order it is had at once."""
+        """`content` for any thread to call; of a source that must be read in order it is had at
+        once.
+        """
         if not self.in_order:
             return partial(self.content, index)
         read = Future[Content]()
@@ -109,16 +119,31 @@ class Source(AbstractContextManager["Source"]):
         return self._labels
 
     def take_labels(
-        self, where: str, given: Sequence[str | list[str]], places: Sequence[str] = (), *, whole: bool = True
+        self,
+        where: str,
+        given: Sequence[str | list[str]],
+        places: Sequence[str] = (),
+        *,
+        whole: bool = True,
     ) -> None:
-        """Labels and classes as `numbered` has them, and where a label is a list `sets`. Raises UserError as that, for
-        a label of a list that is empty or that an image has twice, and where no image has any.
+        """Labels and classes as `numbered` has them, and where a label is a list `sets`. Raises
+        UserError as that, for a label of a list that is empty or that an image has twice, and where
+        no image has any.
         """
         if not any(isinstance(labels, list) for labels in given):
-            self.classes, numbers, remarks = numbered(where, [str(label) for label in given], places, whole=whole)
+            self.classes, numbers, remarks = numbered(
+                where, [str(label) for label in given], places, whole=whole
+            )
         else:
-            lists = [labels if isinstance(labels, list) else [labels] if labels else [] for labels in given]
-            owned = [(place, label) for place, labels in zip(places, lists, strict=True) for label in labels]
+            lists = [
+                labels if isinstance(labels, list) else [labels] if labels else []
+                for labels in given
+            ]
+            owned = [
+                (place, label)
+                for place, labels in zip(places, lists, strict=True)
+                for label in labels
+            ]
             if not owned:
                 raise UserError(
                     f"{where}: no image has a label; give some, or pack without: --label-column {NO_LABELS}"
@@ -131,7 +156,9 @@ class Source(AbstractContextManager["Source"]):
             found = [sorted(itertools.islice(left, len(labels))) for labels in lists]
             for place, labels in zip(places, found, strict=True):
                 if twice := [a for a, b in itertools.pairwise(labels) if a == b]:
-                    raise UserError(f"{place}: has the label {self.classes[twice[0]]} twice; remove one")
+                    raise UserError(
+                        f"{place}: has the label {self.classes[twice[0]]} twice; remove one"
+                    )
             self.sets = sorted(map(list, set(map(tuple, found))))
             order = {tuple(labels): number for number, labels in enumerate(self.sets)}
             numbers = [order[tuple(labels)] for labels in found]
@@ -144,7 +171,9 @@ class Source(AbstractContextManager["Source"]):
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
         """Images of each class, of how many have each label."""
-        return histogram if self.sets is None else histogram @ multi_hot(self.sets, len(self.classes))
+        return (
+            histogram if self.sets is None else histogram @ multi_hot(self.sets, len(self.classes))
+        )
 
     def check_classes(self) -> None:
         kinds = len(self.classes if self.sets is None else self.sets)
@@ -166,7 +195,9 @@ class Source(AbstractContextManager["Source"]):
         return f"record {index}"
 
     def stored_name(self, index: int) -> str:
-        """Name of an image within the source, which is kept in the packed file; "" if it has none but its number."""
+        """Name of an image within the source, which is kept in the packed file; "" if it has none
+        but its number.
+        """
         return ""
 
     def place(self, index: int) -> tuple[int, int] | None:
@@ -187,8 +218,13 @@ class ArraySource(Source):
     ) -> None:
         _, height, width, channels = images.shape
         depth: Any = images.dtype.name if images.dtype.name in RANGES else "float32"
-        super().__init__(name, list(classes), ImageSpec(channels, height, width, False, depth, *RANGES[depth]))
-        self.images, self._labels = images, np.array([0] * len(images) if labels is None else labels, np.int64)
+        super().__init__(
+            name, list(classes), ImageSpec(channels, height, width, False, depth, *RANGES[depth])
+        )
+        self.images, self._labels = (
+            images,
+            np.array([0] * len(images) if labels is None else labels, np.int64),
+        )
 
     def content(self, index: int) -> np.ndarray:
         return np.asarray(self.images[index])
@@ -199,13 +235,27 @@ class ArraySource(Source):
 NO_LABELS = "none"  # asked for: pack without labels
 MOST_VALUES = 1000  # different ones, of a column that is taken for labels
 # Words before numbers in files' names that are no classes.
-NUMBERED = {"dsc", "dscf", "dscn", "frame", "image", "img", "mvi", "photo", "picture", "pxl", "screenshot"}
+NUMBERED = {
+    "dsc",
+    "dscf",
+    "dscn",
+    "frame",
+    "image",
+    "img",
+    "mvi",
+    "photo",
+    "picture",
+    "pxl",
+    "screenshot",
+}
 NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 SHOWN = 4  # classes in a message
 
 
 def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
-    """A warning if a column of an unlabelled set has the values of labels: few different ones, most several times."""
+    """A warning if a column of an unlabelled set has the values of labels: few different ones, most
+    several times.
+    """
     return [
         f"warning: {where}: packed without labels, although the column {name} has {len(counts):,} values for"
         f" {counts.total():,} images; if they are labels, pass --label-column {name}"
@@ -215,12 +265,16 @@ def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[s
 
 
 def class_of_name(name: str) -> str:
-    """The class in a file's name, what stands before its number: `cat` of `cat.12.jpg`, "" of `12.jpg`."""
+    """The class in a file's name, what stands before its number: `cat` of `cat.12.jpg`, "" of
+    `12.jpg`.
+    """
     return re.sub(r"[\W\d_]+$", "", unicodedata.normalize("NFC", PurePosixPath(name).stem))
 
 
 def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
-    """A warning if the names of unlabelled images begin with one of a few words, as in `cat.0.jpg`, `dog.0.jpg`."""
+    """A warning if the names of unlabelled images begin with one of a few words, as in `cat.0.jpg`,
+    `dog.0.jpg`.
+    """
     counts = Counter(map(class_of_name, names))
     few = 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2)
     if not few or "" in counts or all(word.lower() in NUMBERED for word in counts):
@@ -236,9 +290,9 @@ def numbered(
 ) -> tuple[list[str], list[int], list[str]]:
     """The classes of labels, the number of each label, and remarks.
 
-    Classes are in text order, with `whole` in that of numbers if all are whole numbers: UserError for one below 0, with
-    its one of `places`. Labels are compared in Unicode's form NFC: "é" may be one character or two, as macOS writes it,
-    and looks the same.
+    Classes are in text order, with `whole` in that of numbers if all are whole numbers: UserError
+    for one below 0, with its one of `places`. Labels are compared in Unicode's form NFC: "é" may be
+    one character or two, as macOS writes it, and looks the same.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     counts = Counter(spelled.values())
@@ -246,7 +300,9 @@ def numbered(
     if numeric and (odd := next((label for label in labels if label.startswith("-")), None)):
         place = places[labels.index(odd)] if places else where
         raise UserError(f"{place}: label {odd}; labels are names, or whole numbers from 0")
-    order = {name: number for number, name in enumerate(sorted(counts, key=int if numeric else None))}
+    order = {
+        name: number for number, name in enumerate(sorted(counts, key=int if numeric else None))
+    }
     alike = defaultdict(list)
     for name in order:
         alike[" ".join(name.casefold().replace("_", " ").split())].append(printable(name))
@@ -257,7 +313,11 @@ def numbered(
     ]
     twice = sorted(name for name, count in counts.items() if count > 1)
     remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
-    return list(map(printable, order)), [order[spelled[label]] for label in labels], remarks + [remark] * bool(twice)
+    return (
+        list(map(printable, order)),
+        [order[spelled[label]] for label in labels],
+        remarks + [remark] * bool(twice),
+    )
 
 
 def with_slashes(name: str) -> str:
@@ -269,7 +329,17 @@ def with_slashes(name: str) -> str:
 
 TRAIN = ("train", "training", "trainval", "trn")
 TEST = ("test", "testing", "tst", "privatetest")
-VAL = ("val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "heldout", "publictest")
+VAL = (
+    "val",
+    "valid",
+    "validation",
+    "dev",
+    "eval",
+    "evaluation",
+    "holdout",
+    "heldout",
+    "publictest",
+)
 SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
 SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
 SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # what a folder of shards holds
@@ -289,12 +359,19 @@ def split_name(text: str) -> str:
 def side_of(text: str) -> str:
     """Return the split that a text stands for: train, test, val, or "" for none."""
     name = split_name(text)
-    return next((side for side, names in (("train", TRAIN), ("test", TEST), ("val", VAL)) if name in names), "")
+    return next(
+        (side for side, names in (("train", TRAIN), ("test", TEST), ("val", VAL)) if name in names),
+        "",
+    )
 
 
 def first_of(split: str, names: Iterable[str]) -> str | None:
     """Which of the names stands for the split: the first by SPLITS."""
-    ranks = {name: SPLITS[split].index(split_name(name)) for name in names if split_name(name) in SPLITS[split]}
+    ranks = {
+        name: SPLITS[split].index(split_name(name))
+        for name in names
+        if split_name(name) in SPLITS[split]
+    }
     return min(sorted(ranks), key=lambda name: ranks[name], default=None)
 
 
@@ -302,18 +379,24 @@ def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> 
     """The name that stands for the split; None: for train. Raises UserError if there is none."""
     names = sorted(names)
     if (name := first_of(split or "train", names)) is None:
-        raise UserError(f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another --split")
+        raise UserError(
+            f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another --split"
+        )
     return name
 
 
 def refuse_split(where: str | Path, split: str | None, what: str = "splits") -> None:
     """Raise UserError for held-out images of what has no splits."""
     if split in ("test", "val"):
-        raise UserError(f"{where} has no {what}: leave --split out to take all of it, or add --val-share 0.1")
+        raise UserError(
+            f"{where} has no {what}: leave --split out to take all of it, or add --val-share 0.1"
+        )
 
 
 def sharded(folder: Path, shards: Iterable[str] = SHARDED) -> str:
-    """The suffix of `shards` of a folder that holds such files and neither images nor visible sub-folders; else ""."""
+    """The suffix of `shards` of a folder that holds such files and neither images nor visible
+    sub-folders; else "".
+    """
     with bounded.reading(folder, "check its permissions"):
         visible = _visible(folder)
         suffixes = {entry.suffix.lower() for entry in visible}
@@ -327,8 +410,8 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], list[str]]:
-    """The shards of each split, under "" those of none, and the names of other files, for a file of the suffix or a
-    folder of such files. Raises UserError if only some name a split.
+    """The shards of each split, under "" those of none, and the names of other files, for a file of
+    the suffix or a folder of such files. Raises UserError if only some name a split.
     """
     # A split's name may stand anywhere in a tar's: `imagenet1k-train-0000.tar`.
     split_of = SPLIT_INSIDE.search if suffix == ".tar" else SPLIT_PREFIX.match
@@ -342,13 +425,18 @@ def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], li
             ignored.append(path.name)
     if "" in groups and len(groups) > 1:
         first = next(iter(groups[name] for name in groups if name))[0]
-        raise UserError(f"{where}: {first.name} names a split, {groups[''][0].name} does not: rename or remove one")
+        raise UserError(
+            f"{where}: {first.name} names a split, {groups[''][0].name} does not: rename or remove one"
+        )
     return groups, ignored
 
 
-def choose_shards(where: Path, suffix: str, split: str | None) -> tuple[list[Path], tuple[str, ...], list[str]]:
-    """The files of a split (None: train, if there are splits), the splits that there are, and the names of other files;
-    arguments as above. Raises UserError if it has none, or if a shard is missing.
+def choose_shards(
+    where: Path, suffix: str, split: str | None
+) -> tuple[list[Path], tuple[str, ...], list[str]]:
+    """The files of a split (None: train, if there are splits), the splits that there are, and the
+    names of other files; arguments as above. Raises UserError if it has none, or if a shard is
+    missing.
     """
     groups, ignored = shards_by_split(where, suffix)
     # A file that is named is meant, whatever its split.
@@ -367,4 +455,6 @@ def check_complete(where: Path, paths: Sequence[Path]) -> None:
         for number in range(int(match[3])):
             wanted = f"{match[1]}-{number:05d}-of-{match[3]}"
             if wanted not in names:
-                raise UserError(f"{where}: {wanted}{suffix} is missing beside {match[0]}{suffix}: add it")
+                raise UserError(
+                    f"{where}: {wanted}{suffix} is missing beside {match[0]}{suffix}: add it"
+                )

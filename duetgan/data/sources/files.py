@@ -1,12 +1,13 @@
-"""Images in a folder or a zip file, of which nothing is ever extracted to disk; and from the names of files to images
-and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
+"""Images in a folder or a zip file, of which nothing is ever extracted to disk; and from the names
+of files to images and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
 
 - Images at the top and in sub-folders are refused.
-- Split folders may have any case and "set" behind their names (`Test`, `training_set`). Others beside a train and a
-  test folder are left out if they hold no class folders; where it is unclear what the folders are, UserError asks for
-  the split or for `classes_from`. Without such folders everything is taken, unless the split asked for is test.
-- Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a class per folder at the
-  top) or "parent" (a class per name of the folder in which images lie).
+- Split folders may have any case and "set" behind their names (`Test`, `training_set`). Others
+  beside a train and a test folder are left out if they hold no class folders; where it is unclear
+  what the folders are, UserError asks for the split or for `classes_from`. Without such folders
+  everything is taken, unless the split asked for is test.
+- Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a
+  class per folder at the top) or "parent" (a class per name of the folder in which images lie).
 """
 
 import os
@@ -43,17 +44,32 @@ from duetgan.utils import bounded
 from duetgan.utils.errors import UserError, explained
 from duetgan.utils.text import listed, printable
 
-# A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
-# LZMA would fill the memory.
+# A member may hold far more than it declares. zipfile keeps to the bytes asked for with these
+# methods only; bzip2 and LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 CLASSES_FROM = ("top", "parent", "name", "none")
 UNLABELLED = {"unlabelled", "unlabeled"}  # a folder beside class folders that is none
 ARRAY = ".npy"
-CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")  # folders that are no class
+# folders that are no class
+CONTAINER = re.compile("images?|imgs?|data|photos?|pictures?|files|jpe?g|png")
 OTHER_IMAGES = frozenset(
     (
-        *(".npy", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".ico", ".tga", ".dds", ".exr", ".hdr", ".dcm", ".nii"),
+        *(
+            ".npy",
+            ".jxl",
+            ".jp2",
+            ".j2k",
+            ".psd",
+            ".svg",
+            ".ico",
+            ".tga",
+            ".dds",
+            ".exr",
+            ".hdr",
+            ".dcm",
+            ".nii",
+        ),
         *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw", ".pcx", ".eps"),
     )
 )  # that are not read, or not beside others
@@ -66,11 +82,14 @@ def kind_of(name: str) -> bounded.FileLimit:
     return bounded.TABLE if PurePosixPath(name).name == stylegan.MANIFEST else bounded.IMAGE
 
 
-def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions) -> None:
+def arrange(
+    source: "ListedSource", files: Collection[str], folders: Iterable[str], options: SourceOptions
+) -> None:
     """Sort files, by relative names with "/", into images and classes, which the source takes.
 
-    Raises UserError if there is no image, if images lie both at the top and in sub-folders, if the split's folder is
-    missing, or if it is unclear what is a class; and for a `dataset.json` that cannot be read or does not fit.
+    Raises UserError if there is no image, if images lie both at the top and in sub-folders, if the
+    split's folder is missing, or if it is unclear what is a class; and for a `dataset.json` that
+    cannot be read or does not fit.
     """
     where = source.where
     images, ignored = _images(where, files)
@@ -79,13 +98,19 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
     source.remarks += _other_images(where, len(images), ignored)
     if options.classes_from == "none":  # all images, wherever they lie
         if options.split:
-            raise UserError(f"{where}: --classes-from none takes the images of all splits; leave --split out")
+            raise UserError(
+                f"{where}: --classes-from none takes the images of all splits; leave --split out"
+            )
         return
     if stylegan.take_labels(source, ignored, options):
         return
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     named = [name for name in images if UNLABELLED.isdisjoint(name.lower().split("/")[:-1])]
-    if len(named) < len(images) and options.classes_from != "top" and any("/" in name for name in named):
+    if (
+        len(named) < len(images)
+        and options.classes_from != "top"
+        and any("/" in name for name in named)
+    ):
         source.unlabelled, images = len(images) - len(named), named
         folders = [name for name in folders if UNLABELLED.isdisjoint(name.lower().split("/"))]
         source.take_names(images)
@@ -123,16 +148,24 @@ def arrange(source: "ListedSource", files: Collection[str], folders: Iterable[st
 
 
 def _folder_classes(
-    source: "ListedSource", prefix: str, paths: list[list[str]], folders: list[str], classes_from: str | None
+    source: "ListedSource",
+    prefix: str,
+    paths: list[list[str]],
+    folders: list[str],
+    classes_from: str | None,
 ) -> list[str]:
-    """Return each image's class, by its folder; folders without images become problems. Raises UserError for the only
-    folder beside a table that may hold the labels.
+    """Return each image's class, by its folder; folders without images become problems. Raises
+    UserError for the only folder beside a table that may hold the labels.
     """
     where, parent = source.where, classes_from == "parent"
     names = [path[-2 if parent else 0] for path in paths]
     for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
-        instead = _what_instead([file for file in source.ignored if file.startswith(f"{prefix}{name}/")])
-        source.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+        instead = _what_instead(
+            [file for file in source.ignored if file.startswith(f"{prefix}{name}/")]
+        )
+        source.problems.append(
+            Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}")
+        )
     tables = _tables(prefix, source.ignored)
     if not CONTAINER.fullmatch(names[0].lower()):
         tables = [name for name in tables if name.startswith(f"{prefix}{names[0]}/")]
@@ -162,10 +195,17 @@ def _folder(name: str) -> str:
 
 
 def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
-    """Raise UserError where class folders lie below every one of several folders, unless told what is a class."""
+    """Raise UserError where class folders lie below every one of several folders, unless told what
+    is a class.
+    """
     tops = sorted({path[0] for path in paths})
     parents = sorted({tuple(path[:-1]) for path in paths})
-    if classes_from or len(tops) < 2 or len(parents) == len(tops) or any(len(path) == 2 for path in paths):
+    if (
+        classes_from
+        or len(tops) < 2
+        or len(parents) == len(tops)
+        or any(len(path) == 2 for path in paths)
+    ):
         return
     inner = sorted({parent[-1] for parent in parents})
     raise UserError(
@@ -176,23 +216,34 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The visible files in order of name: images by their suffix, without any the arrays, and the others."""
+    """The visible files in order of name: images by their suffix, without any the arrays, and the
+    others.
+    """
     names = sorted(name for name in files if not _hidden(name))
     suffixes = {name: PurePosixPath(name).suffix.lower() for name in names if not _leads_out(name)}
     kinds = SUFFIXES if SUFFIXES.intersection(suffixes.values()) else {ARRAY}
-    images, others = ([name for name in names if (suffixes.get(name) in kinds) == wanted] for wanted in (True, False))
+    images, others = (
+        [name for name in names if (suffixes.get(name) in kinds) == wanted]
+        for wanted in (True, False)
+    )
     if images:
         return images, others
     below = next((name for name in others if name.endswith(tuple(SHARDED)) and "/" in name), None)
     if below is not None:  # a snapshot of the Hugging Face hub
         inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
-        raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
-    raise UserError(f"{where} holds no images{_what_instead(others)}; supported are {' '.join(sorted(SUFFIXES))}")
+        raise UserError(
+            f"{where} holds no images; its {kind} files lie below: give {where}/{inner}"
+        )
+    raise UserError(
+        f"{where} holds no images{_what_instead(others)}; supported are {' '.join(sorted(SUFFIXES))}"
+    )
 
 
 def _hidden(name: str) -> bool:
     drawn = name.endswith(".grid.png")  # by duet inspect
-    return drawn or any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/"))
+    return drawn or any(
+        (part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/")
+    )
 
 
 def _leads_out(name: str) -> bool:
@@ -209,23 +260,33 @@ def _what_instead(ignored: list[str]) -> str:
 
 def _tops(prefix: str, names: Iterable[str]) -> set[str]:
     """First parts of the names below `prefix`."""
-    return {name[len(prefix) :].split("/")[0] for name in names if name.startswith(prefix) and name != prefix}
+    return {
+        name[len(prefix) :].split("/")[0]
+        for name in names
+        if name.startswith(prefix) and name != prefix
+    }
 
 
 def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -> str:
-    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end. The
-    source takes the splits that there are, unless it has some, and remarks.
+    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a
+    "/" at its end. The source takes the splits that there are, unless it has some, and remarks.
     """
     where, prefix = source.where, ""
     splits: tuple[str, ...] = ()
     while True:
         below = [name[len(prefix) :].split("/") for name in source.names if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
-        if all(len(path) > 1 for path in below) and not splits and _are_splits(where, below, tops, options):
+        if (
+            all(len(path) > 1 for path in below)
+            and not splits
+            and _are_splits(where, below, tops, options)
+        ):
             splits = tuple(sorted(filter(split_name, tops)))
             chosen = choose_split(where, options.split, splits)
             others = sorted({path[0] for path in below} - set(splits))
-            source.remarks += [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
+            source.remarks += (
+                [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
+            )
             prefix += chosen + "/"
             if not any(name.startswith(prefix) for name in source.names):
                 raise UserError(f"{where}: the folder {prefix} holds no images")
@@ -238,8 +299,12 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
             return prefix
 
 
-def _are_splits(where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions) -> bool:
-    """Whether the folders at the top are splits, maybe with others beside them. Raises UserError if it is unclear."""
+def _are_splits(
+    where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions
+) -> bool:
+    """Whether the folders at the top are splits, maybe with others beside them. Raises UserError if
+    it is unclear.
+    """
     named = sorted(filter(split_name, tops))
     if not named or (options.classes_from == "top" and options.split is None):
         return False
@@ -250,7 +315,8 @@ def _are_splits(where: str, paths: list[list[str]], tops: Collection[str], optio
         return both or len(named) == len(tops) or bool(classes)
     if both and not others & classes and classes:
         return True
-    if not both and not (others <= classes and classes & set(named)):  # a class that is called train
+    # a class that is called train
+    if not both and not (others <= classes and classes & set(named)):
         return False
     if options.split is not None:
         return True
@@ -320,8 +386,8 @@ def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
 
 
 def walk(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of all files and folders below `folder`, relative to it, with "/"; however deep they lie. Links are
-    followed, but one that leads to a folder above itself is a file.
+    """Names of all files and folders below `folder`, relative to it, with "/"; however deep they
+    lie. Links are followed, but one that leads to a folder above itself is a file.
     """
     files: list[str] = []
     folders = [""]
@@ -331,13 +397,19 @@ def walk(folder: Path) -> tuple[list[str], list[str]]:
             with os.scandir(folder / above) as entries:
                 for entry in entries:
                     name = f"{above}/{entry.name}" if above else entry.name
-                    (folders if entry.is_dir(follow_symlinks=False) or _leads_on(folder / name) else files).append(name)
+                    (
+                        folders
+                        if entry.is_dir(follow_symlinks=False) or _leads_on(folder / name)
+                        else files
+                    ).append(name)
     return files, folders[1:]
 
 
 def _leads_on(path: Path) -> bool:
     """Whether it is a link to a folder in which it does not lie."""
-    return path.is_symlink() and path.is_dir() and not any(map(path.samefile, path.absolute().parents))
+    return (
+        path.is_symlink() and path.is_dir() and not any(map(path.samefile, path.absolute().parents))
+    )
 
 
 class ZipSource(ListedSource):
@@ -347,14 +419,18 @@ class ZipSource(ListedSource):
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         super().__init__(path.name, str(path))
-        with bounded.reading(path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile):
+        with bounded.reading(
+            path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile
+        ):
             bounded.check(path, bounded.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
         members = [(with_slashes(member.filename), member) for member in self._archive.infolist()]
         self._members = {name: member for name, member in members if not name.endswith("/")}
         folders = [name for name, _ in members if name.endswith("/")]
         if len(self._members) + len(folders) < len(members):
-            name, times = Counter(name for name, _ in members if not name.endswith("/")).most_common(1)[0]
+            name, times = Counter(
+                name for name, _ in members if not name.endswith("/")
+            ).most_common(1)[0]
             raise UserError(f"{self.where} holds {name} {times} times: make the zip file again")
         arrange(self, self._members, folders, options)
 
@@ -365,7 +441,9 @@ class ZipSource(ListedSource):
         if stat.S_ISLNK(member.external_attr >> 16):
             raise ImageError("is a symbolic link; put the file itself into the zip file")
         if member.compress_type not in METHODS:
-            raise ImageError("is not compressed by deflate; make the zip file again with an ordinary program")
+            raise ImageError(
+                "is not compressed by deflate; make the zip file again with an ordinary program"
+            )
         if member.flag_bits & 1:
             raise ImageError("is encrypted; make the zip file without a password")
         damaged = explained(UNPACKING_ERRORS, lambda why: ImageError(f"cannot be unpacked ({why})"))

@@ -1,5 +1,6 @@
-"""Which columns hold labels and splits, and what their values mean: one set of rules for CSV, TSV, JSON lines,
-Parquet, Arrow and tar files (docs/lmdb.md). What is ambiguous is refused with the option that settles it.
+"""Which columns hold labels and splits, and what their values mean: one set of rules for CSV, TSV,
+JSON lines, Parquet, Arrow and tar files (docs/lmdb.md). What is ambiguous is refused with the
+option that settles it.
 """
 
 import ast
@@ -24,14 +25,18 @@ LABEL_COLUMNS = (
 )
 POSITIVE = frozenset(("1", "1.0", "true", "yes"))  # of a one-hot column
 NEGATIVE = frozenset(("", "0", "0.0", "false", "no"))
-MINUS = frozenset(("-1", "-1.0"))  # "has not" beside 1 (CelebA), "uncertain" beside 0 and 1 (CheXpert)
+# "has not" beside 1 (CelebA), "uncertain" beside 0 and 1 (CheXpert)
+MINUS = frozenset(("-1", "-1.0"))
 NUMBERING = frozenset(("", "id", "index", "unnamed: 0"))  # columns that number the rows
-SPLIT_COLUMNS = frozenset(("split", "set", "subset", "partition", "usage", "fold", "kfold", "phase"))
+SPLIT_COLUMNS = frozenset(
+    ("split", "set", "subset", "partition", "usage", "fold", "kfold", "phase")
+)
 SEPARATORS = ("|", ";")  # of several labels, wherever they stand
 ONE = "one per image"
 POSSIBLE_SEPARATORS = (",", "/", "+", "&", " ")
 
-Counts = Mapping[str, Counter[str]]  # the rows with each value of a column, by its name; see `count`
+# the rows with each value of a column, by its name; see `count`
+Counts = Mapping[str, Counter[str]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Columns:
     one_hot: bool = False  # a class is a column of 0 and 1
     assumed: bool = False  # they were neither asked for nor called label
     split: str | None = None
-    sides: Mapping[str, str] = field(default_factory=dict)  # value of the split's column -> train, val or test
+    # value of the split's column -> train, val or test
+    sides: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -57,7 +63,9 @@ def as_text(value: object) -> str:
 
 
 def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Counter[str]]:
-    """Return how many rows have each value of each column; of a column of many values the first ones."""
+    """Return how many rows have each value of each column; of a column of many values the first
+    ones.
+    """
     counts = {name: Counter[str]() for name in columns}
     for row in rows:
         for values, text in zip(counts.values(), row, strict=True):
@@ -69,7 +77,9 @@ def count(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> dict[str, Co
 def find_name(where: str, option: str, name: str, columns: Iterable[str]) -> str:
     """Return the column of this name in any case. Raises UserError if there is none, or several."""
     columns = list(columns)
-    fitting = [name] * (name in columns) or [column for column in columns if column.lower() == name.lower()]
+    fitting = [name] * (name in columns) or [
+        column for column in columns if column.lower() == name.lower()
+    ]
     if len(fitting) != 1:
         raise UserError(
             f"{where}: {option} {name}: no such column{did_you_mean(name, columns)}; there are "
@@ -87,12 +97,15 @@ def choose_columns(
     declared: Iterable[str] = (),  # columns that the file itself calls labels
     paths: str | None = None,  # the column that names the images
 ) -> Columns:
-    """Return the columns of labels and of the split: those that the options name, else by their names, else by their
-    values. Raises UserError for a name that is not there, and where several columns fit.
+    """Return the columns of labels and of the split: those that the options name, else by their
+    names, else by their values. Raises UserError for a name that is not there, and where several
+    columns fit.
     """
     labels = _labels_by_name(where, counts, options.label_column, declared)
     left = {name: values for name, values in counts.items() if name not in (*labels, paths)}
-    split, sides = _split(where, left, options.split_column, labels != [] or options.label_column is not None)
+    split, sides = _split(
+        where, left, options.split_column, labels != [] or options.label_column is not None
+    )
     if labels or options.label_column is not None:
         one_hot = len(labels) > 1 and all(_is_one_hot(counts[name]) for name in labels)
         assumed = options.label_column is None and labels[0].lower() != LABEL
@@ -112,7 +125,9 @@ def choose_columns(
     return Columns(split=split, sides=sides)
 
 
-def _labels_by_name(where: str, counts: Counts, asked: str | None, declared: Iterable[str]) -> list[str]:
+def _labels_by_name(
+    where: str, counts: Counts, asked: str | None, declared: Iterable[str]
+) -> list[str]:
     if asked == NO_LABELS:
         return []
     if asked is not None:
@@ -134,8 +149,14 @@ def _is_one_hot(values: Iterable[str]) -> bool:
 
 
 def _one_hot_columns(where: str, counts: Counts) -> list[str]:
-    """Return the columns of 0 and 1 if there are several. Raises UserError if they may be something else."""
-    columns = {name: values for name, values in counts.items() if name.lower() not in NUMBERING and {*values} != {""}}
+    """Return the columns of 0 and 1 if there are several. Raises UserError if they may be something
+    else.
+    """
+    columns = {
+        name: values
+        for name, values in counts.items()
+        if name.lower() not in NUMBERING and {*values} != {""}
+    }
     binary = [name for name, values in columns.items() if _is_one_hot(values)]
     varying = [name for name in binary if len(columns[name]) > 1]
     if len(binary) < 2 or not varying or (len(varying) == 1 and len(binary) < len(columns)):
@@ -143,7 +164,11 @@ def _one_hot_columns(where: str, counts: Counts) -> list[str]:
     rivals = [name for name in columns if name not in binary]
     unsure = [name for name in rivals if _lower(columns[name]) <= POSITIVE | NEGATIVE | MINUS]
     if unsure or base.looks_like_labels(where, {name: columns[name] for name in rivals}):
-        reason = f"{unsure[0]} has -1 beside 0 and 1" if unsure else f"{listed(rivals, 4)} may hold them too"
+        reason = (
+            f"{unsure[0]} has -1 beside 0 and 1"
+            if unsure
+            else f"{listed(rivals, 4)} may hold them too"
+        )
         raise UserError(
             f"{where}: the columns {listed(binary, 4)} may be labels of 0 and 1, but {reason}: pass --label-column"
             f" {','.join(binary[:3])}{',...' * (len(binary) > 3)}, another column, or {NO_LABELS}"
@@ -158,8 +183,12 @@ def _lower(values: Iterable[str]) -> set[str]:
 # --- splits
 
 
-def _split(where: str, counts: Counts, asked: str | None, labelled: bool) -> tuple[str | None, dict[str, str]]:
-    """Return the column of the split and what its values stand for. Raises UserError where that is unclear."""
+def _split(
+    where: str, counts: Counts, asked: str | None, labelled: bool
+) -> tuple[str | None, dict[str, str]]:
+    """Return the column of the split and what its values stand for. Raises UserError where that is
+    unclear.
+    """
     if asked == NO_LABELS:
         return None, {}
     if asked is not None:
@@ -174,20 +203,27 @@ def _split(where: str, counts: Counts, asked: str | None, labelled: bool) -> tup
         if sides and (usual or len(set(sides.values())) > 1):
             splits[column] = sides
         elif sides is None and (
-            usual or len({base.side_of(value) == "train" for value in filter(base.side_of, values)}) == 2
+            usual
+            or len({base.side_of(value) == "train" for value in filter(base.side_of, values)}) == 2
         ):
             unclear.append(column)
-    splits = {column: sides for column, sides in splits.items() if column.lower() == "split"} or splits
+    splits = {
+        column: sides for column, sides in splits.items() if column.lower() == "split"
+    } or splits
     name: str | None = next(iter([*splits, *unclear]), None)
     flags = [column for column in counts if column != name and _is_one_hot(counts[column])]
     if len(splits) > 1 or (splits and base.side_of(name or "") and flags and not labelled):
-        raise UserError(f"{where}: {' and '.join(splits)} may be a split: pass --split-column {name}, or {NO_LABELS}")
+        raise UserError(
+            f"{where}: {' and '.join(splits)} may be a split: pass --split-column {name}, or {NO_LABELS}"
+        )
     if unclear and not splits:
         raise _unclear(where, unclear[0], counts[unclear[0]].keys() - {""})
     return name, splits.get(name or "", {})
 
 
-def _split_by_name(where: str, counts: Counts, name: str, held_out: str) -> tuple[str, dict[str, str]]:
+def _split_by_name(
+    where: str, counts: Counts, name: str, held_out: str
+) -> tuple[str, dict[str, str]]:
     name = find_name(where, "--split-column", name, counts)
     values = counts[name].keys() - {""}
     if held_out:
@@ -200,7 +236,9 @@ def _split_by_name(where: str, counts: Counts, name: str, held_out: str) -> tupl
 
 
 def _sides(name: str, values: Iterable[str]) -> dict[str, str] | None:
-    """Return the side that each value stands for, as in `Usage: Training` and `is_valid: True`; None: not clear."""
+    """Return the side that each value stands for, as in `Usage: Training` and `is_valid: True`;
+    None: not clear.
+    """
     values = sorted(values)
     flag = base.side_of(name.lower().removeprefix("is"))
     if flag and _is_one_hot(values):
@@ -224,8 +262,8 @@ def _unclear(where: str, name: str, values: Iterable[str]) -> UserError:
 
 
 def listed_labels(text: str) -> str | list[str]:
-    """Return the labels of a list, JSON's or Python's (`["cat", "dog"]`), or of Label Studio's `{"choices": [...]}`;
-    else the text itself.
+    """Return the labels of a list, JSON's or Python's (`["cat", "dog"]`), or of Label Studio's
+    `{"choices": [...]}`; else the text itself.
     """
     if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
         for read in (json.loads, ast.literal_eval):
@@ -233,35 +271,53 @@ def listed_labels(text: str) -> str | list[str]:
                 content = read(text)
                 content = content.get("choices", 0) if isinstance(content, dict) else content
                 if isinstance(content, list) and all(
-                    isinstance(label, str | int) and not isinstance(label, bool) for label in content
+                    isinstance(label, str | int) and not isinstance(label, bool)
+                    for label in content
                 ):
                     return [str(label).strip() for label in content]
     return text
 
 
-def split_labels(where: str, texts: Sequence[str], asked: str | None) -> tuple[list[str | list[str]], str]:
-    """Return each text's label, or list of labels where some text has several, and words that say what was assumed.
-    `asked`: the separator, or "none". Raises UserError where it is unclear whether a text is one label.
+def split_labels(
+    where: str, texts: Sequence[str], asked: str | None
+) -> tuple[list[str | list[str]], str]:
+    """Return each text's label, or list of labels where some text has several, and words that say
+    what was assumed. `asked`: the separator, or "none". Raises UserError where it is unclear
+    whether a text is one label.
     """
     values = list(map(listed_labels, texts))
     plain = {value for value in values if isinstance(value, str)} - {""}
     separator = asked.replace("\\t", "\t") if asked is not None else _separator(where, plain)
     if separator and separator != NO_LABELS:
-        parted = [value.split(separator) if isinstance(value, str) and value else value for value in values]
-        values = [[part.strip() for part in value] if isinstance(value, list) else value for value in parted]
+        parted = [
+            value.split(separator) if isinstance(value, str) and value else value
+            for value in values
+        ]
+        values = [
+            [part.strip() for part in value] if isinstance(value, list) else value
+            for value in parted
+        ]
         return values, f'several per image separated by "{separator}"'
     if any(isinstance(value, list) for value in values):
         return values, "lists of several per image"
-    joined = [(sign, value) for sign in POSSIBLE_SEPARATORS for value in sorted(plain) if sign in value]
+    joined = [
+        (sign, value) for sign in POSSIBLE_SEPARATORS for value in sorted(plain) if sign in value
+    ]
     if not joined or asked is not None:
         return values, ONE
     return values, f'{ONE} ("{joined[0][1]}" is one; several: --label-separator "{joined[0][0]}")'
 
 
 def _separator(where: str, labels: set[str]) -> str:
-    """Return what stands between several labels in one text; "": nothing does. Raises UserError if that is unclear."""
+    """Return what stands between several labels in one text; "": nothing does. Raises UserError if
+    that is unclear.
+    """
     for sign in (*SEPARATORS, *POSSIBLE_SEPARATORS):
-        parts = {label: {part.strip() for part in label.split(sign)} for label in labels if sign in label.strip(sign)}
+        parts = {
+            label: {part.strip() for part in label.split(sign)}
+            for label in labels
+            if sign in label.strip(sign)
+        }
         if not parts:
             continue
         if sign in SEPARATORS or set.union(*parts.values()) <= labels - parts.keys():
@@ -284,15 +340,24 @@ def take_columns(
     places: Sequence[str],
     options: base.SourceOptions,
 ) -> list[int]:
-    """Give the source the labels of the rows, and problems for those that lack a label or a split; a remark says what
-    was assumed. Return the rows of the chosen split. Raises UserError as `take_labels` and `choose_split`.
+    """Give the source the labels of the rows, and problems for those that lack a label or a split;
+    a remark says what was assumed. Return the rows of the chosen split. Raises UserError as
+    `take_labels` and `choose_split`.
     """
     width = len(columns.labels)
-    values, assumed = _values(where, columns, [row[:width] for row in rows], options.label_separator)
+    values, assumed = _values(
+        where, columns, [row[:width] for row in rows], options.label_separator
+    )
     lists = any(isinstance(value, list) for value in values)  # then an empty one is a list of none
     usable = []
     for index, (row, value) in enumerate(zip(rows, values, strict=True)):
-        lacks = "label" if width and not value and not lists else "split" if columns.split and not row[-1] else ""
+        lacks = (
+            "label"
+            if width and not value and not lists
+            else "split"
+            if columns.split and not row[-1]
+            else ""
+        )
         if lacks:
             source.problems.append(base.Problem(places[index], f"has no {lacks}"))
         else:
@@ -305,7 +370,9 @@ def take_columns(
         source.remarks.append(f"{where}: {text}")
     source._labels = np.zeros(len(usable), np.int64)
     if width:
-        source.take_labels(where, [values[index] for index in usable], [places[index] for index in usable])
+        source.take_labels(
+            where, [values[index] for index in usable], [places[index] for index in usable]
+        )
     if columns.split is None:
         if not source.splits:
             base.refuse_split(where, options.split)
@@ -341,6 +408,10 @@ def _of_one_hot(names: Sequence[str], row: Sequence[str]) -> list[str]:
 
 
 def _joined(cells: Sequence[str | list[str]]) -> list[str]:
-    """Return the labels of a row's columns; one that is empty, or that an earlier column has, is none."""
-    labels = itertools.chain.from_iterable([cell] if isinstance(cell, str) else cell for cell in cells)
+    """Return the labels of a row's columns; one that is empty, or that an earlier column has, is
+    none.
+    """
+    labels = itertools.chain.from_iterable(
+        [cell] if isinstance(cell, str) else cell for cell in cells
+    )
     return list(dict.fromkeys(filter(None, labels)))

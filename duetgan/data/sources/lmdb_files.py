@@ -1,7 +1,9 @@
-"""LMDB files as sources: our own packed files, to pack them anew, and those of rosinality's StyleGAN2.
+"""LMDB files as sources: our own packed files, to pack them anew, and those of rosinality's
+StyleGAN2.
 
-The latter (stylegan2-pytorch, `prepare_data.py`): `length` is the number of images as text; `{resolution}-{index:05d}`
-is an image file, usually a JPEG. There may be every image at several resolutions; there are no labels and no checksums.
+The latter (stylegan2-pytorch, `prepare_data.py`): `length` is the number of images as text;
+`{resolution}-{index:05d}` is an image file, usually a JPEG. There may be every image at several
+resolutions; there are no labels and no checksums.
 """
 
 import functools
@@ -26,13 +28,18 @@ KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
 
 
 def open_lmdb(path: Path, options: SourceOptions) -> Source:
-    """Open an LMDB file of duet pack or of rosinality's StyleGAN2, at `options.size` px where it holds that resolution.
+    """Open an LMDB file of duet pack or of rosinality's StyleGAN2, at `options.size` px where it
+    holds that resolution.
 
-    Raises UserError if it is damaged, truncated or of another program, or for a split other than "train".
+    Raises UserError if it is damaged, truncated or of another program, or for a split other than
+    "train".
     """
     refuse_split(path, options.split)
     handle = acquire(path)
-    with bounded.reading(path, "copy or make it again", lmdb.Error), handle.environment.begin() as transaction:
+    with (
+        bounded.reading(path, "copy or make it again", lmdb.Error),
+        handle.environment.begin() as transaction,
+    ):
         ours, length = transaction.get(FORMAT_KEY) is not None, transaction.get(LENGTH_KEY)
         sides = resolutions(transaction)
     if ours:
@@ -52,7 +59,9 @@ class PackedSource(Source):
         self.path = path
         # Tolerant: a damaged image does not take the others of its block along when it is skipped.
         self.reader = reader = LMDBReader(path, tolerant=True)
-        levels = (side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size)
+        levels = (
+            side for side in reader.meta.resolutions if reader.meta.spec.at(side).resolution == size
+        )
         reader.resolution = next(levels, reader.resolution)
         super().__init__(path.name, list(reader.classes), reader.spec)
         self.ranged, self.passport, self.sets, self.split = (
@@ -92,11 +101,13 @@ def resolutions(transaction: lmdb.Transaction) -> list[int]:
 class RosinalitySource(Source):
     """Images of one resolution: of `size` px where the file has them, else the largest. Unlabelled.
 
-    Raises UserError for a file that is truncated, lacks `length` or has no records. A missing record is a ImageError
-    when it is read.
+    Raises UserError for a file that is truncated, lacks `length` or has no records. A missing
+    record is a ImageError when it is read.
     """
 
-    def __init__(self, path: Path, handle: Handle, length: bytes | None, sides: list[int], size: object) -> None:
+    def __init__(
+        self, path: Path, handle: Handle, length: bytes | None, sides: list[int], size: object
+    ) -> None:
         super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
         self.path = path
         self._handle: Handle | None = handle
@@ -105,17 +116,25 @@ class RosinalitySource(Source):
             raise UserError(f"{path} has no record `length`: it was not finished, make it again")
         if not length.isdigit() or len(length) > 12 or not int(length):
             text = bytes(length[:20])
-            raise UserError(f"{path}: its record `length` is {text!r}, not a number of images; make it again")
-        # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
+            raise UserError(
+                f"{path}: its record `length` is {text!r}, not a number of images; make it again"
+            )
+        # Single missing records can be skipped; a file without most of them, or a damaged number,
+        # is of no use.
         if int(length) > 2 * entries:
-            raise UserError(f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again")
+            raise UserError(
+                f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again"
+            )
         if not sides:
             raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
         self._labels = np.zeros(int(length), np.int64)
         self.resolution = size if isinstance(size, int) and size in sides else sides[-1]
 
     def content(self, index: int) -> bytes:
-        with explained(lmdb.Error, unread), (self._handle or acquire(self.path)).environment.begin() as transaction:
+        with (
+            explained(lmdb.Error, unread),
+            (self._handle or acquire(self.path)).environment.begin() as transaction,
+        ):
             content: bytes | None = transaction.get(self._key(index).encode())
         if content is None:
             raise ImageError("is missing")

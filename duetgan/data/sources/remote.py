@@ -1,7 +1,8 @@
 """Images below a URL (s3://, gs://, hf://, http://, file://, ...), through the library fsspec.
 
-What lies there is arranged by the rules of folders (data/sources/files.py) and read file by file; nothing is kept on
-disk. fsspec's drivers for object storage are packages of their own, which find their credentials themselves.
+What lies there is arranged by the rules of folders (data/sources/files.py) and read file by file;
+nothing is kept on disk. fsspec's drivers for object storage are packages of their own, which find
+their credentials themselves.
 """
 
 import functools
@@ -19,7 +20,8 @@ from duetgan.utils.errors import UserError
 T = TypeVar("T")
 
 PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
-# Another attempt would end the same way. All else is tried again: drivers raise their libraries' own exceptions.
+# Another attempt would end the same way. All else is tried again: drivers raise their libraries'
+# own exceptions.
 FINAL = (
     bounded.Refused,
     FileNotFoundError,
@@ -36,7 +38,9 @@ class RemoteSource(ListedSource):
 
     def __init__(self, url: str, options: SourceOptions) -> None:
         if "::" in url:
-            raise UserError(f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it")
+            raise UserError(
+                f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it"
+            )
         self.url = without_secrets(url).rstrip("/")
         super().__init__(self.url, self.url)
         from fsspec.core import url_to_fs  # slow to import, for URLs only
@@ -48,11 +52,15 @@ class RemoteSource(ListedSource):
             scheme = self.url.partition(":")[0]
             raise UserError(f"{self.url}: the driver of {scheme} is missing: {error}") from None
         except Exception as error:  # whatever the driver raises, see FINAL
-            raise UserError(f"{self.url} cannot be listed ({_reason(error)}); check it and its credentials") from None
+            raise UserError(
+                f"{self.url} cannot be listed ({_reason(error)}); check it and its credentials"
+            ) from None
         if not entries:
             raise UserError(f"{self.url}: nothing is there; check the URL")
         if list(entries) == [root] and entries[root].get("type") != "directory":
-            raise UserError(f"{self.url} is a single file: give the URL of a folder of images, or copy it here")
+            raise UserError(
+                f"{self.url} is a single file: give the URL of a folder of images, or copy it here"
+            )
         self._prefix = root.rstrip("/") + "/" if root else ""
         self._sizes: dict[str, Any] = {}  # of the files
         folders: list[str] = []
@@ -60,7 +68,8 @@ class RemoteSource(ListedSource):
             name = place.removeprefix(self._prefix)
             if not place.startswith(self._prefix) or not name:
                 continue
-            if details.get("type") == "directory" or name.endswith("/"):  # some stores mark folders by empty objects
+            # some stores mark folders by empty objects
+            if details.get("type") == "directory" or name.endswith("/"):
                 folders.append(name)
             else:
                 self._sizes[name] = details.get("size")
@@ -78,7 +87,8 @@ class RemoteSource(ListedSource):
         place, protocol = self._prefix + name, self._filesystem.protocol
         if "file" in protocol:
             return bounded.read_file(place, kind_of(name))
-        if not isinstance(size, int):  # a web server: what it sends is read as it comes, up to the limit
+        # a web server: what it sends is read as it comes, up to the limit
+        if not isinstance(size, int):
             # Of a web server without a cache, which would ask for the size and for parts.
             options = {"block_size": 0} if "http" in protocol else {}
             with self._filesystem.open(place, "rb", **options) as file:
@@ -91,7 +101,9 @@ class RemoteSource(ListedSource):
 
 
 def attempt(read: Callable[[], T]) -> T:
-    """Call `read` up to three times, with growing pauses. Raises what the last call raises, what is FINAL at once."""
+    """Call `read` up to three times, with growing pauses. Raises what the last call raises, what is
+    FINAL at once.
+    """
     pauses = iter(PAUSES)
     while True:
         try:
@@ -106,7 +118,9 @@ def attempt(read: Callable[[], T]) -> T:
 
 
 def without_secrets(text: str) -> str:
-    """A URL, or a text with URLs, without their user names, passwords and queries, which may hold keys."""
+    """A URL, or a text with URLs, without their user names, passwords and queries, which may hold
+    keys.
+    """
     return re.sub(r"(://[^\s?]*)\?[^\s'\")]*", r"\1", re.sub(r"(?<=://)[^/@\s]*@", "", text))
 
 

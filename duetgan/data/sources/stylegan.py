@@ -1,4 +1,6 @@
-"""StyleGAN's `dataset.json`, the labels of a folder or an archive: `{"labels": [["name", class], ...]}`."""
+"""StyleGAN's `dataset.json`, the labels of a folder or an archive: `{"labels": [["name", class],
+...]}`.
+"""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,11 @@ MANIFEST = "dataset.json"
 
 
 def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptions) -> bool:
-    """Give the source the labels of its `dataset.json`, numbers or names of classes, or lists of them; return False if
-    there is none.
+    """Give the source the labels of its `dataset.json`, numbers or names of classes, or lists of
+    them; return False if there is none.
 
-    Raises UserError if it is no such document, lies below the top beside images, names an image that is not there,
-    leaves one out, and as `Source.take_labels`.
+    Raises UserError if it is no such document, lies below the top beside images, names an image
+    that is not there, leaves one out, and as `Source.take_labels`.
     """
     manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
     manifest = min(manifests, key=lambda name: name.count("/"), default="")
@@ -28,7 +30,9 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
         return False
     refuse_split(source.where, options.split)
     if options.classes_from:
-        raise UserError(f"{source.where}: its classes are those of {manifest}; leave --classes-from out")
+        raise UserError(
+            f"{source.where}: its classes are those of {manifest}; leave --classes-from out"
+        )
     source.ignored.remove(manifest)
     source.takes = source.takes | {"label_separator"}
     if outside := [name for name in [*manifests, *source.names] if not name.startswith(prefix)]:
@@ -38,13 +42,21 @@ def take_labels(source: "ListedSource", ignored: list[str], options: SourceOptio
         )
     with explained(ImageError, lambda why: f"{where} {why}; fix it"):
         content = source.read(manifest)
-    faults, form = (ValueError, TypeError, KeyError, RecursionError), '{"labels": [["name", class], ...]}'
+    faults, form = (
+        (ValueError, TypeError, KeyError, RecursionError),
+        '{"labels": [["name", class], ...]}',
+    )
     with explained(faults, lambda why: f"{where} is not {form} ({why})"):
-        pairs = [(prefix + with_slashes(str(name)), label) for name, label in json.loads(content)["labels"] or []]
+        pairs = [
+            (prefix + with_slashes(str(name)), label)
+            for name, label in json.loads(content)["labels"] or []
+        ]
     known: dict[str, Any] = {}
     for name, label in pairs:
         if known.setdefault(name, label) != label:
-            raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
+            raise UserError(
+                f"{where} gives {name} the labels {known[name]} and {label}: remove one"
+            )
         for one in label if isinstance(label, list) else [label]:
             if not isinstance(one, int | str) or isinstance(one, bool):
                 raise UserError(

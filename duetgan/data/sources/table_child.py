@@ -1,10 +1,11 @@
-"""The process that reads Parquet and Arrow files, for data/sources/tables.py: pyarrow believes what a file says of
-itself, so it reads where memory is limited, and a crash ends nothing else.
+"""The process that reads Parquet and Arrow files, for data/sources/tables.py: pyarrow believes what
+a file says of itself, so it reads where memory is limited, and a crash ends nothing else.
 
-A script of its own, which imports nothing of ours. A request holds path, columns (None: what the table is), first row,
-rows at most, bytes of a row at most. The answer is "rows": bytes and values, column by column, of the next few;
-"table": how many rows there are, name, type and use of each column, and the metadata of Hugging Face's library;
-"large": the bytes of a row that is too large; or "error": its text.
+A script of its own, which imports nothing of ours. A request holds path, columns (None: what the
+table is), first row, rows at most, bytes of a row at most. The answer is "rows": bytes and values,
+column by column, of the next few; "table": how many rows there are, name, type and use of each
+column, and the metadata of Hugging Face's library; "large": the bytes of a row that is too large;
+or "error": its text.
 """
 
 import resource
@@ -19,15 +20,22 @@ from pyarrow import compute, ipc, parquet
 
 BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
 PIECE = 16 << 20  # bytes sent at a time, unless a row has more
-MAGIC = b"ARROW1\0\0"  # of the kind of Arrow file with an index at its end, which holds a stream behind these bytes
+# of the kind of Arrow file with an index at its end, which holds a stream behind these bytes
+MAGIC = b"ARROW1\0\0"
 USES = {"binary": "bytes", "string": "text"}
-FITTING = {"number": pyarrow.types.is_integer, "real": pyarrow.types.is_floating, "flag": pyarrow.types.is_boolean}
+FITTING = {
+    "number": pyarrow.types.is_integer,
+    "real": pyarrow.types.is_floating,
+    "flag": pyarrow.types.is_boolean,
+}
 Batches = Iterator[tuple[int, Any]]  # the number of the first row, record batch
 
 
 class ParquetTable:
     def __init__(self, path: str) -> None:
-        self._file = parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True)
+        self._file = parquet.ParquetFile(
+            path, buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True
+        )
         self.schema, self.rows = self._file.schema_arrow, self._file.metadata.num_rows
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
@@ -40,7 +48,9 @@ class ParquetTable:
                 first += group.num_rows
                 continue
             fitting = PIECE * group.num_rows // max(1, group.total_byte_size)
-            for batch in self._file.iter_batches(max(1, min(rows, fitting)), [number], parts, use_threads=False):
+            for batch in self._file.iter_batches(
+                max(1, min(rows, fitting)), [number], parts, use_threads=False
+            ):
                 yield first, batch
                 first += batch.num_rows
 
@@ -59,7 +69,9 @@ class ArrowTable:
         return ipc.open_stream(file)
 
     def batches(self, columns: list[str], start: int, rows: int) -> Batches:
-        """Whole batches from that of row `start` on; checked, since offsets are followed as they are."""
+        """Whole batches from that of row `start` on; checked, since offsets are followed as they
+        are.
+        """
         first = 0
         with self._open() as stream:
             for batch in stream:
@@ -122,9 +134,15 @@ class Reader:
 
 
 def use_of(kind: Any) -> str:
-    """What a column may hold: images' bytes, labels as text, number, flag or list, real numbers; "": none of these."""
+    """What a column may hold: images' bytes, labels as text, number, flag or list, real numbers;
+    "": none of these.
+    """
     if pyarrow.types.is_struct(kind):
-        return "bytes" if any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind) else ""
+        return (
+            "bytes"
+            if any(field.name == "bytes" and use_of(field.type) == "bytes" for field in kind)
+            else ""
+        )
     for use, fits in FITTING.items():
         if fits(kind):
             return use

@@ -1,7 +1,9 @@
-"""Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own (table_child.py).
+"""Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own
+(table_child.py).
 
-Hugging Face's `save_to_disk` writes a folder of Arrow files whose `state.json` names them in order, or a folder of such
-folders, the splits that `dataset_dict.json` names. A folder of `.arrow` files without either is the library's cache.
+Hugging Face's `save_to_disk` writes a folder of Arrow files whose `state.json` names them in order,
+or a folder of such folders, the splits that `dataset_dict.json` names. A folder of `.arrow` files
+without either is the library's cache.
 """
 
 import errno
@@ -60,13 +62,23 @@ class _Table(NamedTuple):
 
 
 class _Child:
-    """The process that reads, one for all tables; it is started when it is needed, and again after it has died."""
+    """The process that reads, one for all tables; it is started when it is needed, and again after
+    it has died.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._alive: tuple[int, Any, Any] | None = None  # who started it, what stops it, the connection
+        # who started it, what stops it, the connection
+        self._alive: tuple[int, Any, Any] | None = None
 
-    def ask(self, path: Path, columns: Sequence[str] | None, start: int, rows: int, kind: bounded.FileLimit) -> Any:
+    def ask(
+        self,
+        path: Path,
+        columns: Sequence[str] | None,
+        start: int,
+        rows: int,
+        kind: bounded.FileLimit,
+    ) -> Any:
         """What table_child.py answers with. Raises OSError."""
         bounded.check(path, bounded.ARCHIVE)
         with self._lock:
@@ -81,7 +93,9 @@ class _Child:
                 self._alive = None
                 if not isinstance(error, (EOFError, OSError)):
                     raise
-                raise OSError(errno.EIO, "it takes too much memory, or ends the process that reads it") from None
+                raise OSError(
+                    errno.EIO, "it takes too much memory, or ends the process that reads it"
+                ) from None
         if what == "large":
             bounded.refuse_large(answer, kind)
         if what == "error":
@@ -92,11 +106,18 @@ class _Child:
         ours, theirs = Pipe()
         memory = str(int(MEMORY_SHARE * available_bytes()))
         process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("table_child.py")), str(theirs.fileno()), memory],
+            [
+                sys.executable,
+                "-P",
+                str(Path(__file__).with_name("table_child.py")),
+                str(theirs.fileno()),
+                memory,
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},  # the others reserve more than they use
+            # the others reserve more than they use
+            env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
         )
         theirs.close()
         return os.getpid(), weakref.finalize(self, _stop, process, ours, os.getpid()), ours
@@ -114,21 +135,26 @@ _reading = functools.partial(bounded.reading, remedy="copy or get it again")
 
 
 class Shards:
-    """The rows of some files of one kind, one after the other; a Table of path_tables.py. Raises UserError for what
-    cannot be used, by name.
+    """The rows of some files of one kind, one after the other; a Table of path_tables.py. Raises
+    UserError for what cannot be used, by name.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         if importlib.util.find_spec("pyarrow") is None:
-            raise UserError("Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow")
+            raise UserError(
+                "Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow"
+            )
         self.paths, self.tables = list(paths), list[_Table]()
         for path in self.paths:
             with _reading(path):
                 table = _Table(*_child.ask(path, None, 0, 0, bounded.TABLE))
             self.tables.append(table)
             if table.rows > (size := path.stat().st_size):  # no image takes less than a byte
-                raise UserError(f"{path} says that it holds {table.rows:,} rows in {size:,} bytes; get it again")
-        self.starts = np.cumsum([0, *(table.rows for table in self.tables)])  # of the files' rows, and their end
+                raise UserError(
+                    f"{path} says that it holds {table.rows:,} rows in {size:,} bytes; get it again"
+                )
+        # of the files' rows, and their end
+        self.starts = np.cumsum([0, *(table.rows for table in self.tables)])
         self.first = self.tables[0]
         self.names = self.first.of_use(*READABLE)
 
@@ -138,9 +164,13 @@ class Shards:
             kind = self.first.types[name]
             for path, table in zip(self.paths, self.tables, strict=True):
                 if (other := table.types.get(name, "missing")) != kind:
-                    raise UserError(f"{path}: the column {name} is {other}, in {self.paths[0].name} {kind}")
+                    raise UserError(
+                        f"{path}: the column {name} is {other}, in {self.paths[0].name} {kind}"
+                    )
 
-    def rows(self, columns: Sequence[str], limit: float = math.inf) -> Iterator[tuple[str, list[str]]]:
+    def rows(
+        self, columns: Sequence[str], limit: float = math.inf
+    ) -> Iterator[tuple[str, list[str]]]:
         """Yield the rows as text. Raises UserError beyond so many bytes."""
         self.check(columns)
         number, size = itertools.count(), 0
@@ -151,7 +181,9 @@ class Shards:
                     more, values = _child.ask(path, list(columns), read, LOOKED_AT, bounded.TABLE)
                     size += more
                     if size > limit:
-                        raise bounded.Refused(f"its columns {', '.join(columns)} have more than {bounded.TABLE.remedy}")
+                        raise bounded.Refused(
+                            f"its columns {', '.join(columns)} have more than {bounded.TABLE.remedy}"
+                        )
                 for row in zip(*values, strict=True):
                     yield f"row {next(number)}", list(map(labels.as_text, row))
                 read += len(values[0])
@@ -188,9 +220,12 @@ class TableSource(base.Source):
         for name in columns.names:
             if shards.first.use(name) not in LABELS and not columns.one_hot:
                 kind = shards.first.types[name]
-                raise UserError(f"{first}: the column {name} is {kind}; labels are whole numbers, text or lists")
+                raise UserError(
+                    f"{first}: the column {name} is {kind}; labels are whole numbers, text or lists"
+                )
         self._take_rows(str(path), columns, options)
-        self._piece: tuple[int, int, Any] = (0, 0, [])  # the file, the first row in it, and the images there
+        # the file, the first row in it, and the images there
+        self._piece: tuple[int, int, Any] = (0, 0, [])
 
     # --- columns
 
@@ -206,8 +241,9 @@ class TableSource(base.Source):
         return images[0]
 
     def _take_rows(self, where: str, columns: labels.Columns, options: base.SourceOptions) -> None:
-        """Take the labels, and leave out rows that have none (null, empty text and numbers below 0) and those of other
-        splits. Of classes that the schema names, those that no image has are left out.
+        """Take the labels, and leave out rows that have none (null, empty text and numbers below 0)
+        and those of other splits. Of classes that the schema names, those that no image has are
+        left out.
         """
         rows = [row for _, row in self.shards.rows(columns.names, bounded.TABLE.limit)]
         rows = rows or [[]] * len(self._rows)
@@ -217,7 +253,9 @@ class TableSource(base.Source):
         places = list(map(self.item_name, range(len(rows))))
         self._rows = self._rows[labels.take_columns(self, where, columns, rows, places, options)]
         if not len(self._rows):
-            raise UserError(f"{where}: no row has a label: choose another --split or drop the column")
+            raise UserError(
+                f"{where}: no row has a label: choose another --split or drop the column"
+            )
         if single:
             self._name_classes(where, columns.labels[0])
 
@@ -227,15 +265,21 @@ class TableSource(base.Source):
         names = class_names(paths[0], tables[0], column)
         for path, table in zip(paths, tables, strict=True):
             if class_names(path, table, column) != names:
-                raise UserError(f"{path} and {paths[0].name} name their classes differently: get both from one place")
+                raise UserError(
+                    f"{path} and {paths[0].name} name their classes differently: get both from one place"
+                )
         if not names:
             return
         odd = [label for label in self.classes if not label.isdecimal() or int(label) >= len(names)]
         if odd:
-            raise UserError(f"{where}: the label {odd[-1]} is none of its {len(names)} classes; get it again")
+            raise UserError(
+                f"{where}: the label {odd[-1]} is none of its {len(names)} classes; get it again"
+            )
         self.classes = [names[int(label)] for label in self.classes]
         if unused := [name for name in names if name not in self.classes]:
-            self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
+            self.remarks.append(
+                f"left out: {listed(unused)}: classes of {self.name} that no image belongs to"
+            )
 
     # --- images
 
@@ -244,7 +288,9 @@ class TableSource(base.Source):
         number, first, images = self._piece
         if number != shard or not first <= row < first + len(images):
             with explained(OSError, unread):
-                _, (images,) = _child.ask(self.shards.paths[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE)
+                _, (images,) = _child.ask(
+                    self.shards.paths[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE
+                )
             first = row
             self._piece = (shard, first, images)
         content: bytes | None = images[row - first]
@@ -272,18 +318,23 @@ def class_names(path: Path, table: _Table, column: str) -> list[str]:
     with bounded.reading(record, "get it again", *faults):
         content = json.loads(table.metadata)
         feature = content.get("info", content).get("features", {}).get(column, {})
-        feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)  # of a list
+        # of a list
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
         names = feature.get("names", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         names = [unicodedata.normalize("NFC", name) for name in names]
         if len(set(names)) == len(names):
             return list(map(printable, names))
-    raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")
+    raise UserError(
+        f"{path}: the names of the classes in its metadata are not distinct strings; get it again"
+    )
 
 
-def open_table(path: Path, options: base.SourceOptions, shards: Sequence[Path] | None = None) -> base.Source:
-    """Return the images of Parquet or Arrow files (None: those of the path's split): in a column of bytes, else those
-    that a column of paths names.
+def open_table(
+    path: Path, options: base.SourceOptions, shards: Sequence[Path] | None = None
+) -> base.Source:
+    """Return the images of Parquet or Arrow files (None: those of the path's split): in a column of
+    bytes, else those that a column of paths names.
     """
     splits: tuple[str, ...] = ()
     ignored: list[str] = []
@@ -294,7 +345,9 @@ def open_table(path: Path, options: base.SourceOptions, shards: Sequence[Path] |
     if splits or base.SPLIT_PREFIX.match(path.stem.lower()):  # the files are those of one split
         options = options._replace(split_column=options.split_column or base.NO_LABELS, split=None)
     named = not table.first.of_use("bytes") and table.first.of_use("text")
-    source: base.Source = PathTable(path, options, table) if named else TableSource(path, options, table)
+    source: base.Source = (
+        PathTable(path, options, table) if named else TableSource(path, options, table)
+    )
     source.splits, source.ignored = splits or source.splits, ignored
     return source
 
@@ -307,7 +360,9 @@ def is_saved(folder: Path) -> bool:
 
 
 def open_arrow(path: Path, options: base.SourceOptions) -> base.Source:
-    """The images of an Arrow file or of a folder of `save_to_disk`. Raises UserError for what cannot be used."""
+    """The images of an Arrow file or of a folder of `save_to_disk`. Raises UserError for what
+    cannot be used.
+    """
     if not is_saved(path):
         return open_table(path, options)
     if not (path / SPLITS).is_file():
@@ -331,7 +386,9 @@ def _is_name(name: object) -> bool:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files of a data set. Raises UserError for what is not there, leads out of the folder, or is reordered."""
+    """The files of a data set. Raises UserError for what is not there, leads out of the folder, or
+    is reordered.
+    """
     state = _document(folder / STATE)
     names: list[Any] = []
     with suppress(KeyError, TypeError):
@@ -339,9 +396,15 @@ def _shards(folder: Path) -> list[Path]:
     if not names or not all(map(_is_name, names)):
         raise UserError(f"{folder / STATE} names no files in _data_files; save it again")
     if state.get("_indices_data_files"):
-        raise UserError(f"{folder} is a selection of another data set: save it after flatten_indices()")
-    if (missing := next((name for name in names if not (folder / name).is_file()), None)) is not None:
-        raise UserError(f"{folder}: {missing} is missing, which {STATE} names: copy or save it again")
+        raise UserError(
+            f"{folder} is a selection of another data set: save it after flatten_indices()"
+        )
+    if (
+        missing := next((name for name in names if not (folder / name).is_file()), None)
+    ) is not None:
+        raise UserError(
+            f"{folder}: {missing} is missing, which {STATE} names: copy or save it again"
+        )
     return [folder / name for name in names]
 
 

@@ -1,9 +1,10 @@
-"""Tar files: webdataset's samples, in one `.tar` or a folder of shards, or images arranged as in a folder.
+"""Tar files: webdataset's samples, in one `.tar` or a folder of shards, or images arranged as in a
+folder.
 
-The files of a sample lie one after the other; the image is the one with an image's suffix alone. Where that makes no
-image, a sample's name ends at the last dot (`a.left.png`). A tar in which no image has a file that says something
-(NOTES) is arranged as a folder is. Nothing is extracted: the places of the images are noted
-once, and only regular files are read.
+The files of a sample lie one after the other; the image is the one with an image's suffix alone.
+Where that makes no image, a sample's name ends at the last dot (`a.left.png`). A tar in which no
+image has a file that says something (NOTES) is arranged as a folder is. Nothing is extracted: the
+places of the images are noted once, and only regular files are read.
 """
 
 import itertools
@@ -33,7 +34,8 @@ from duetgan.utils.errors import UserError
 
 SUFFIX = ".tar"
 NOTES = ("cls", "json", "txt")  # suffixes of what is said of an image
-SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # webdataset's: up to the first dot, and the rest
+# webdataset's: up to the first dot, and the rest
+SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
 LAST_DOT = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)", re.DOTALL)
 FIELDS = ("cls", labels.LABEL, *labels.LABEL_COLUMNS)  # of `json`
 LOOKED_AT = 10_000  # samples whose other fields may be labels
@@ -60,7 +62,8 @@ class TarSource(ListedSource):
         self,
         path: Path,
         options: SourceOptions,
-        shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
+        # these of the folder; None: those of the split, or the file itself
+        shards: Sequence[Path] | None = None,
     ) -> None:
         super().__init__(path.name, str(path))
         self.shards = [path] if shards is None else list(shards)
@@ -74,9 +77,13 @@ class TarSource(ListedSource):
         if not any(_is_image(match[2]) for match, _ in parts):
             parts = _parts(members, LAST_DOT)
         noted = {match[1] for match, _ in parts if _kind(match[2]) in NOTES}
-        if options.label_column is not None or any(_is_image(match[2]) and match[1] in noted for match, _ in parts):
+        if options.label_column is not None or any(
+            _is_image(match[2]) and match[1] in noted for match, _ in parts
+        ):
             if options.classes_from is not None:
-                raise UserError(f"--classes-from does not apply to {path}: its labels lie beside the images")
+                raise UserError(
+                    f"--classes-from does not apply to {path}: its labels lie beside the images"
+                )
             named = {member.name for _, member in parts}
             self.ignored += [member.name for member in members if member.name not in named]
             self._take_samples(list(self._samples(parts, options.label_column)), options)
@@ -84,8 +91,12 @@ class TarSource(ListedSource):
             self._by_name = {member.name: member for member in members}
             if len(self._by_name) < len(members):
                 name = Counter(member.name for member in members).most_common(1)[0][0]
-                raise UserError(f"{self.where} holds {name} more than once: make the tar again, or give one tar alone")
-            arrange(self, self._by_name, [], options._replace(split=None) if self.splits else options)
+                raise UserError(
+                    f"{self.where} holds {name} more than once: make the tar again, or give one tar alone"
+                )
+            arrange(
+                self, self._by_name, [], options._replace(split=None) if self.splits else options
+            )
             self._images = [self._by_name[name] for name in self.names]
 
     def _members(self, number: int) -> Iterator[Member]:
@@ -98,11 +109,15 @@ class TarSource(ListedSource):
                     continue
                 if not member.isreg() or member.issparse():
                     what = "a link" if member.islnk() or member.issym() else "not a regular file"
-                    self.problems.append(Problem(f"{shard}:{name}", f"is {what}; put the file itself into the tar"))
+                    self.problems.append(
+                        Problem(f"{shard}:{name}", f"is {what}; put the file itself into the tar")
+                    )
                     continue
                 yield Member(name, number, member.offset_data, member.size)
         except (OSError, tarfile.TarError, ValueError, OverflowError) as error:
-            self.problems.append(Problem(str(shard), f"is damaged or was cut off ({error}); copy or get it again"))
+            self.problems.append(
+                Problem(str(shard), f"is damaged or was cut off ({error}); copy or get it again")
+            )
 
     # --- webdataset
 
@@ -110,33 +125,48 @@ class TarSource(ListedSource):
         for sample in samples:
             if len(sample.images) != 1:
                 images = f"{len(sample.images)} images" if sample.images else "no image"
-                dots = f"; its name ends at the first dot of {sample.dotted}" if sample.dotted else ""
+                dots = (
+                    f"; its name ends at the first dot of {sample.dotted}" if sample.dotted else ""
+                )
                 problem = f"has {images}; a sample has one{dots}"
                 self.problems.append(Problem(f"{self.where}: sample {sample.key}", problem))
         samples = [sample for sample in samples if len(sample.images) == 1]
         if not samples:
-            raise UserError(f"{self.where} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
+            raise UserError(
+                f"{self.where} holds no images; supported are {' '.join(sorted(SUFFIXES))}"
+            )
         columns = self._choose_columns(samples, options)
         rows = [[sample.notes.get(name, "") for name in columns.names] for sample in samples]
         places = [self._place_name(sample.images[0]) for sample in samples]
-        samples = [samples[index] for index in labels.take_columns(self, self.where, columns, rows, places, options)]
+        samples = [
+            samples[index]
+            for index in labels.take_columns(self, self.where, columns, rows, places, options)
+        ]
         self._images = [sample.images[0] for sample in samples]
         self.take_names([member.name for member in self._images], self.labels().tolist())
 
     def _choose_columns(self, samples: Sequence[Sample], options: SourceOptions) -> labels.Columns:
-        """The notes that hold labels and the split; adds remarks. Raises UserError if it is unclear."""
+        """The notes that hold labels and the split; adds remarks. Raises UserError if it is
+        unclear.
+        """
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for sample in samples:
             for name, text in sample.notes.items():
                 counts[name][text] += 1
         if options.label_column is None and "cls" in counts:
             options = options._replace(label_column="cls")
-        declared = ["txt"] if looks_like_labels(self.where, {"txt": counts.get("txt", Counter[str]())}) else []
+        declared = (
+            ["txt"]
+            if looks_like_labels(self.where, {"txt": counts.get("txt", Counter[str]())})
+            else []
+        )
         if self.splits:  # the shards are those of one split
             options = options._replace(split_column=options.split_column or NO_LABELS)
         return labels.choose_columns(self, self.where, counts, options, declared=declared)
 
-    def _samples(self, parts: list[tuple[re.Match[str], Member]], asked: str | None) -> Iterator[Sample]:
+    def _samples(
+        self, parts: list[tuple[re.Match[str], Member]], asked: str | None
+    ) -> Iterator[Sample]:
         """Files of one name that lie one after the other."""
         groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
         counts: dict[str, set[str]] = defaultdict(set)  # values of the first samples, by field
@@ -159,7 +189,9 @@ class TarSource(ListedSource):
                     counts[name].add(text)
             yield sample
 
-    def _take_note(self, sample: Sample, suffix: str, member: Member, fields: Collection[str] | None) -> None:
+    def _take_note(
+        self, sample: Sample, suffix: str, member: Member, fields: Collection[str] | None
+    ) -> None:
         """Take what a file says of its sample; of `json` these fields, None: all."""
         try:
             if member.size > NOTE_BYTES:
@@ -173,7 +205,9 @@ class TarSource(ListedSource):
             sample.notes[suffix] = text
         elif isinstance(document, dict):
             for name, value in document.items():
-                if isinstance(value, (str, int, float, list)) and (fields is None or name in fields):
+                if isinstance(value, (str, int, float, list)) and (
+                    fields is None or name in fields
+                ):
                     sample.notes.setdefault(name, labels.as_text(value))
 
     def read(self, name: str) -> bytes:
@@ -189,7 +223,11 @@ class TarSource(ListedSource):
 
     def stored_name(self, index: int) -> str:
         member = self._images[index]
-        return member.name if len(self.shards) == 1 else f"{self.shards[member.shard].name}:{member.name}"
+        return (
+            member.name
+            if len(self.shards) == 1
+            else f"{self.shards[member.shard].name}:{member.name}"
+        )
 
     def place(self, index: int) -> tuple[int, int]:
         member = self._images[index]

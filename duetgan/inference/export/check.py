@@ -1,5 +1,5 @@
-"""From a checkpoint to a file that was checked: written beside its place, loaded again, compared with the original (do
-the outputs agree, is it as accurate, how fast is it), and only then renamed.
+"""From a checkpoint to a file that was checked: written beside its place, loaded again, compared
+with the original (do the outputs agree, is it as accurate, how fast is it), and only then renamed.
 """
 
 import math
@@ -41,8 +41,8 @@ SINGLE_CALLS = 10  # of batch 1 in a repeat
 
 
 class CheckFailed(TrainingHalted):
-    """The file does not do what the original does; it was not left behind. Exit code 4, as a training that stops
-    itself.
+    """The file does not do what the original does; it was not left behind. Exit code 4, as a
+    training that stops itself.
     """
 
 
@@ -64,7 +64,10 @@ class Row:
 
 def outputs(run: Runner, batches: Sequence[Inputs], what: str = "") -> Tensor:
     """Return the outputs of all batches, behind a bar that is named `what`."""
-    with torch.inference_mode(), Bar(total=len(batches), desc=what, unit="batch", disable=not what) as bar:
+    with (
+        torch.inference_mode(),
+        Bar(total=len(batches), desc=what, unit="batch", disable=not what) as bar,
+    ):
         parts = []
         for batch in batches:
             parts.append(run(batch))
@@ -72,9 +75,13 @@ def outputs(run: Runner, batches: Sequence[Inputs], what: str = "") -> Tensor:
         return torch.cat(parts)
 
 
-def compare(name: str, size: int, found: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool) -> Row:
+def compare(
+    name: str, size: int, found: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool
+) -> Row:
     """A row from outputs [n, ...] and the original's; `classes`: they are logits."""
-    difference = float((found - original).abs().max()) if found.shape == original.shape else math.inf
+    difference = (
+        float((found - original).abs().max()) if found.shape == original.shape else math.inf
+    )
     row = Row(name=name, bytes=size, largest_difference=difference)
     if classes:
         predicted, before = found.argmax(1), original.argmax(1)
@@ -90,9 +97,8 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
     if form.limit is not None:
         limit = form.limit * max(1.0, float(original.abs().max()))
         if not row.largest_difference <= limit:  # and so for NaN
-            return (
-                f"its outputs differ from the original's by up to {row.largest_difference:.3g}, more than {limit:.3g}"
-            )
+            difference = f"{row.largest_difference:.3g}, more than {limit:.3g}"
+            return f"its outputs differ from the original's by up to {difference}"
         return None
     if not math.isfinite(row.largest_difference):
         return "its outputs are not finite"
@@ -104,11 +110,18 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
     return None
 
 
-def measure_speed(rows: Sequence[Row], runs: Sequence[Runner], subject: Subject, *, batch: int, repeats: int) -> None:
-    """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after one to prepare."""
+def measure_speed(
+    rows: Sequence[Row], runs: Sequence[Runner], subject: Subject, *, batch: int, repeats: int
+) -> None:
+    """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after
+    one to prepare.
+    """
     calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
     seconds: list[tuple[list[float], list[float]]] = [([], []) for _ in runs]
-    with torch.inference_mode(), Bar(total=(repeats + 1) * len(runs), desc="measuring speed", unit="turn") as bar:
+    with (
+        torch.inference_mode(),
+        Bar(total=(repeats + 1) * len(runs), desc="measuring speed", unit="turn") as bar,
+    ):
         for turn in range(repeats + 1):
             for run, both in zip(runs, seconds, strict=True):
                 for taken, (inputs, times) in zip(both, calls, strict=True):
@@ -123,15 +136,19 @@ def measure_speed(rows: Sequence[Row], runs: Sequence[Runner], subject: Subject,
         row.images_per_second, row.batch_speedup = batch / whole, medians[0][1] / whole
 
 
-def examine(subject: Subject, exported: tuple[str, int, Runner], job: Namespace) -> tuple[list[Row], str | None]:
-    """The table's rows, the original's first and the exported file's (name, bytes, how it runs) last, and what is wrong
-    with it or None. Raises UserError if the original's own outputs are not finite.
+def examine(
+    subject: Subject, exported: tuple[str, int, Runner], job: Namespace
+) -> tuple[list[Row], str | None]:
+    """The table's rows, the original's first and the exported file's (name, bytes, how it runs)
+    last, and what is wrong with it or None. Raises UserError if the original's own outputs are not
+    finite.
     """
     networks = {"fp32 eager": subject.network}
     if subject.is_classifier and not job.no_benchmark:  # else there is nothing to fold
         networks["folded"] = subject.fast()
     if not job.no_benchmark:
-        networks["bf16"] = InBfloat16(subject.fast(), autocast=not subject.is_classifier)  # a classifier whole
+        # a classifier whole
+        networks["bf16"] = InBfloat16(subject.fast(), autocast=not subject.is_classifier)
     contenders = [
         (what, sum(t.nbytes for t in network.state_dict().values()), as_runner(network))
         for what, network in networks.items()
@@ -139,34 +156,58 @@ def examine(subject: Subject, exported: tuple[str, int, Runner], job: Namespace)
     contenders.append(exported)
     original = outputs(contenders[0][2], subject.batches, "comparing fp32 eager")
     if not bool(torch.isfinite(original).all()):
-        raise UserError("the checkpoint's own outputs are not finite; export another one (--which, or an earlier file)")
+        raise UserError(
+            "the checkpoint's own outputs are not finite; export another one (--which, or an earlier file)"
+        )
     rows: list[Row] = []
     for what, size, run in contenders:
         result = outputs(run, subject.batches, f"comparing {what}") if rows else original
-        rows.append(compare(what, size, result, original, subject.labels, classes=subject.is_classifier))
+        rows.append(
+            compare(what, size, result, original, subject.labels, classes=subject.is_classifier)
+        )
     wrong = judge(rows[-1], FORMATS[job.format], original)
     if wrong is None and not job.no_benchmark:
-        measure_speed(rows, [run for *_, run in contenders], subject, batch=job.batch_size, repeats=job.repeats)
+        measure_speed(
+            rows,
+            [run for *_, run in contenders],
+            subject,
+            batch=job.batch_size,
+            repeats=job.repeats,
+        )
     return rows, wrong
 
 
 def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows for JSON: what was not measured is null."""
     return [
-        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
         for row in map(asdict, rows)
     ]
 
 
 def table(rows: Sequence[Row], *, batch: int) -> str:
-    lines = [["", "MiB", "largest difference", "accuracy", "change", "batch 1", "", f"batch {batch}", ""]]
+    lines = [
+        ["", "MiB", "largest difference", "accuracy", "change", "batch 1", "", f"batch {batch}", ""]
+    ]
     for row in rows:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.4f}"
         change = "" if row.accuracy_change is None else f"{row.accuracy_change:+.4f}"
         speeds = [f"{row.batch1_ms:.2f} ms", f"{row.batch1_speedup:.2f}x"]
         speeds += [f"{row.images_per_second:,.0f}/s", f"{row.batch_speedup:.2f}x"]
         speeds = speeds if math.isfinite(row.batch1_ms) else [""] * 4
-        lines.append([row.name, f"{row.bytes / 2**20:.2f}", f"{row.largest_difference:.3g}", accuracy, change, *speeds])
+        lines.append(
+            [
+                row.name,
+                f"{row.bytes / 2**20:.2f}",
+                f"{row.largest_difference:.3g}",
+                accuracy,
+                change,
+                *speeds,
+            ]
+        )
     return columns(lines)
 
 
@@ -179,7 +220,11 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
     if form.folder and job.out.exists() and not (job.out.is_dir() and not any(job.out.iterdir())):
         what = f"exists; --format {job.format} makes a folder, give a new one"
     elif not form.folder and job.out.exists() and (job.out.is_dir() or not job.overwrite):
-        what = "is a folder; name a file" if job.out.is_dir() else "exists; give --overwrite, or another name"
+        what = (
+            "is a folder; name a file"
+            if job.out.is_dir()
+            else "exists; give --overwrite, or another name"
+        )
     elif not job.out.name.endswith(form.suffix):
         what = f"--format {job.format} is told by its name's end; give it {form.suffix}"
     if what:
@@ -188,10 +233,14 @@ def check_job(job: Namespace, checkpoint: dict[str, Any]) -> None:
         raise UserError(f"--format {job.format} {form.only[1]}")
     several = "thresholds" in checkpoint["state"].get(NETWORKS["classifier"], {})
     if several and (form.folder or job.format == "int8"):
-        raise UserError(f"--format {job.format} is for one label an image; choose safetensors, torch-export or onnx")
+        raise UserError(
+            f"--format {job.format} is for one label an image; choose safetensors, torch-export or onnx"
+        )
     spec = ImageSpec.read(checkpoint["shape"])
     if form.folder and (spec.alpha or spec.deep):
-        raise UserError(f"--format {job.format} is for 8-bit images without alpha, the model's are {spec.words}")
+        raise UserError(
+            f"--format {job.format} is for 8-bit images without alpha, the model's are {spec.words}"
+        )
     if job.truncation_psi != 1 and (checkpoint["task"] != "gan" or job.format not in PROGRAMS):
         raise UserError(f"--truncation-psi is for a GAN's {', '.join(PROGRAMS)}; leave it out")
     for package in form.needs:
@@ -211,13 +260,19 @@ def open_subject(job: Namespace, checkpoint: dict[str, Any]) -> Subject:
         calibration = None
         if job.format == "int8":
             places = (trained, job.data, held_out)
-            calibration = stack.enter_context(_readable(checkpoint, job.calibration, places, option="--calibration"))
+            calibration = stack.enter_context(
+                _readable(checkpoint, job.calibration, places, option="--calibration")
+            )
         sizes = {"count": job.n, "batch_size": job.batch_size, "calibrated": job.calibrated}
         return classifier_subject(checkpoint, images, calibration=calibration, **sizes)
 
 
 def _readable(
-    checkpoint: dict[str, Any], given: str | None, places: tuple[str | None, ...], *, option: str = "--data"
+    checkpoint: dict[str, Any],
+    given: str | None,
+    places: tuple[str | None, ...],
+    *,
+    option: str = "--data",
 ) -> Dataset:
     """The file that was given, else the first of the places that can be read. Raises UserError."""
     if given is not None:
@@ -228,22 +283,34 @@ def _readable(
             return dataset_for_model(place, checkpoint)
         except UserError as error:
             reason = str(error)
-    raise UserError(f"no images to check the export with ({reason}); give packed ones with {option} X.lmdb")
+    raise UserError(
+        f"no images to check the export with ({reason}); give packed ones with {option} X.lmdb"
+    )
 
 
 def export(job: Namespace, checkpoint: dict[str, Any]) -> tuple[list[Row], Subject, str | None]:
-    """Write, load again, check, rename, as `job`, the options of export.py, says. Returns the table's rows, what was
-    exported and what is wrong (then a file that was there stays), or None. Raises UserError.
+    """Write, load again, check, rename, as `job`, the options of export.py, says. Returns the
+    table's rows, what was exported and what is wrong (then a file that was there stays), or None.
+    Raises UserError.
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]
     subject = replace(open_subject(job, checkpoint), licence=job.licence)
-    with writing(job.out), tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
+    with (
+        writing(job.out),
+        tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder,
+    ):
         written = Path(folder) / job.out.name
         say(f"writing {job.format}")
         form.write(subject, written)
-        files = [path for path in written.rglob("*") if path.is_file()] if form.folder else [written]
-        exported = (job.format, sum(path.stat().st_size for path in files), form.open(subject, written))
+        files = (
+            [path for path in written.rglob("*") if path.is_file()] if form.folder else [written]
+        )
+        exported = (
+            job.format,
+            sum(path.stat().st_size for path in files),
+            form.open(subject, written),
+        )
         rows, wrong = examine(subject, exported, job)
         if wrong is None and form.folder:
             written.replace(job.out)

@@ -1,8 +1,9 @@
-"""What is exported: a network as a plain function of tensors, and the inputs that it is checked with. A trained network
-in one .safetensors file needs nothing else: the weights, and in the metadata what they are.
+"""What is exported: a network as a plain function of tensors, and the inputs that it is checked
+with. A trained network in one .safetensors file needs nothing else: the weights, and in the
+metadata what they are.
 
-The metadata's entry `duet` is the JSON of `contents`, so that what `read_weights` gives goes where a checkpoint goes:
-`models.restore`. Other entries are those of `interface`.
+The metadata's entry `duet` is the JSON of `contents`, so that what `read_weights` gives goes where
+a checkpoint goes: `models.restore`. Other entries are those of `interface`.
 """
 
 import copy
@@ -30,13 +31,14 @@ from duetgan.utils.errors import UserError, explained, require_same_classes
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
 
-SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
+# the part of its config that builds it
+SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}
 MORE = ("stage", "teachers", "sets")  # keys that not every checkpoint has
 
 
 def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What a weights file says about its weights: a checkpoint without its state, and without paths and settings of
-    the training, since such files are given to others.
+    """What a weights file says about its weights: a checkpoint without its state, and without paths
+    and settings of the training, since such files are given to others.
     """
     task, config = checkpoint["task"], checkpoint["config"]
     sections = {name: config[name] for name in SECTIONS[task] if name in config}
@@ -47,35 +49,57 @@ def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
-    """What a program that runs the network must know, for people and as metadata: `input`, `output`, and `classes`,
-    which is JSON; of several labels an image also `thresholds`, JSON: the probabilities from which on it has them.
+    """What a program that runs the network must know, for people and as metadata: `input`,
+    `output`, and `classes`, which is JSON; of several labels an image also `thresholds`, JSON: the
+    probabilities from which on it has them.
     """
     shape, classes = checkpoint["shape"], list(checkpoint["classes"])
     size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
     spec = ImageSpec.read({**shape, "resolution": size})
-    rule = "pixels / 127.5 - 1" if spec.plain else f"(values - {spec.low:g}) / {(spec.high - spec.low) / 2:g} - 1"
+    rule = (
+        "pixels / 127.5 - 1"
+        if spec.plain
+        else f"(values - {spec.low:g}) / {(spec.high - spec.low) / 2:g} - 1"
+    )
     rule += "; then x becomes a (x + 1) - 1 in the colours, a alpha in [0, 1]" if spec.alpha else ""
-    images = f"images: float32 [N, {', '.join(map(str, spec.shape))}] in [-1, 1], {spec.words}: {rule}"
+    images = (
+        f"images: float32 [N, {', '.join(map(str, spec.shape))}] in [-1, 1], {spec.words}: {rule}"
+    )
     if checkpoint["task"] == "classifier":
         thresholds = checkpoint["state"][NETWORKS["classifier"]].get("thresholds")
         output = "logits: float32 [N, classes], in the order of `classes`; "
-        output += "softmax gives probabilities" if thresholds is None else "sigmoid gives each label's probability"
+        output += (
+            "softmax gives probabilities"
+            if thresholds is None
+            else "sigmoid gives each label's probability"
+        )
         more = {} if thresholds is None else {"thresholds": json.dumps(thresholds.tolist())}
         return {"input": images, "output": output, "classes": json.dumps(classes), **more}
     names = "; labels: int64 [N], places in `classes`" if classes else ""
-    names = "; labels: float32 [N, classes], 1 for each of `classes` that is there" if checkpoint.get("sets") else names
-    return {"input": f"z: float32 [N, z_dim], normal{names}", "output": images, "classes": json.dumps(classes)}
+    names = (
+        "; labels: float32 [N, classes], 1 for each of `classes` that is there"
+        if checkpoint.get("sets")
+        else names
+    )
+    return {
+        "input": f"z: float32 [N, z_dim], normal{names}",
+        "output": images,
+        "classes": json.dumps(classes),
+    }
 
 
 def write_weights(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write the network that `checkpoint` is used for, its average one, and what it is. Raises OSError."""
+    """Write the network that `checkpoint` is used for, its average one, and what it is. Raises
+    OSError.
+    """
     state = checkpoint["state"][NETWORKS[checkpoint["task"]]]
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     write_tensors(path, tensors, {ENTRY: json.dumps(contents(checkpoint)), **interface(checkpoint)})
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    with explained(SafetensorError, lambda why: OSError(f"{path}: {why}")):  # it hides the system's error in its text
+    # it hides the system's error in its text
+    with explained(SafetensorError, lambda why: OSError(f"{path}: {why}")):
         save_file(tensors, str(path), {"format": "pt"} | metadata)
 
 
@@ -93,36 +117,46 @@ EXAMPLES = 2  # rows that a network is traced with; a batch of one would be take
 
 
 class Drawing(nn.Module):
-    """A generator as a function of z [N, z_dim] and labels [N] (int64; float [N, classes] of several an image; left out
-    without classes): images [N, channels, height, width], about [-1, 1], with its stored noise, truncated to `psi`.
+    """A generator as a function of z [N, z_dim] and labels [N] (int64; float [N, classes] of
+    several an image; left out without classes): images [N, channels, height, width], about [-1, 1],
+    with its stored noise, truncated to `psi`.
     """
 
     centres: Tensor  # w towards which it truncates: one for each label, or one for all
     sets: Tensor  # [labels, classes] of several an image
 
-    def __init__(self, generator: ImageGenerator, psi: float = 1.0, mean: TruncationMean = "class") -> None:
+    def __init__(
+        self, generator: ImageGenerator, psi: float = 1.0, mean: TruncationMean = "class"
+    ) -> None:
         super().__init__()
         self.generator, self.psi = generator, psi
         if psi != 1:
-            labels = generator.conditions(torch.arange(generator.kinds)) if generator.kinds else None
+            labels = (
+                generator.conditions(torch.arange(generator.kinds)) if generator.kinds else None
+            )
             styled = with_styles(generator, "--truncation-psi")
-            self.register_buffer("centres", styled.truncation_centre(labels, mean), persistent=False)
+            self.register_buffer(
+                "centres", styled.truncation_centre(labels, mean), persistent=False
+            )
             self.register_buffer("sets", labels, persistent=False)
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
         if self.psi == 1:
             return self.generator(z, labels, noise="const")
         generator, centre = cast(StyledGenerator, self.generator), self.centres
-        if labels is not None and centre.ndim == 2:  # of the nearest of the sets of labels that its images have
+        # of the nearest of the sets of labels that its images have
+        if labels is not None and centre.ndim == 2:
             several = labels.is_floating_point()
-            centre = centre[(labels[:, None] - self.sets).abs().sum(2).argmin(1) if several else labels]
+            centre = centre[
+                (labels[:, None] - self.sets).abs().sum(2).argmin(1) if several else labels
+            ]
         w = centre.lerp(generator.mapping(z, labels), self.psi)
         return generator.synthesis(w[:, None].expand(-1, generator.num_ws, -1), "const")
 
 
 class InBfloat16(nn.Module):
-    """A network in bfloat16 that takes and gives float32: a copy whose weights are reduced, too, or under autocast,
-    where what may be reduced without harm is for its layers to say.
+    """A network in bfloat16 that takes and gives float32: a copy whose weights are reduced, too, or
+    under autocast, where what may be reduced without harm is for its layers to say.
     """
 
     def __init__(self, model: nn.Module, *, autocast: bool = False) -> None:
@@ -132,7 +166,9 @@ class InBfloat16(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
-            return self.model(*(inputs if self.autocast else (x.to(torch.bfloat16) for x in inputs))).float()
+            return self.model(
+                *(inputs if self.autocast else (x.to(torch.bfloat16) for x in inputs))
+            ).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +180,12 @@ class Subject:
     names: tuple[str, ...]  # of the inputs
     output: str  # name of the output
     batches: list[Inputs]  # what it is checked with
-    labels: Tensor | None = None  # int64 [n], the true classes of all batches' images; None: unknown, or a generator
-    calibration: list[Inputs] = field(default_factory=list)  # a classifier's: other images, for the ranges of int8
-    truncation: dict[str, str] = field(default_factory=dict)  # of a generator: entries of the program's metadata
+    # int64 [n], the true classes of all batches' images; None: unknown, or a generator
+    labels: Tensor | None = None
+    # a classifier's: other images, for the ranges of int8
+    calibration: list[Inputs] = field(default_factory=list)
+    # of a generator: entries of the program's metadata
+    truncation: dict[str, str] = field(default_factory=dict)
     licence: str = "unknown"  # that a model card names
 
     @property
@@ -171,10 +210,14 @@ def _channels_last(x: Tensor) -> Tensor:
 def generator_subject(
     checkpoint: dict[str, Any], *, batch_size: int, psi: float = 1.0, mean: TruncationMean = "class"
 ) -> Subject:
-    """A GAN's generator, with the latents of the samples that evaluation draws, seed 0, its classes in turn."""
+    """A GAN's generator, with the latents of the samples that evaluation draws, seed 0, its classes
+    in turn.
+    """
     generator = generator_from(checkpoint, several=True)
     z, _ = draw(generator, range(SAMPLES), 0)
-    labels = generator.conditions(torch.arange(SAMPLES) % generator.kinds) if generator.kinds else None
+    labels = (
+        generator.conditions(torch.arange(SAMPLES) % generator.kinds) if generator.kinds else None
+    )
     columns = (z,) if labels is None else (z, labels)
     return Subject(
         checkpoint=checkpoint,
@@ -195,7 +238,8 @@ def classifier_subject(
     calibration: Dataset | None = None,  # None: no int8 is wanted
     calibrated: int = 0,  # images of the calibration, at most
 ) -> Subject:
-    """A classifier, with images drawn from the file, and others, from the same or another one, to calibrate with.
+    """A classifier, with images drawn from the file, and others, from the same or another one, to
+    calibrate with.
     Raises UserError if the images' classes are not the classifier's, or if too few are there.
     """
     classifier = classifier_from(checkpoint, several=True)
@@ -216,7 +260,9 @@ def classifier_subject(
         ranges = _inputs(classifier, calibration, others[:calibrated], batch_size)[0]
     batches, labels = _inputs(classifier, images, order[:count], batch_size)
     if not batches or (calibration is not None and not ranges):
-        raise UserError(f"{images.path}: too few images to check an export with; give another file with --data")
+        raise UserError(
+            f"{images.path}: too few images to check an export with; give another file with --data"
+        )
     return Subject(
         checkpoint=checkpoint,
         network=classifier,

@@ -1,4 +1,5 @@
-"""A classifier's answers to labelled images, and its figures: pure functions of the logits in the images' order.
+"""A classifier's answers to labelled images, and its figures: pure functions of the logits in the
+images' order.
 
 So they depend neither on batches nor on processes. Calibration is Guo et al.'s, 2017 (1706.04599).
 """
@@ -19,11 +20,12 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class Ranking:
-    """Images ordered by a score: how well one class's probability ranks its images before all others, by AUROC and
-    average precision. Equal scores form one level. Needs a positive and a negative image.
+    """Images ordered by a score: how well one class's probability ranks its images before all
+    others, by AUROC and average precision. Equal scores form one level. Needs a positive and a
+    negative image.
 
-    Each figure has each image's influence on it, the derivative by its weight; for AUROC the mean of its squares is
-    DeLong's variance (1988).
+    Each figure has each image's influence on it, the derivative by its weight; for AUROC the mean
+    of its squares is DeLong's variance (1988).
     """
 
     def __init__(self, scores: np.ndarray, positive: np.ndarray) -> None:
@@ -38,7 +40,9 @@ class Ranking:
 
     @cached_property
     def _wins(self) -> tuple[np.ndarray, np.ndarray]:
-        """Twice the number of negatives below, and of positives above, each level; a tie is half a win."""
+        """Twice the number of negatives below, and of positives above, each level; a tie is half a
+        win.
+        """
         below = 2 * np.cumsum(self._negatives) - self._negatives
         above = 2 * self.counts[0] - 2 * np.cumsum(self._positives) + self._positives
         return below, above
@@ -51,27 +55,38 @@ class Ranking:
     def auroc_influence(self) -> np.ndarray:
         """Influence of each image on `auroc`, [n], of mean 0."""
         (positives, negatives), (below, above) = self.counts, self._wins
-        wins = np.where(self.positive, below[self.level] / negatives, above[self.level] / positives) / 2
+        wins = (
+            np.where(self.positive, below[self.level] / negatives, above[self.level] / positives)
+            / 2
+        )
         return len(wins) * (wins - self.auroc()) / np.where(self.positive, positives, negatives)
 
     @cached_property
     def _named(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the images at each level and above: their number, and the share of positives (precision)."""
+        """Of the images at each level and above: their number, and the share of positives
+        (precision).
+        """
         named = np.cumsum((self._positives + self._negatives)[::-1])[::-1]
         return named, np.cumsum(self._positives[::-1])[::-1] / named
 
     def average_precision(self) -> float:
-        """Mean precision over the positive images' levels: the sum of (R_i - R_(i-1)) P_i, without interpolation."""
+        """Mean precision over the positive images' levels: the sum of (R_i - R_(i-1)) P_i, without
+        interpolation.
+        """
         return float((self._positives * self._named[1]).sum()) / self.counts[0]
 
     def average_precision_influence(self) -> np.ndarray:
-        """Influence of each image on `average_precision`, [n], of mean 0: on its own term, and on the precision at
-        every level from the lowest up to its own.
+        """Influence of each image on `average_precision`, [n], of mean 0: on its own term, and on
+        the precision at every level from the lowest up to its own.
         """
         named, precision = self._named
         own = precision - self.average_precision() + np.cumsum(self._positives / named)
         others = np.cumsum(self._positives * precision / named)
-        return len(self.level) / self.counts[0] * (self.positive * own[self.level] - others[self.level])
+        return (
+            len(self.level)
+            / self.counts[0]
+            * (self.positive * own[self.level] - others[self.level])
+        )
 
 
 BINS = 15  # of the calibration error
@@ -79,14 +94,17 @@ COLDEST, HOTTEST = 0.01, 100.0  # a temperature beyond is not looked for
 
 
 def bin_of(confidence: Tensor, bins: int) -> Tensor:
-    """Bins 0 to M - 1 of confidences float64 [n]: bin m - 1 holds those in ((m - 1)/M, m/M], M bins."""
+    """Bins 0 to M - 1 of confidences float64 [n]: bin m - 1 holds those in ((m - 1)/M, m/M], M
+    bins.
+    """
     return (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
 def calibration_error(confidence: Tensor, hits: Tensor) -> tuple[float, Tensor]:
     """The expected calibration error and each image's influence on it, [n].
 
-    Args: `confidence` float64 [n], the largest probabilities; `hits` bool [n], whether the class is the true one.
+    Args: `confidence` float64 [n], the largest probabilities; `hits` bool [n], whether the class is
+    the true one.
     """
     gaps = confidence - hits.double()
     index = bin_of(confidence, BINS)
@@ -114,8 +132,9 @@ def halves(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """The T that minimises the likelihood loss of softmax(logits / T), in float64.
 
-    The loss is convex in 1/T: its slope, the mean of E[z] - z_y, has one sign below the best T and another above.
-    Where every image is right, T would be 0: it stops at COLDEST; HOTTEST is the other end.
+    The loss is convex in 1/T: its slope, the mean of E[z] - z_y, has one sign below the best T and
+    another above. Where every image is right, T would be 0: it stops at COLDEST; HOTTEST is the
+    other end.
     """
     logits = logits.double()
 
@@ -127,16 +146,21 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> dict[str, Any] | None:
-    """A temperature fitted on one half of the images, and what it changes on the other; None of less than 4 images.
+    """A temperature fitted on one half of the images, and what it changes on the other; None of
+    less than 4 images.
 
-    Returns `value`, `fitted_on`, `judged_on` (images), and of the judged half without (`_before`) and with it
-    (`_after`): `nll`, `ece`, `ece_interval`.
+    Returns `value`, `fitted_on`, `judged_on` (images), and of the judged half without (`_before`)
+    and with it (`_after`): `nll`, `ece`, `ece_interval`.
     """
     if len(labels) < 4:
         return None
     fitted, judged = (torch.from_numpy(half) for half in halves(labels.numpy(), seed))
     temperature = fit_temperature(logits[fitted], labels[fitted])
-    result: dict[str, Any] = {"value": temperature, "fitted_on": len(fitted), "judged_on": len(judged)}
+    result: dict[str, Any] = {
+        "value": temperature,
+        "fitted_on": len(fitted),
+        "judged_on": len(judged),
+    }
     for name, divisor in (("before", 1.0), ("after", temperature)):
         scaled, wanted = logits[judged].double() / divisor, labels[judged]
         confidence, predicted = scaled.softmax(1).max(1)
@@ -151,7 +175,9 @@ PAIRS = 10  # most confused pairs of classes that are listed
 
 
 def hot(labels: Tensor, classes: int) -> Tensor:
-    """Of which classes images are, bool [n, classes], from labels int64 [n], or of several an image [n, classes]."""
+    """Of which classes images are, bool [n, classes], from labels int64 [n], or of several an image
+    [n, classes].
+    """
     return labels > 0 if labels.ndim == 2 else labels[:, None] == torch.arange(classes)
 
 
@@ -162,7 +188,8 @@ class Answers:
     logits: Tensor  # float32 [n, K]
     labels: Tensor  # int64 [n]
     names: Sequence[str]  # [K], of the classes
-    records: np.ndarray | None = field(default=None, kw_only=True)  # int64 [n] in the file; None: 0 to n - 1
+    # int64 [n] in the file; None: 0 to n - 1
+    records: np.ndarray | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         count, classes = len(self.labels), len(self.names)
@@ -172,9 +199,16 @@ class Answers:
                 f"{list(self.labels.shape)}"
             )
         if not count:
-            raise UserError("there is no image to evaluate the classifier on; give some with --data")
-        if self.labels.ndim == 1 and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes:
-            raise UserError(f"a label of the data lies beyond the classifier's {classes} classes; give its data")
+            raise UserError(
+                "there is no image to evaluate the classifier on; give some with --data"
+            )
+        if (
+            self.labels.ndim == 1
+            and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes
+        ):
+            raise UserError(
+                f"a label of the data lies beyond the classifier's {classes} classes; give its data"
+            )
 
     def places(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The records of some of the images."""
@@ -211,19 +245,31 @@ class Answers:
 
     def words(self, classes: Tensor) -> str:
         """What some of the classes, bool [K], are called."""
-        return "; ".join(name for name, there in zip(self.names, classes.tolist(), strict=True) if there) or "no label"
+        return (
+            "; ".join(
+                name for name, there in zip(self.names, classes.tolist(), strict=True) if there
+            )
+            or "no label"
+        )
 
     @cached_property
     def confusion(self) -> Tensor:
         """Counts int64 [K, K], [true, predicted]."""
         classes = len(self.names)
-        return torch.bincount(self.labels * classes + self.predicted, minlength=classes**2).view(classes, classes)
+        return torch.bincount(self.labels * classes + self.predicted, minlength=classes**2).view(
+            classes, classes
+        )
 
     @cached_property
     def rankings(self) -> list[Ranking | None]:
-        """Of the images by each class's probability; None for a class without images, or that all images have."""
+        """Of the images by each class's probability; None for a class without images, or that all
+        images have.
+        """
         pairs = zip(self.probabilities.T.numpy(), self.shown.T.numpy(), strict=True)
-        return [Ranking(scores, each) if each.any() and not each.all() else None for scores, each in pairs]
+        return [
+            Ranking(scores, each) if each.any() and not each.all() else None
+            for scores, each in pairs
+        ]
 
 
 # --- the figures
@@ -235,7 +281,9 @@ def accuracy(answers: Answers) -> Measured:
 
 
 def top5_accuracy(answers: Answers) -> Measured:
-    """Share of images whose class is among the five likeliest; of equal ones the first count. None for five or less."""
+    """Share of images whose class is among the five likeliest; of equal ones the first count. None
+    for five or less.
+    """
     logits, labels = answers.logits, answers.labels
     if len(answers.names) <= TOP:
         return Measured(None)
@@ -256,7 +304,9 @@ def balanced_accuracy(answers: Answers) -> Measured:
 
 
 def ece(answers: Answers) -> Measured:
-    """Mean distance of confidence and accuracy over bins of confidence, weighted by their share (Guo et al. 2017)."""
+    """Mean distance of confidence and accuracy over bins of confidence, weighted by their share
+    (Guo et al. 2017).
+    """
     return Measured.influenced(*calibration_error(answers.confidence, answers.hits))
 
 
@@ -268,7 +318,9 @@ def nll(answers: Answers) -> Measured:
 
 def _ranked(answers: Answers, name: str) -> Measured:
     """The mean of a figure of the rankings that there are, and each class's."""
-    values = [None if ranking is None else float(getattr(ranking, name)()) for ranking in answers.rankings]
+    values = [
+        None if ranking is None else float(getattr(ranking, name)()) for ranking in answers.rankings
+    ]
     there = [value for value in values if value is not None]
     if not there:
         return Measured(None, by_class=values)
@@ -278,7 +330,8 @@ def _ranked(answers: Answers, name: str) -> Measured:
     return Measured.influenced(sum(there) / len(there), influence, values)
 
 
-# the mean over the classes of the area under the ROC curve, or of the average precision, of each against all others
+# the mean over the classes of the area under the ROC curve, or of the average precision, of each
+# against all others
 auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "average_precision"))
 
 
@@ -286,7 +339,9 @@ auroc, average_precision = (partial(_ranked, name=name) for name in ("auroc", "a
 
 
 def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:
-    """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never predicted, never there)."""
+    """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never predicted,
+    never there).
+    """
     every = (answers.shown & answers.named, answers.shown, answers.named)
     hits, support, predicted = (each.sum(0).tolist() for each in every)
     return {
@@ -305,34 +360,53 @@ def _share(part: float, whole: int) -> float | None:
 
 
 def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | int | None]]:
-    """Of each bin of confidence, least sure first: `n`, mean `confidence` and `accuracy`; None in an empty one."""
+    """Of each bin of confidence, least sure first: `n`, mean `confidence` and `accuracy`; None in
+    an empty one.
+    """
     index = bin_of(answers.confidence, bins)
     counts, hits, confidence = (
-        torch.bincount(index, weights, bins).tolist() for weights in (None, answers.hits.double(), answers.confidence)
+        torch.bincount(index, weights, bins).tolist()
+        for weights in (None, answers.hits.double(), answers.confidence)
     )
     rows = zip(counts, confidence, hits, strict=True)
-    return [{"n": n, "confidence": _share(total, n), "accuracy": _share(right, n)} for n, total, right in rows]
+    return [
+        {"n": n, "confidence": _share(total, n), "accuracy": _share(right, n)}
+        for n, total, right in rows
+    ]
 
 
 def confused_pairs(answers: Answers) -> list[dict[str, Any]]:
-    """The pairs of a true and a predicted class with the most images, at most PAIRS: `true`, `predicted`, `n`."""
+    """The pairs of a true and a predicted class with the most images, at most PAIRS: `true`,
+    `predicted`, `n`.
+    """
     counts, names = answers.confusion.numpy().copy(), answers.names
     np.fill_diagonal(counts, 0)
-    places = [divmod(int(place), len(names)) for place in np.argsort(-counts, axis=None, kind="stable")[:PAIRS]]
-    return [{"true": names[i], "predicted": names[j], "n": int(counts[i, j])} for i, j in places if counts[i, j]]
+    places = [
+        divmod(int(place), len(names))
+        for place in np.argsort(-counts, axis=None, kind="stable")[:PAIRS]
+    ]
+    return [
+        {"true": names[i], "predicted": names[j], "n": int(counts[i, j])}
+        for i, j in places
+        if counts[i, j]
+    ]
 
 
 def outliers(logits: Tensor, others: Tensor) -> dict[str, Any]:
     """How well two scores tell the classifier's own images from others: logits [n, K] of both.
 
-    `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the logarithm of the sum
-    of e^logit (Liu et al. 2010.03759); own images should have the larger ones. Each has `auroc`, `auroc_interval` and
-    `fpr95`: the share of others above the score that 95 % of the own images reach.
+    `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the
+    logarithm of the sum of e^logit (Liu et al. 2010.03759); own images should have the larger ones.
+    Each has `auroc`, `auroc_interval` and `fpr95`: the share of others above the score that 95 % of
+    the own images reach.
     """
     both = torch.cat([logits, others]).double()
     own = np.arange(len(both)) < len(logits)
     document: dict[str, Any] = {"n": len(others)}
-    for name, scores in (("max_probability", both.softmax(1).amax(1)), ("energy", both.logsumexp(1))):
+    for name, scores in (
+        ("max_probability", both.softmax(1).amax(1)),
+        ("energy", both.logsumexp(1)),
+    ):
         values = scores.numpy()
         ranking = Ranking(values, own)
         reached = np.sort(values[own])[len(logits) - -(-95 * len(logits) // 100)]

@@ -1,7 +1,9 @@
-"""Five ways to spoil an image, each at five strengths: pure functions of the image, the strength and a key.
+"""Five ways to spoil an image, each at five strengths: pure functions of the image, the strength
+and a key.
 
-After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px, but for
-brightness (ImageNet-C's), at other sizes scaled (`power`) so that an image is spoiled about as much to the eye.
+After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px,
+but for brightness (ImageNet-C's), at other sizes scaled (`power`) so that an image is spoiled about
+as much to the eye.
 """
 
 import math
@@ -51,7 +53,9 @@ def _blur(image: np.ndarray, sigma: float, _seed: int, _index: int) -> np.ndarra
 
 
 def _noise(image: np.ndarray, deviation: float, seed: int, index: int) -> np.ndarray:
-    """Gaussian noise on every value; one field an image at all strengths, by the key (seed, "eval", "noise", index)."""
+    """Gaussian noise on every value; one field an image at all strengths, by the key (seed, "eval",
+    "noise", index).
+    """
     field = numpy_generator(seed, "eval", "noise", index).standard_normal(image.shape)
     return _as_bytes(image + 255 * deviation * field)
 
@@ -61,7 +65,9 @@ def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndar
     space = "RGB" if len(image) == 3 else "GRAY"
     pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
     colours = "420" if len(image) == 3 else "Gray"
-    encoded = simplejpeg.encode_jpeg(pixels, quality=max(1, round(quality)), colorspace=space, colorsubsampling=colours)
+    encoded = simplejpeg.encode_jpeg(
+        pixels, quality=max(1, round(quality)), colorspace=space, colorsubsampling=colours
+    )
     return simplejpeg.decode_jpeg(encoded, colorspace=space).transpose(2, 0, 1)
 
 
@@ -81,15 +87,18 @@ CORRUPTIONS = {
     "noise": Corruption((0.04, 0.06, 0.08, 0.09, 0.10), "of the range", 0.5, _noise),
     "jpeg": Corruption((80, 65, 58, 50, 40), "quality", -0.6, _jpeg, 95),
     "brightness": Corruption((0.1, 0.2, 0.3, 0.4, 0.5), "of the range", 0.0, _brightness),
-    "contrast": Corruption((0.75, 0.5, 0.4, 0.3, 0.15), "of the distance from the mean", 0.0, _contrast),
+    "contrast": Corruption(
+        (0.75, 0.5, 0.4, 0.3, 0.15), "of the distance from the mean", 0.0, _contrast
+    ),
 }
 
 
 def robustness(hits: Tensor, n: int, side: int) -> dict[str, Any]:
-    """Accuracy under each corruption and strength, from hits int64 [corruptions, STRENGTHS] of n images of `side` px.
+    """Accuracy under each corruption and strength, from hits int64 [corruptions, STRENGTHS] of n
+    images of `side` px.
 
-    Returns `n`; `accuracy`, the mean over all of them; `corruptions`: name -> `unit` and `strengths`, a list of
-    `amount`, `accuracy` and `accuracy_interval`, weakest first.
+    Returns `n`; `accuracy`, the mean over all of them; `corruptions`: name -> `unit` and
+    `strengths`, a list of `amount`, `accuracy` and `accuracy_interval`, weakest first.
     """
     rows = {}
     for (name, corruption), counts in zip(CORRUPTIONS.items(), hits.tolist(), strict=True):

@@ -1,5 +1,6 @@
-"""A classifier's answers to images that may have several labels or none, and its figures: pure functions, as those of
-metrics/classification/answers.py are. A label counts as named where its probability reaches its threshold.
+"""A classifier's answers to images that may have several labels or none, and its figures: pure
+functions, as those of metrics/classification/answers.py are. A label counts as named where its
+probability reaches its threshold.
 """
 
 from dataclasses import dataclass
@@ -28,12 +29,18 @@ class LabelAnswers(Answers):
 
     @cached_property
     def confidence(self) -> Tensor:
-        """float64 [n]: of the wrong decisions on each image's labels the surest one's, 0.0 where there is none."""
-        return ((self.probabilities - self.labels.double()).abs() * (self.named != self.labels)).amax(1)
+        """float64 [n]: of the wrong decisions on each image's labels the surest one's, 0.0 where
+        there is none.
+        """
+        return (
+            (self.probabilities - self.labels.double()).abs() * (self.named != self.labels)
+        ).amax(1)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Of F1, the sum of the first over the sum of the second, each image's part in each label: float64 [n, K]."""
+        """Of F1, the sum of the first over the sum of the second, each image's part in each label:
+        float64 [n, K].
+        """
         return 2.0 * (self.named & self.labels).double(), self.named.double() + self.labels.double()
 
 
@@ -44,7 +51,10 @@ def micro_f1(answers: LabelAnswers) -> Measured:
 
 def macro_f1(answers: LabelAnswers) -> Measured:
     """The mean of the labels' F1; one that no image has and none is named to have is left out."""
-    each = [_ratio(above, below) for above, below in zip(*(part.T for part in answers.parts), strict=True)]
+    each = [
+        _ratio(above, below)
+        for above, below in zip(*(part.T for part in answers.parts), strict=True)
+    ]
     there = [(one.value, one.influence) for one in each if one.value is not None]
     if not there:
         return Measured(None)
@@ -53,7 +63,9 @@ def macro_f1(answers: LabelAnswers) -> Measured:
 
 
 def _ratio(above: Tensor, below: Tensor) -> Measured:
-    """The sum of `above` over that of `below`, both [n], and each image's influence on it; None of nothing."""
+    """The sum of `above` over that of `below`, both [n], and each image's influence on it; None of
+    nothing.
+    """
     total = float(below.sum())
     if not total:
         return Measured(None)
@@ -62,11 +74,13 @@ def _ratio(above: Tensor, below: Tensor) -> Measured:
 
 
 def best_thresholds(answers: Answers) -> list[float]:
-    """Each label's threshold with the best F1 on these images, the highest of equal ones, in the middle between two
-    probabilities; 0.5 for a label that no image has.
+    """Each label's threshold with the best F1 on these images, the highest of equal ones, in the
+    middle between two probabilities; 0.5 for a label that no image has.
     """
     found = []
-    for scores, present in zip(answers.probabilities.T.numpy(), answers.labels.T.numpy(), strict=True):
+    for scores, present in zip(
+        answers.probabilities.T.numpy(), answers.labels.T.numpy(), strict=True
+    ):
         levels, level = np.unique(scores, return_inverse=True)  # ascending
         hits = np.bincount(level[present], minlength=len(levels))[::-1].cumsum()
         named = np.bincount(level, minlength=len(levels))[::-1].cumsum()

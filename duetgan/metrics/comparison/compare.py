@@ -1,8 +1,11 @@
-"""Which of two evaluated runs is better: image by image where both kept them, else by intervals, or by training seeds.
+"""Which of two evaluated runs is better: image by image where both kept them, else by intervals, or
+by training seeds.
 
-A group is one run, or several that were trained alike with other seeds. Every group is compared with the first.
+A group is one run, or several that were trained alike with other seeds. Every group is compared
+with the first.
 
-What an evaluation keeps of every image is FILE: those of COLUMNS that there are, [n], and `About` in its metadata.
+What an evaluation keeps of every image is FILE: those of COLUMNS that there are, [n], and `About`
+in its metadata.
 """
 
 import hashlib
@@ -59,16 +62,29 @@ def keep_predictions(
     seed: int,  # of the evaluation
     judge: str | None = None,  # fingerprint of the classifier, where it is not the checkpoint's own
 ) -> dict[str, Any]:
-    """Write FILE of an evaluation into a folder; returns what its document says of it: `data_hash`, `predictions`."""
+    """Write FILE of an evaluation into a folder; returns what its document says of it: `data_hash`,
+    `predictions`.
+    """
     n = len(next(iter(columns.values())))
     about = {"task": checkpoint["task"], "data": reader.meta.content_hash, "n": n, "seed": seed}
-    about |= {"training_seed": checkpoint["config"].get("seed"), "classes": checkpoint["classes"], "judge": judge}
-    return {"data_hash": reader.meta.content_hash, "predictions": save_predictions(folder, about, columns)}
+    about |= {
+        "training_seed": checkpoint["config"].get("seed"),
+        "classes": checkpoint["classes"],
+        "judge": judge,
+    }
+    return {
+        "data_hash": reader.meta.content_hash,
+        "predictions": save_predictions(folder, about, columns),
+    }
 
 
-def save_predictions(folder: Path, about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> dict[str, str]:
+def save_predictions(
+    folder: Path, about: Mapping[str, Any], columns: Mapping[str, np.ndarray]
+) -> dict[str, str]:
     """Write FILE into a folder; `about` is `About` without `schema`. Returns `file` and `sha256`."""
-    arrays = {name: np.ascontiguousarray(column, dtype=COLUMNS[name]) for name, column in columns.items()}
+    arrays = {
+        name: np.ascontiguousarray(column, dtype=COLUMNS[name]) for name, column in columns.items()
+    }
     content = save(arrays, {"about": json.dumps({"schema": SCHEMA, **about})})
     write_atomic(folder / FILE, content)
     return {"file": FILE, "sha256": hashlib.sha256(content).hexdigest()}
@@ -88,17 +104,25 @@ class Predictions:
         with bounded.reading(path, remedy, *faults):
             content = bounded.read_file(path, bounded.TABLE)
             if hashlib.sha256(content).hexdigest() != sha256:
-                raise UserError(f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}")
+                raise UserError(
+                    f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}"
+                )
             columns = load(content)
             head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            about = About.read(json.loads(head["__metadata__"]["about"]), "about").model_dump(by_alias=True)
+            about = About.read(json.loads(head["__metadata__"]["about"]), "about").model_dump(
+                by_alias=True
+            )
             n, classes = about["n"], len(about["classes"])
             for name, column in columns.items():
                 if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):
-                    raise ValueError(f"column {name} is {column.dtype} {list(column.shape)}, n is {n}")
+                    raise ValueError(
+                        f"column {name} is {column.dtype} {list(column.shape)}, n is {n}"
+                    )
                 if column.dtype == np.float64 and not np.isfinite(column).all():
                     raise ValueError(f"column {name} is not finite")
-                if name in ("label", "prediction") and not 0 <= column.min() <= column.max() < max(1, classes):
+                if name in ("label", "prediction") and not 0 <= column.min() <= column.max() < max(
+                    1, classes
+                ):
                     raise ValueError(f"column {name} lies beyond the {classes} classes")
             if "prediction" in columns and "label" not in columns:
                 raise ValueError("column label is missing")
@@ -107,7 +131,9 @@ class Predictions:
 
     @property
     def hits(self) -> np.ndarray | None:
-        """Whether each image is predicted as its label says, bool [n]; None where nothing was predicted."""
+        """Whether each image is predicted as its label says, bool [n]; None where nothing was
+        predicted.
+        """
         if "prediction" not in self.columns:
             return None
         return self.columns["prediction"] == self.columns["label"]
@@ -115,7 +141,8 @@ class Predictions:
 
 ROWS = {row.key: row for row in FIGURES if row.better}
 SHARES = ("accuracy", "recognised")  # of images that are predicted as their label says
-SPEED = {"precision": None, "fold": False, "tta": "off"}  # a classifier's options, as in older documents
+# a classifier's options, as in older documents
+SPEED = {"precision": None, "fold": False, "tta": "off"}
 
 
 Interval = Annotated[list[float], Len(2, 2)]
@@ -134,9 +161,16 @@ def _stored(name: str, rows: Iterable[Figure], **more: Any) -> type[Stored]:
 
 _FEATURES = [row for row in ROWS.values() if row in GAN and not row.by_judge]
 _Distance = _stored("_Distance", _FEATURES, extractor=(str, ...), weights=(str, ...))
-_HEAD: dict[str, Any] = {"task": (str, ...), "n": (PositiveInt, ...), "seed": (Whole, ...), "predictions": (_Sha, ...)}
+_HEAD: dict[str, Any] = {
+    "task": (str, ...),
+    "n": (PositiveInt, ...),
+    "seed": (Whole, ...),
+    "predictions": (_Sha, ...),
+}
 _OWN = [row for row in ROWS.values() if row not in _FEATURES]
-_Document = _stored("_Document", _OWN, **_HEAD, distances=(list[_Distance], []), notes=(dict[str, Any], {}))  # type: ignore[valid-type]
+_Document = _stored(
+    "_Document", _OWN, **_HEAD, distances=(list[_Distance], []), notes=(dict[str, Any], {})
+)  # type: ignore[valid-type]
 
 
 class Evaluated:
@@ -146,7 +180,9 @@ class Evaluated:
         """Raises UserError for what is missing or unfit."""
         folder = Path(run) / "eval" if (Path(run) / "eval").is_dir() else Path(run)
         path = folder / "metrics.json"
-        with bounded.reading(path, f"evaluate it with evaluate.py --checkpoint {run}", ValueError, RecursionError):
+        with bounded.reading(
+            path, f"evaluate it with evaluate.py --checkpoint {run}", ValueError, RecursionError
+        ):
             document = json.loads(bounded.read_file(path, bounded.TABLE))
             _Document.read(document)
         self.name, self.document = run, document
@@ -155,10 +191,14 @@ class Evaluated:
 
     @cached_property
     def figures(self) -> dict[str, tuple[float, list[float] | None]]:
-        """(value, interval) of every figure that can be compared; distances by their extractor and its weights."""
+        """(value, interval) of every figure that can be compared; distances by their extractor and
+        its weights.
+        """
         parts = [("", self.document, _OWN)]
         for row in self.document.get("distances", []):
-            parts.append((f" {row['extractor'].partition(':')[0]} {row['weights']}".rstrip(), row, _FEATURES))
+            parts.append(
+                (f" {row['extractor'].partition(':')[0]} {row['weights']}".rstrip(), row, _FEATURES)
+            )
         return {
             row.key + suffix: (values[row.key], values.get(f"{row.key}_interval"))
             for suffix, values, rows in parts
@@ -168,15 +208,22 @@ class Evaluated:
 
 
 def compare(groups: Sequence[str]) -> dict[str, Any]:
-    """The comparison of two or more groups, ready for JSON: each a run, or runs with commas between them.
+    """The comparison of two or more groups, ready for JSON: each a run, or runs with commas between
+    them.
 
-    Returns `task`, `n`, `seed`, `data_hash`, `runs` (the groups), `comparisons`: for every group after the first `run`
-    and `figures`, a list of `figure`, `first`, `second`, `difference`, `interval`, `p`, `method`, `verdict`; `notes`.
+    Returns `task`, `n`, `seed`, `data_hash`, `runs` (the groups), `comparisons`: for every group
+    after the first `run` and `figures`, a list of `figure`, `first`, `second`, `difference`,
+    `interval`, `p`, `method`, `verdict`; `notes`.
     Raises UserError unless all runs were evaluated on the same images with the same seed.
     """
     if len(groups) < 2:
-        raise UserError("--compare needs two runs or more: --compare RUN RUN; the others are compared with the first")
-    loaded = [[Evaluated(run) for run in ([group] if Path(group).is_dir() else group.split(","))] for group in groups]
+        raise UserError(
+            "--compare needs two runs or more: --compare RUN RUN; the others are compared with the first"
+        )
+    loaded = [
+        [Evaluated(run) for run in ([group] if Path(group).is_dir() else group.split(","))]
+        for group in groups
+    ]
     first = loaded[0][0]
     for run in (run for group in loaded for run in group):
         _check_alike(first, run)
@@ -195,7 +242,8 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
         "data_hash": about["data"],
         "runs": list(groups),
         "comparisons": [
-            {"run": group, "figures": list(table.values())} for group, table in zip(groups[1:], tables, strict=True)
+            {"run": group, "figures": list(table.values())}
+            for group, table in zip(groups[1:], tables, strict=True)
         ],
         "notes": _notes(sets),
     }
@@ -203,7 +251,13 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
 
 def _check_alike(first: Evaluated, other: Evaluated) -> None:
     """Raise UserError unless both were evaluated on the same images in the same way."""
-    words = {"task": "task", "data": "test file (hash)", "n": "number of images", "seed": "seed", "classes": "classes"}
+    words = {
+        "task": "task",
+        "data": "test file (hash)",
+        "n": "number of images",
+        "seed": "seed",
+        "classes": "classes",
+    }
     for key, name in words.items():
         own, its = first.about[key], other.about[key]
         if own != its:
@@ -216,7 +270,9 @@ def _check_alike(first: Evaluated, other: Evaluated) -> None:
         pair = [run.document.get(key, older) for run in (first, other)]
         if pair[0] != pair[1] and None not in pair:
             values = " and ".join(str(value).lower()[:12] for value in pair)
-            raise UserError(f"{first.name} and {other.name} were evaluated with --{key} {values}; evaluate both alike")
+            raise UserError(
+                f"{first.name} and {other.name} were evaluated with --{key} {values}; evaluate both alike"
+            )
 
 
 def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:
@@ -224,7 +280,9 @@ def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:
     seeds = [run.about["training_seed"] for run in group]
     if len(group) > 1 and (None in seeds or len(set(seeds)) < len(seeds)):
         names = ", ".join(f"{run.name} ({seed})" for run, seed in zip(group, seeds, strict=True))
-        raise UserError(f"runs of a group must be trained with different seeds, not {names}; train with other --seed")
+        raise UserError(
+            f"runs of a group must be trained with different seeds, not {names}; train with other --seed"
+        )
     return sorted(group, key=lambda run: run.about["training_seed"] or 0)
 
 
@@ -232,7 +290,9 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
     """The figures that both groups have, by name."""
     seeds = [[run.about["training_seed"] for run in group] for group in (first, second)]
     if len(first) != len(second) or (len(first) > 1 and seeds[0] != seeds[1]):
-        raise UserError(f"the groups have the training seeds {seeds[0]} and {seeds[1]}; give runs of equal seeds")
+        raise UserError(
+            f"the groups have the training seeds {seeds[0]} and {seeds[1]}; give runs of equal seeds"
+        )
     runs = [*first, *second]
     judges = {run.about["judge"] for run in runs}
     rows = {}
@@ -241,7 +301,11 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
         if None in values or (_row(name).by_judge and len(judges) > 1):
             continue
         one, other = ([run.figures[name][0] for run in group] for group in (first, second))
-        difference = paired.by_seeds(one, other) if len(first) > 1 else _difference(name, first[0], second[0])
+        difference = (
+            paired.by_seeds(one, other)
+            if len(first) > 1
+            else _difference(name, first[0], second[0])
+        )
         rows[name] = {
             "figure": name,
             "first": float(np.mean(one)),
@@ -263,7 +327,8 @@ def _difference(name: str, first: Evaluated, second: Evaluated) -> paired.Differ
     if name in SHARES and hits is not None and others is not None:
         return paired.paired_shares(hits, others)
     (value, interval), (its_value, its_interval) = first.figures[name], second.figures[name]
-    own, its = (run.predictions.columns.get(name) for run in (first, second))  # each image's influence
+    # each image's influence
+    own, its = (run.predictions.columns.get(name) for run in (first, second))
     if own is not None and its is not None:
         return paired.paired_figures(its_value - value, own, its)
     if interval is not None and its_interval is not None:
@@ -283,10 +348,16 @@ def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:
     if len({run.about["judge"] for run in runs}) > 1:
         notes["recognised"] = "the runs had other judges; evaluate them with the same --classifier"
     without = [name for name, (_, interval) in runs[0].figures.items() if interval is None]
-    if len(sets[0]) == 1 and (bare := [name for name in without if name not in runs[0].predictions.columns]):
-        notes["intervals"] = f"no verdict on {', '.join(bare)}: no interval is known, nor each image's influence"
+    if len(sets[0]) == 1 and (
+        bare := [name for name in without if name not in runs[0].predictions.columns]
+    ):
+        notes["intervals"] = (
+            f"no verdict on {', '.join(bare)}: no interval is known, nor each image's influence"
+        )
     if len(sets) > 2:
-        notes["p"] = f"corrected for {len(sets) - 1} comparisons with the first (Holm); the intervals are not"
+        notes["p"] = (
+            f"corrected for {len(sets) - 1} comparisons with the first (Holm); the intervals are not"
+        )
     return notes
 
 

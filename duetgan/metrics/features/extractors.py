@@ -1,5 +1,5 @@
-"""Named feature extractors, images in, feature vectors out: the name is given with every figure. Which images are
-taken, and passes over them that all processes share.
+"""Named feature extractors, images in, feature vectors out: the name is given with every figure.
+Which images are taken, and passes over them that all processes share.
 """
 
 import importlib
@@ -36,7 +36,9 @@ from duetgan.utils.text import did_you_mean
 
 @dataclass
 class Extractor:
-    """A deterministic function of images as files have them: [n, C, H, W] on any device -> floats [n, dim]."""
+    """A deterministic function of images as files have them: [n, C, H, W] on any device -> floats
+    [n, dim].
+    """
 
     name: str  # which figures carry, e.g. `resnet50`
     dim: int  # number of features
@@ -51,13 +53,15 @@ class Extractor:
         with torch.no_grad(), full_float32(self.device):
             features = self.compute(images).cpu()
         if not torch.isfinite(features).all():
-            raise UserError(f"extractor {self.name} gives features that are not finite; its weights are broken")
+            raise UserError(
+                f"extractor {self.name} gives features that are not finite; its weights are broken"
+            )
         return features
 
 
 def pixel_features(spec: ImageSpec) -> Extractor:
-    """All channels averaged down to 8x8 pixels, in [0, 1], colours multiplied by alpha: no weights and no time, for
-    quick looks during training only.
+    """All channels averaged down to 8x8 pixels, in [0, 1], colours multiplied by alpha: no weights
+    and no time, for quick looks during training only.
     """
 
     def compute(images: Tensor) -> Tensor:
@@ -68,21 +72,27 @@ def pixel_features(spec: ImageSpec) -> Extractor:
     return Extractor("pixels", spec.channels * 64, compute, torch.device("cpu"))
 
 
-GROUNDS = {"grey": 128, "white": 255}  # behind transparent images: on one alone, its own colour would be opaque, too
+# behind transparent images: on one alone, its own colour would be opaque, too
+GROUNDS = {"grey": 128, "white": 255}
 
 
 def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
-    """An extractor of 8-bit grey or RGB for images of `spec`: of what `visible` makes of them, on each of GROUNDS where
-    they are transparent, the features side by side. Its name says what it sees.
+    """An extractor of 8-bit grey or RGB for images of `spec`: of what `visible` makes of them, on
+    each of GROUNDS where they are transparent, the features side by side. Its name says what it
+    sees.
     """
     if spec.plain:
         return extractor
     grounds = GROUNDS if spec.alpha else {"": None}
-    name = extractor.name + f", channels 1 to {min(3, spec.colours - 1)}" * (spec.colours not in (1, 3))
+    name = extractor.name + f", channels 1 to {min(3, spec.colours - 1)}" * (
+        spec.colours not in (1, 3)
+    )
     name += f", on {' and '.join(GROUNDS)}" * spec.alpha
 
     def compute(images: Tensor) -> Tensor:
-        return torch.cat([extractor.compute(visible(images, spec, ground)) for ground in grounds.values()], dim=1)
+        return torch.cat(
+            [extractor.compute(visible(images, spec, ground)) for ground in grounds.values()], dim=1
+        )
 
     return replace(extractor, name=name, dim=extractor.dim * len(grounds), compute=compute)
 
@@ -99,15 +109,22 @@ def classifier_features(classifier: Classifier, *, name: str) -> Extractor:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1, 1], of its size.
+    """Images [n, C, H, W], as files have them, as the classifier wants them: on its device, in [-1,
+    1], of its size.
     Raises UserError for images of another kind, except grey for RGB and RGB for grey.
     """
     spec, channels = classifier.spec, images.shape[1]
     fits = channels == spec.channels or (spec.plain and channels in (1, 3))
     if not fits or images.dtype != getattr(torch, spec.depth):
-        raise UserError(f"{images.dtype} of {channels} channels: the classifier takes {spec.words}; give another one")
+        raise UserError(
+            f"{images.dtype} of {channels} channels: the classifier takes {spec.words}; give another one"
+        )
     spec = spec if channels == spec.channels else replace(spec, channels=channels)
-    return fit_images(spec.to_float(upload(images, device_of(classifier))), classifier.resolution, classifier.channels)
+    return fit_images(
+        spec.to_float(upload(images, device_of(classifier))),
+        classifier.resolution,
+        classifier.channels,
+    )
 
 
 FILE_NAME = "resnet50-imagenet.safetensors"
@@ -120,13 +137,15 @@ PLACES = (
 
 
 def find_weights(given: str | Path | None = None) -> Path | None:
-    """The weights file: the given one, else $DUET_WEIGHTS, else one of PLACES, else None. Raises UserError where the
-    given file, or the one that the variable names, is not there.
+    """The weights file: the given one, else $DUET_WEIGHTS, else one of PLACES, else None. Raises
+    UserError where the given file, or the one that the variable names, is not there.
     """
     for source, name in (("--weights", given), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
         if name:
             if not Path(name).is_file():
-                raise UserError(f"{source} {name}: no such file; give {FILE_NAME} or another ResNet-50 state dict")
+                raise UserError(
+                    f"{source} {name}: no such file; give {FILE_NAME} or another ResNet-50 state dict"
+                )
             return Path(name)
     return next((place for place in PLACES if place.is_file()), None)
 
@@ -144,11 +163,16 @@ def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Pat
     return path
 
 
-def resnet50_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
-    """2048 pooled features of an ImageNet ResNet-50. Images up to 64 px are scaled to 64 px, larger ones to 224 px,
-    bilinearly, rectangles bent to squares; grey is repeated to three channels.
+def resnet50_features(
+    weights: str | Path | None = None, *, device: torch.device | str = "cpu"
+) -> Extractor:
+    """2048 pooled features of an ImageNet ResNet-50. Images up to 64 px are scaled to 64 px, larger
+    ones to 224 px, bilinearly, rectangles bent to squares; grey is repeated to three channels.
     """
-    path, place = needed_weights(weights, "extractor resnet50 needs a weights file"), torch.device(device)
+    path, place = (
+        needed_weights(weights, "extractor resnet50 needs a weights file"),
+        torch.device(device),
+    )
     known_by = file_hash(path)
     network = load_resnet50(path).to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -156,19 +180,31 @@ def resnet50_features(weights: str | Path | None = None, *, device: torch.device
         inputs = upload(images, place).float() / 255  # [n, C, H, W] in [0, 1]
         side = 64 if max(inputs.shape[-2:]) <= 64 else 224
         if inputs.shape[-2:] != (side, side):
-            # antialias matters only when shrinking; without it a large image would lose detail by aliasing
-            inputs = F.interpolate(inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+            # antialias matters only when shrinking; without it a large image would lose detail by
+            # aliasing
+            inputs = F.interpolate(
+                inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True
+            )
         return network(normalize(inputs).contiguous(memory_format=torch.channels_last))
 
-    return Extractor("resnet50", 2048, compute, place, f"{path.name} {known_by}", Lineage.of(pretrained=[known_by]))
+    return Extractor(
+        "resnet50",
+        2048,
+        compute,
+        place,
+        f"{path.name} {known_by}",
+        Lineage.of(pretrained=[known_by]),
+    )
 
 
 def load_resnet50(path: Path) -> nn.Module:
-    """A ResNet-50 without its head, float32, in evaluation mode, with the weights of a `.safetensors` or `.pth` file.
+    """A ResNet-50 without its head, float32, in evaluation mode, with the weights of a
+    `.safetensors` or `.pth` file.
 
-    The file has torchvision's parameter names. A safetensors file whose metadata says `stride: conv1 ...` is He's
-    original network; every other file is taken for torchvision's, whose stride of 2 sits in `conv2`. Raises UserError
-    where the file cannot be read, or a key or a shape is not ResNet-50's.
+    The file has torchvision's parameter names. A safetensors file whose metadata says `stride:
+    conv1 ...` is He's original network; every other file is taken for torchvision's, whose stride
+    of 2 sits in `conv2`. Raises UserError where the file cannot be read, or a key or a shape is not
+    ResNet-50's.
     """
     state, metadata = read_state_dict(path)
     he_strides = metadata.get("stride", "").startswith("conv1")
@@ -180,24 +216,33 @@ def load_resnet50(path: Path) -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
-def inception_features(weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> Extractor:
-    """2048 pooled features of the Inception network that published FID figures use, through torch-fidelity, which
-    scales to 299 px as the TensorFlow original does.
+def inception_features(
+    weights: str | Path | None = None, *, device: torch.device | str = "cpu"
+) -> Extractor:
+    """2048 pooled features of the Inception network that published FID figures use, through
+    torch-fidelity, which scales to 299 px as the TensorFlow original does.
     """
-    with explained(ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"):
+    with explained(
+        ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"
+    ):
         library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
     path, source, place = None, "torch-fidelity's download", torch.device(device)
     if weights:
         path, source = str(weights), Path(weights).name
         read_state_dict(Path(weights))  # torch-fidelity itself would unpickle anything
     remedy = (
-        "give torch-fidelity's weights-inception-2015-12-05-6726825d.pth with --weights, or take --extractor resnet50"
+        "give torch-fidelity's weights-inception-2015-12-05-6726825d.pth with --weights, or take "
+        "--extractor resnet50"
     )
     with explained(  # no network (URLError is an OSError), or not Inception's state dict
         (OSError, RuntimeError),
-        lambda why: f"Inception's weights could not be downloaded ({str(why).splitlines()[0]}); {remedy}",
+        lambda why: (
+            f"Inception's weights could not be downloaded ({str(why).splitlines()[0]}); {remedy}"
+        ),
     ):
-        network = library.FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=path)
+        network = library.FeatureExtractorInceptionV3(
+            "inception", ["2048"], feature_extractor_weights_path=path
+        )
     network = network.to(place)
 
     def compute(images: Tensor) -> Tensor:
@@ -219,15 +264,17 @@ def build(
     classifier: str | None = None,  # run or file that a bare `classifier` means
     judge: Classifier | None = None,  # that run's classifier, if it is loaded already
 ) -> list[Extractor]:
-    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`. Raises
-    UserError for an unknown name, one that comes twice, a weights file that fits no or two of them, and where something
-    that the extractor needs is missing.
+    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`,
+    `classifier:RUN_OR_FILE`. Raises UserError for an unknown name, one that comes twice, a weights
+    file that fits no or two of them, and where something that the extractor needs is missing.
     """
     parts = [spec.partition(":") for spec in specs]
     for kind, colon, argument in parts:
         if kind not in EXTRACTORS or (colon and kind != "classifier"):
             near = did_you_mean(kind, EXTRACTORS)
-            raise UserError(f"no extractor {kind + colon + argument!r}{near}; there are {', '.join(EXTRACTORS)}")
+            raise UserError(
+                f"no extractor {kind + colon + argument!r}{near}; there are {', '.join(EXTRACTORS)}"
+            )
     readers = [kind for kind, _, _ in parts if kind in WITH_WEIGHTS]
     if weights and len(readers) != 1:
         raise UserError(
@@ -239,9 +286,12 @@ def build(
         if kind == "classifier":
             run = argument or classifier
             if not run:
-                raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
+                raise UserError(
+                    "extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN"
+                )
             loaded = judge if judge is not None and run == classifier else None
-            loaded = loaded or classifier_from(read(resolve(run)), device, several=True)  # of which features are taken
+            # of which features are taken
+            loaded = loaded or classifier_from(read(resolve(run)), device, several=True)
             extractor = classifier_features(loaded, name=f"classifier:{run}")
         elif kind == "pixels":
             extractor = pixel_features(spec)
@@ -257,7 +307,9 @@ def build(
 def build_extractors(
     options: Namespace, spec: ImageSpec, device: torch.device, judge: Classifier | None
 ) -> list[Extractor]:
-    """Those that were asked for, else those that can be had without asking. The judge is not loaded a second time."""
+    """Those that were asked for, else those that can be had without asking. The judge is not loaded
+    a second time.
+    """
     run, weights = options.classifier, options.weights
     if options.extractor:
         names = [name.strip() for text in options.extractor for name in text.split(",")]
@@ -274,28 +326,35 @@ def build_extractors(
 T = TypeVar("T")
 
 MOST, LEAST = 64, 4  # images of a chunk
-PIXELS = 2**20  # of a chunk, between these bounds: what a network needs of memory does not grow with the image size
+# of a chunk, between these bounds: what a network needs of memory does not grow with the image size
+PIXELS = 2**20
 
 
 def chunk_size(side: int) -> int:
-    """Images of `side` px that networks compute together: 64 up to 128 px, 16 at 256 px, 4 from 512 px on."""
+    """Images of `side` px that networks compute together: 64 up to 128 px, 16 at 256 px, 4 from 512
+    px on.
+    """
     return max(LEAST, min(MOST, PIXELS // side**2))
 
 
 def shared_pass(
     count: int,  # images
-    work: Callable[[range], T],  # what is made of the images of a chunk: plain data, and tensors on the CPU
+    # what is made of the images of a chunk: plain data, and tensors on the CPU
+    work: Callable[[range], T],
     *,
     side: int,  # of the images, the shorter one, in px
-    batch_size: int,  # images that a process takes before the results are sent, in whole chunks and at least one
+    # images that a process takes before the results are sent, in whole chunks and at least one
+    batch_size: int,
     multiple: int = 1,  # of which a chunk's size must be one
     what: str = "",  # the images on a progress bar; empty: there is none
 ) -> Iterator[T]:
-    """The results of `work` for every chunk of images: on rank 0 all of them in order, on the others none.
+    """The results of `work` for every chunk of images: on rank 0 all of them in order, on the
+    others none.
 
-    The chunks begin at fixed images whatever the batch size and the number of processes, and each is computed as a
-    whole by one process: the last bits of a network's float32 outputs depend on the images they are computed with. All
-    ranks must exhaust it. A UserError of one rank is raised on all of them.
+    The chunks begin at fixed images whatever the batch size and the number of processes, and each
+    is computed as a whole by one process: the last bits of a network's float32 outputs depend on
+    the images they are computed with. All ranks must exhaust it. A UserError of one rank is raised
+    on all of them.
     """
     size = max(1, chunk_size(side) // multiple) * multiple
     chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
@@ -318,10 +377,11 @@ def feature_sets(
     side: int,  # of the images, in px
     batch_size: int = 64,
     what: str = "",  # the images on a progress bar; empty: there is none
-    observe: Callable[[range, Tensor, list[Tensor]], None] | None = None,  # on rank 0: each range, images and features
+    # on rank 0: each range, images and features
+    observe: Callable[[range, Tensor, list[Tensor]], None] | None = None,
 ) -> list[Tensor]:
-    """One pass over the images for all extractors, shared by the ranks: [total, F] of each on rank 0, [0, F] on the
-    others. All ranks must call this.
+    """One pass over the images for all extractors, shared by the ranks: [total, F] of each on rank
+    0, [0, F] on the others. All ranks must call this.
     """
     rows = [[torch.empty(0, extractor.dim)] for extractor in extractors]
 
@@ -329,7 +389,9 @@ def feature_sets(
         images = source(chunk)
         return chunk, images if observe else None, [extractor(images) for extractor in extractors]
 
-    for chunk, images, features in shared_pass(total, work, side=side, batch_size=batch_size, what=what):
+    for chunk, images, features in shared_pass(
+        total, work, side=side, batch_size=batch_size, what=what
+    ):
         for part, new in zip(rows, features, strict=True):
             part.append(new)
         if observe is not None and images is not None:
@@ -339,18 +401,26 @@ def feature_sets(
 
 @dataclass
 class RealFeatures:
-    """Features of real images, kept between evaluations by the file's content, the draw, the extractor's name and
-    weights.
+    """Features of real images, kept between evaluations by the file's content, the draw, the
+    extractor's name and weights.
     """
 
     batch_size: int = 64
     show: bool = False  # a progress bar
     _sets: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
-    def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[Tensor]:
-        """The features of `selection` under each extractor. All ranks must call this; rank 0 has the features."""
-        keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
-        if missing := {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}:
+    def get(
+        self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]
+    ) -> list[Tensor]:
+        """The features of `selection` under each extractor. All ranks must call this; rank 0 has
+        the features.
+        """
+        keys = [
+            (reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors
+        ]
+        if missing := {
+            key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets
+        }:
             features = feature_sets(
                 partial(selection.images, reader),
                 list(missing.values()),

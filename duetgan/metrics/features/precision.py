@@ -13,8 +13,9 @@ _lock, _inside, _undo = Lock(), 0, ExitStack()
 
 @contextmanager
 def full_float32(device: torch.device | str) -> Iterator[None]:
-    """No autocast, no TF32 and deterministic convolutions inside the block; the settings come back afterwards. They are
-    the process's: of several threads the first to enter changes them, the last to leave brings them back.
+    """No autocast, no TF32 and deterministic convolutions inside the block; the settings come back
+    afterwards. They are the process's: of several threads the first to enter changes them, the last
+    to leave brings them back.
     """
     global _inside, _undo
     with _lock:
@@ -34,10 +35,13 @@ def _full() -> ExitStack:
     """Change the settings; leaving the stack brings them back."""
     cudnn, undo = torch.backends.cudnn, ExitStack()
     backends: Any = torch.backends
-    for matmul in (backends.cuda.matmul, backends.mkldnn.matmul):  # "none"; or what is compiled is compiled again
+    # "none"; or what is compiled is compiled again
+    for matmul in (backends.cuda.matmul, backends.mkldnn.matmul):
         undo.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
     undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    undo.enter_context(cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False))
+    undo.enter_context(
+        cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False)
+    )
     torch.set_float32_matmul_precision("highest")
     return undo
 

@@ -24,12 +24,20 @@ class Selection:
 
 
 def select(
-    labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0, hot: np.ndarray | None = None
+    labels: np.ndarray,
+    *,
+    n: int,
+    seed: int,
+    role: str,
+    per_class: int = 0,
+    hot: np.ndarray | None = None,
 ) -> Selection:
-    """Draw n images without replacement by the key (seed, "eval", role), then add until a class has `per_class`.
+    """Draw n images without replacement by the key (seed, "eval", role), then add until a class has
+    `per_class`.
 
-    `labels` int64 [count] are those of the whole file; `hot` bool [labels, classes]: of which classes an image of each
-    is, if not of one. A class with fewer than `per_class` in it comes with all it has.
+    `labels` int64 [count] are those of the whole file; `hot` bool [labels, classes]: of which
+    classes an image of each is, if not of one. A class with fewer than `per_class` in it comes with
+    all it has.
     """
     order = numpy_generator(seed, "eval", role).permutation(len(labels))
     wanted = np.zeros(len(order), dtype=bool)

@@ -15,8 +15,9 @@ def polynomial_kernel(first: Tensor, second: Tensor) -> Tensor:
 
 
 def squared_mmd(first: Tensor, second: Tensor) -> tuple[float, list[Tensor]]:
-    """Unbiased estimate of the squared maximum mean discrepancy (Gretton et al. 2012, eq. 3), which may be below 0, and
-    how it answers to the weight of each image: its derivatives [n] and [m] by log weights, which sum to 0.
+    """Unbiased estimate of the squared maximum mean discrepancy (Gretton et al. 2012, eq. 3), which
+    may be below 0, and how it answers to the weight of each image: its derivatives [n] and [m] by
+    log weights, which sum to 0.
 
     `first` [n, F] and `second` [m, F] in float64, n and m at least 2.
     """
@@ -35,17 +36,21 @@ def squared_mmd(first: Tensor, second: Tensor) -> tuple[float, list[Tensor]]:
 
 
 def kernel_distance(first: Tensor, second: Tensor, *, seed: int) -> tuple[float, float]:
-    """Mean unbiased squared MMD of features [n, F] and [m, F] over random subsets of equal size, 0 is expected of equal
-    distributions; and its variance over draws of both sets of images by the infinitesimal jackknife.
+    """Mean unbiased squared MMD of features [n, F] and [m, F] over random subsets of equal size, 0
+    is expected of equal distributions; and its variance over draws of both sets of images by the
+    infinitesimal jackknife.
 
-    Subset i is drawn without replacement by the key (seed, "eval", "kernel", i). Where both sets have no more than
-    SUBSET_SIZE vectors, all subsets would be the whole sets, which are then taken once. A bootstrap would be biased:
-    an image that is drawn twice is unusually near to itself. Where the sets are equal but for chance, the variance is
-    up to twice too large. Raises ValueError for different dimensions, or fewer than two vectors in a set.
+    Subset i is drawn without replacement by the key (seed, "eval", "kernel", i). Where both sets
+    have no more than SUBSET_SIZE vectors, all subsets would be the whole sets, which are then taken
+    once. A bootstrap would be biased: an image that is drawn twice is unusually near to itself.
+    Where the sets are equal but for chance, the variance is up to twice too large. Raises
+    ValueError for different dimensions, or fewer than two vectors in a set.
     """
     size = min(SUBSET_SIZE, len(first), len(second))
     if size < 2 or first.shape[1] != second.shape[1]:
-        raise ValueError(f"no kernel distance between features {list(first.shape)} and {list(second.shape)}")
+        raise ValueError(
+            f"no kernel distance between features {list(first.shape)} and {list(second.shape)}"
+        )
     first, second = first.detach().cpu().double(), second.detach().cpu().double()
     if size == len(first) == len(second):
         value, answers = squared_mmd(first, second)

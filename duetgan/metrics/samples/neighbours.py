@@ -1,8 +1,9 @@
-"""Which images lie in whose neighbourhood: precision, recall, density and coverage, plain and clipped, in one pass.
+"""Which images lie in whose neighbourhood: precision, recall, density and coverage, plain and
+clipped, in one pass.
 
-The ball of an image reaches to its k-th nearest neighbour in its own set. Everything is computed in float64 and in
-blocks, so that memory does not grow with the square of the number of images. Counts are kept for each of GROUPS groups
-of images: figures without one group give their intervals.
+The ball of an image reaches to its k-th nearest neighbour in its own set. Everything is computed in
+float64 and in blocks, so that memory does not grow with the square of the number of images. Counts
+are kept for each of GROUPS groups of images: figures without one group give their intervals.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +19,17 @@ from duetgan.metrics.intervals import Measured, jackknife_variance
 K_MANIFOLD = 3  # neighbours of precision and recall, as in 1904.06991
 K_DENSITY = 5  # of density and coverage, as in 2002.09797
 GROUPS = 50  # image i is in group i % GROUPS
-QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096  # rows at a time: 32 MiB of distances whatever the sizes of the sets
+# rows at a time: 32 MiB of distances whatever the sizes of the sets
+QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096
 SLACK = 1e-9  # relative: an image on the rim of a ball is inside, whatever the rounding
 
 
 def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Squared Euclidean distances of [n, F] and [m, F], float64, block by block: (rows, columns, [rows, columns])."""
-    centre = second[:REFERENCE_BLOCK].double().mean(0)  # about it, numbers are small and lose less to cancellation
+    """Squared Euclidean distances of [n, F] and [m, F], float64, block by block: (rows, columns,
+    [rows, columns]).
+    """
+    # about it, numbers are small and lose less to cancellation
+    centre = second[:REFERENCE_BLOCK].double().mean(0)
     for start in range(0, len(second), REFERENCE_BLOCK):
         columns = slice(start, min(start + REFERENCE_BLOCK, len(second)))
         block = second[columns].double() - centre
@@ -32,13 +37,15 @@ def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slic
         for begin in range(0, len(first), QUERY_BLOCK):
             rows = slice(begin, min(begin + QUERY_BLOCK, len(first)))
             queries = first[rows].double() - centre
-            squares = torch.addmm(norms[None], queries, block.T, alpha=-2).add_(queries.square().sum(1)[:, None])
+            squares = torch.addmm(norms[None], queries, block.T, alpha=-2).add_(
+                queries.square().sum(1)[:, None]
+            )
             yield rows, columns, squares.clamp_(min=0)
 
 
 def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k nearest references [m, F] of each query [n, F], of the set itself the others alone: squared distances,
-    ascending, and indices, both [n, k]. Raises ValueError for fewer references.
+    """The k nearest references [m, F] of each query [n, F], of the set itself the others alone:
+    squared distances, ascending, and indices, both [n, k]. Raises ValueError for fewer references.
     """
     if len(references) - (queries is references) < k:
         raise ValueError(f"{len(references)} images have no {k} neighbours each")
@@ -46,23 +53,34 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
     indices = torch.zeros(len(queries), k, dtype=torch.int64)
     for rows, columns, block in distance_blocks(queries, references):
         first = max(rows.start, columns.start)
-        own = torch.arange(first, max(first, min(rows.stop, columns.stop)))  # the images that are in both
+        # the images that are in both
+        own = torch.arange(first, max(first, min(rows.stop, columns.stop)))
         if queries is references:
             block[own - rows.start, own - columns.start] = torch.inf
         # of equally near ones the first
-        near = block.min(1, keepdim=True) if k == 1 else block.topk(min(k, block.shape[1]), largest=False)
+        near = (
+            block.min(1, keepdim=True)
+            if k == 1
+            else block.topk(min(k, block.shape[1]), largest=False)
+        )
         both = torch.cat([squares[rows], near.values], dim=1).sort(dim=1, stable=True)
         squares[rows] = both.values[:, :k]
-        indices[rows] = torch.cat([indices[rows], near.indices + columns.start], dim=1).gather(1, both.indices[:, :k])
+        indices[rows] = torch.cat([indices[rows], near.indices + columns.start], dim=1).gather(
+            1, both.indices[:, :k]
+        )
     return squares, indices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbourhoods:
-    """Counts of balls and images in them, by the group of the other image. m samples, n real images."""
+    """Counts of balls and images in them, by the group of the other image. m samples, n real
+    images.
+    """
 
-    manifold_of_real: Tensor  # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
-    manifold_of_samples: Tensor  # [n, G]: samples whose ball of K_MANIFOLD neighbours holds the real image
+    # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
+    manifold_of_real: Tensor
+    # [n, G]: samples whose ball of K_MANIFOLD neighbours holds the real image
+    manifold_of_samples: Tensor
     dense: Tensor  # [m, G]: real images whose ball of K_DENSITY neighbours holds the sample
     covering: Tensor  # [n, G]: samples in the real image's ball of K_DENSITY neighbours
     clipped: Tensor  # [m, G]: as `dense`, but no ball reaches farther than the median one
@@ -70,21 +88,27 @@ class Neighbourhoods:
 
 
 def neighbourhoods(samples: Tensor, real: Tensor) -> Neighbourhoods:
-    """Of features [m, F] and [n, F]. Raises ValueError where a set has no more images than neighbours are asked for."""
+    """Of features [m, F] and [n, F]. Raises ValueError where a set has no more images than
+    neighbours are asked for.
+    """
     near_real, indices = neighbours(real, real, K_DENSITY)
     near_samples, _ = neighbours(samples, samples, K_MANIFOLD)
     scale = float(real[:REFERENCE_BLOCK].double().var(0).sum())
     manifold, dense = near_real[:, K_MANIFOLD - 1], near_real[:, K_DENSITY - 1]
     short = dense.clamp(max=float(dense.quantile(0.5)))
-    by_sample = [_reach(squares, scale) for squares in (manifold, dense, short)]  # balls around real images
+    # balls around real images
+    by_sample = [_reach(squares, scale) for squares in (manifold, dense, short)]
     ball_of_sample = _reach(near_samples[:, K_MANIFOLD - 1], scale)
     groups = [_one_hot(len(part)) for part in (samples, real)]
     on_samples = [torch.zeros(len(samples), groups[1].shape[1]) for _ in by_sample]
-    on_real = [torch.zeros(len(real), groups[0].shape[1]) for _ in range(2)]  # by samples' balls, in real balls
+    # by samples' balls, in real balls
+    on_real = [torch.zeros(len(real), groups[0].shape[1]) for _ in range(2)]
     for rows, columns, squares in distance_blocks(samples, real):
         for total, reach in zip(on_samples, by_sample, strict=True):
             total[rows] += (squares <= reach[columns]).float() @ groups[1][columns]
-        for total, reach in zip(on_real, (ball_of_sample[rows, None], by_sample[1][columns]), strict=True):
+        for total, reach in zip(
+            on_real, (ball_of_sample[rows, None], by_sample[1][columns]), strict=True
+        ):
             total[columns] += (squares <= reach).float().T @ groups[0][rows]
     inside = near_real <= by_sample[2][:, None]
     centres = inside.nonzero()[:, 0]
@@ -112,7 +136,9 @@ def _one_hot(count: int) -> Tensor:
 
 
 class Estimate(NamedTuple):
-    """A figure and what it is without each group of the images averaged over, and without each group of the others."""
+    """A figure and what it is without each group of the images averaged over, and without each
+    group of the others.
+    """
 
     value: float
     without_own: Tensor  # [G]
@@ -124,8 +150,11 @@ class Estimate(NamedTuple):
         return Measured.normal(self.value, variance, low=0.0, high=high)
 
 
-def estimate(counts: Tensor, figure: Callable[[Tensor], Tensor], others: int, *, rescale: bool = False) -> Estimate:
-    """The mean over images of a figure of how many of the `others` count for each, from counts [a, G] by group.
+def estimate(
+    counts: Tensor, figure: Callable[[Tensor], Tensor], others: int, *, rescale: bool = False
+) -> Estimate:
+    """The mean over images of a figure of how many of the `others` count for each, from counts [a,
+    G] by group.
 
     With `rescale` the counts without a group are raised to what all groups would give.
     """
@@ -157,53 +186,67 @@ def recall(near: Neighbourhoods) -> Measured:
 
 
 def density(near: Neighbourhoods) -> Measured:
-    """Real images' balls that hold a sample, over k, on average; above 1 where samples crowd in dense regions."""
-    result = estimate(near.dense, lambda counts: counts / K_DENSITY, len(near.covering), rescale=True)
+    """Real images' balls that hold a sample, over k, on average; above 1 where samples crowd in
+    dense regions.
+    """
+    result = estimate(
+        near.dense, lambda counts: counts / K_DENSITY, len(near.covering), rescale=True
+    )
     return result.measured(high=torch.inf)
 
 
 def coverage(near: Neighbourhoods) -> Measured:
-    """Share of real images whose ball holds at least one sample. 1 - (1/2)^k is expected of real images."""
+    """Share of real images whose ball holds at least one sample. 1 - (1/2)^k is expected of real
+    images.
+    """
     return estimate(near.covering, _any, len(near.dense)).measured()
 
 
-# --- Salvy et al. 2025, 2507.01761: shares that can be read as percentages. Where x % of the samples are noise, clipped
-# density is about 1 - x %. Where samples leave out x % of the real images' kinds, so is clipped coverage. Real images
-# have about 1.
+# --- Salvy et al. 2025, 2507.01761: shares that can be read as percentages. Where x % of the
+# samples are noise, clipped density is about 1 - x %. Where samples leave out x % of the real
+# images' kinds, so is clipped coverage. Real images have about 1.
 
 
 def clipped_density(near: Neighbourhoods) -> Measured:
-    """Density of balls no wider than the median one, each sample's share at most 1, over the same of real images; at
-    most 1. 0 where the real images have none (more than half of them are twins).
+    """Density of balls no wider than the median one, each sample's share at most 1, over the same
+    of real images; at most 1. 0 where the real images have none (more than half of them are twins).
     """
     samples, real = (
-        estimate(counts, _filled, len(near.covering), rescale=True) for counts in (near.clipped, near.clipped_real)
+        estimate(counts, _filled, len(near.covering), rescale=True)
+        for counts in (near.clipped, near.clipped_real)
     )
     if real.value == 0:
         return Measured(0.0, [0.0, 1.0])
     value = samples.value / real.value
     # a group of real images is left out both as centres and as the images that lie in others' balls
     centres, both = samples.without_other, real.without_own + real.without_other - real.value
-    variance = jackknife_variance(samples.without_own / real.value) + jackknife_variance(centres / both)
+    variance = jackknife_variance(samples.without_own / real.value) + jackknife_variance(
+        centres / both
+    )
     return Measured(min(1.0, value), Measured.normal(value, variance, low=0.0, high=1.0).interval)
 
 
 def clipped_coverage(near: Neighbourhoods) -> Measured:
-    """How full the real images' balls are of samples, at most k in each, as the share of good samples that is expected
-    to give that.
+    """How full the real images' balls are of samples, at most k in each, as the share of good
+    samples that is expected to give that.
     """
     samples = len(near.dense)
     fullness = estimate(near.covering, _filled, samples, rescale=True).measured()
     expected = expected_fullness(samples, len(near.covering), K_DENSITY)
-    value, *interval = np.searchsorted(expected, [fullness.value, *(fullness.interval or ())]) / len(expected)
-    return Measured(float(value), list(map(float, interval)) if interval[:1] < interval[1:] else None)
+    value, *interval = np.searchsorted(
+        expected, [fullness.value, *(fullness.interval or ())]
+    ) / len(expected)
+    return Measured(
+        float(value), list(map(float, interval)) if interval[:1] < interval[1:] else None
+    )
 
 
 def expected_fullness(samples: int, real: int, k: int) -> np.ndarray:
-    """Expected min(J, k) / k for M = 0 to `samples` draws of the real distribution, float64 [samples + 1].
+    """Expected min(J, k) / k for M = 0 to `samples` draws of the real distribution, float64
+    [samples + 1].
 
-    J is how many of M lie in the ball that reaches to the k-th of N - 1 others: beta-binomial with the parameters k and
-    N - k, whatever the distribution (section 4.2 of the paper).
+    J is how many of M lie in the ball that reaches to the k-th of N - 1 others: beta-binomial with
+    the parameters k and N - k, whatever the distribution (section 4.2 of the paper).
     """
     from scipy.stats import betabinom  # here: its import takes a second of every start
 

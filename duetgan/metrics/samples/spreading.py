@@ -1,4 +1,6 @@
-"""Labels that spread over a graph of neighbours (Zhou et al. 2004, "Learning with local and global consistency")."""
+"""Labels that spread over a graph of neighbours (Zhou et al. 2004, "Learning with local and global
+consistency").
+"""
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +14,16 @@ KEPT = 0.99  # share of its neighbours' labels in an image's, alpha of Zhou et a
 ROUNDS = 50  # of spreading
 
 
-def spreading(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """How much of each class's labels arrives at the images of the graph, float64 [n, K], and at the others `asked`
-    for, [m, K], the mean over their neighbours; features are [n, F] and [m, F], `labels` int64 [n], some UNKNOWN.
+def spreading(
+    features: Tensor, labels: Tensor, asked: Tensor, classes: int
+) -> tuple[Tensor, Tensor]:
+    """How much of each class's labels arrives at the images of the graph, float64 [n, K], and at
+    the others `asked` for, [m, K], the mean over their neighbours; features are [n, F] and [m, F],
+    `labels` int64 [n], some UNKNOWN.
 
-    Two images are joined where one is among the other's nearest, by principal components of unit variance, at most a
-    tenth as many as images. F <- KEPT S F + (1 - KEPT) Y with S = D^-1/2 W D^-1/2 (section 2).
+    Two images are joined where one is among the other's nearest, by principal components of unit
+    variance, at most a tenth as many as images. F <- KEPT S F + (1 - KEPT) Y with S = D^-1/2 W
+    D^-1/2 (section 2).
     """
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
     x, others = (features - mean) / deviation, (asked - mean) / deviation
@@ -37,8 +43,8 @@ def spreading(features: Tensor, labels: Tensor, asked: Tensor, classes: int) -> 
 
 
 def spread_to(others: Tensor, features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """What labels int64 [n] of features [n, F], spread over neighbours, say of other images' [m, F]: float64 [m, K],
-    a class's share of what arrives.
+    """What labels int64 [n] of features [n, F], spread over neighbours, say of other images' [m,
+    F]: float64 [m, K], a class's share of what arrives.
     """
     x, unknown = torch.cat([features, others]), labels.new_full((len(others),), UNKNOWN)
     found = spreading(x, torch.cat([labels, unknown]), x[:1], classes)[0][len(labels) :]

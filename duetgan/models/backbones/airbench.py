@@ -1,8 +1,9 @@
-"""airbench94 (Keller Jordan, 2404.00498, as in its airbench94_muon.py): 94 % on CIFAR-10 in eight epochs.
+"""airbench94 (Keller Jordan, 2404.00498, as in its airbench94_muon.py): 94 % on CIFAR-10 in eight
+epochs.
 
-Its first convolution whitens patches of 2x2 px: its filters are made of training images before the first step
-(`whitening`) and never train, its bias does. The other convolutions begin as identities of what comes in, BatchNorms
-have no weights that train, and logits are scaled down.
+Its first convolution whitens patches of 2x2 px: its filters are made of training images before the
+first step (`whitening`) and never train, its bias does. The other convolutions begin as identities
+of what comes in, BatchNorms have no weights that train, and logits are scaled down.
 """
 
 from collections import OrderedDict
@@ -22,9 +23,10 @@ SCALE = 1 / 9  # of the logits, which have no bias
 
 
 def whitening(images: Iterable[Tensor], eps: float = EPS) -> Tensor:
-    """Filters [2 K, C, 2, 2], K = 4 C, for images in parts [n, C, H, W]: of their patches as vectors the eigenvectors
-    of the second moments, E[x x^T], each divided by the root of its eigenvalue + `eps`, the largest first; then the
-    negatives. So the first K outputs have the identity as second moments. In float64.
+    """Filters [2 K, C, 2, 2], K = 4 C, for images in parts [n, C, H, W]: of their patches as
+    vectors the eigenvectors of the second moments, E[x x^T], each divided by the root of its
+    eigenvalue + `eps`, the largest first; then the negatives. So the first K outputs have the
+    identity as second moments. In float64.
     """
     moments, count = torch.zeros((), dtype=torch.float64), 0
     for part in images:
@@ -43,13 +45,18 @@ def _layer(inputs: int, outputs: int) -> nn.Sequential:
         nn.init.dirac_(conv.weight.data[:channels])
         norm = nn.BatchNorm2d(outputs, eps=1e-12, momentum=0.4)
         pool = [("pool", nn.MaxPool2d(2))] if number == 1 else []
-        parts += [(f"conv{number}", conv), *pool, (f"norm{number}", norm), (f"act{number}", nn.GELU())]
+        parts += [
+            (f"conv{number}", conv),
+            *pool,
+            (f"norm{number}", norm),
+            (f"act{number}", nn.GELU()),
+        ]
     return nn.Sequential(OrderedDict(parts))
 
 
 class ScaledPool(nn.Module):
-    """Largest values over the maps, [N, C, 1, 1], times SCALE, which stands for that of the logits. On CUDA adaptive
-    pooling has no deterministic gradient.
+    """Largest values over the maps, [N, C, 1, 1], times SCALE, which stands for that of the logits.
+    On CUDA adaptive pooling has no deterministic gradient.
     """
 
     def forward(self, x: Tensor) -> Tensor:

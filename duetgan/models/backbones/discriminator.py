@@ -1,7 +1,9 @@
-"""A GAN's discriminator as a backbone: what it has learnt to see, up to its last maps of 4x4 pixels.
+"""A GAN's discriminator as a backbone: what it has learnt to see, up to its last maps of 4x4
+pixels.
 
-Radford et al. (1511.06434, section 5.1) classify by a discriminator's maps; here their means are the features. What
-follows them in the discriminator is not taken: it may look at the batch, and asks one question only.
+Radford et al. (1511.06434, section 5.1) classify by a discriminator's maps; here their means are
+the features. What follows them in the discriminator is not taken: it may look at the batch, and
+asks one question only.
 """
 
 from collections.abc import Mapping
@@ -53,7 +55,9 @@ def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
                 f"them with --channels {given}, or give another GAN"
             )
         shape = {"classes": 0, "resolution": size, "channels": given}
-        return Trunk(architecture_of(about.architecture).build("discriminator", about.config, **shape))
+        return Trunk(
+            architecture_of(about.architecture).build("discriminator", about.config, **shape)
+        )
 
     with torch.device("meta"):
         *stages, _pool, _fc = dict(trunk().named_children())
@@ -73,7 +77,10 @@ def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
 def form_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """What a GAN's checkpoint says of its discriminator."""
     shape, config = content["shape"], content["config"]
-    about = {"architecture": config.get("architecture", DEFAULT), "config": dict(config["discriminator"])}
+    about = {
+        "architecture": config.get("architecture", DEFAULT),
+        "config": dict(config["discriminator"]),
+    }
     return about | {key: shape[key] for key in ("resolution", "channels")}
 
 

@@ -15,39 +15,56 @@ PREFIX = "timm:"
 
 
 class TimmBackbone(Backbone):
-    """A network as timm describes it (`group_matcher`, `pretrained_cfg`); the order of its calls is not known."""
+    """A network as timm describes it (`group_matcher`, `pretrained_cfg`); the order of its calls is
+    not known.
+    """
 
     def block_of(self, network: Any) -> dict[str, str]:
         group = importlib.import_module("timm.models").group_parameters
-        stages, blocks = (group(network, network.group_matcher(coarse=c), reverse=True) for c in (True, False))
+        stages, blocks = (
+            group(network, network.group_matcher(coarse=c), reverse=True) for c in (True, False)
+        )
         found = {}
-        for name in sorted(stages, key=lambda name: (name.startswith(f"{self.head}."), stages[name], blocks[name])):
+        for name in sorted(
+            stages, key=lambda name: (name.startswith(f"{self.head}."), stages[name], blocks[name])
+        ):
             block = f"stage{stages[name]}.{blocks[name]}" if stages[name] else "stem"
             found[name] = "head" if name.startswith(f"{self.head}.") else block
         return found
 
-    def features(self, network: Any, x: Tensor, _run: object, begin: int = 0, end: int | None = None) -> Tensor:
+    def features(
+        self, network: Any, x: Tensor, _run: object, begin: int = 0, end: int | None = None
+    ) -> Tensor:
         return x if begin else network.forward_head(network.forward_features(x), pre_logits=True)
 
 
 @functools.cache
 def timm_backbone(name: str) -> TimmBackbone:
-    """The description of `timm:NAME`. Raises UserError without timm, for an unknown name, and for a network that timm
-    does not describe or that has no single linear head.
+    """The description of `timm:NAME`. Raises UserError without timm, for an unknown name, and for a
+    network that timm does not describe or that has no single linear head.
     """
     with torch.device("meta"):
         network = _create(name)
     about = network.pretrained_cfg
     side = about["input_size"][-1]
-    first, head, maps = about.get("first_conv"), about.get("classifier"), getattr(network, "feature_info", [{}])[-1]
+    first, head, maps = (
+        about.get("first_conv"),
+        about.get("classifier"),
+        getattr(network, "feature_info", [{}])[-1],
+    )
     known = isinstance(first, str) and isinstance(head, str) and hasattr(network, "group_matcher")
     if not (known and isinstance(network.get_submodule(head), nn.Linear) and "module" in maps):
-        raise UserError(f"model {name}: timm does not describe its stages, or it has no linear head; choose another")
-    hub, repository = importlib.import_module("huggingface_hub"), about.get("hf_hub_id")  # timm needs it
+        raise UserError(
+            f"model {name}: timm does not describe its stages, or it has no linear head; choose another"
+        )
+    # timm needs it
+    hub, repository = importlib.import_module("huggingface_hub"), about.get("hf_hub_id")
     return TimmBackbone(
         names=(name,),
         network=lambda name, channels: _create(name, in_chans=channels),
-        files=lambda _: {"DEFAULT": hub.hf_hub_url(repository, "model.safetensors")} if repository else {},
+        files=lambda _: (
+            {"DEFAULT": hub.hf_hub_url(repository, "model.safetensors")} if repository else {}
+        ),
         stages={},
         pool=(),
         stems=False,

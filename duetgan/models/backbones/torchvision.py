@@ -6,8 +6,9 @@ from duetgan.models.backbones.base import Backbone
 
 
 def he_strides(network: Any) -> bool:
-    """Move each stage's stride of 2 from conv2 to conv1: He's original bottlenecks stride in the first 1x1 convolution,
-    torchvision's in the 3x3. False for a network of basic blocks, which stays as it is.
+    """Move each stage's stride of 2 from conv2 to conv1: He's original bottlenecks stride in the
+    first 1x1 convolution, torchvision's in the 3x3. False for a network of basic blocks, which
+    stays as it is.
     """
     if not hasattr(network.layer2[0], "conv3"):
         return False
@@ -19,9 +20,16 @@ def he_strides(network: Any) -> bool:
 RESNET = Backbone(  # 1512.03385, ResNeXts (1611.05431) and wide ResNets (1605.07146)
     names=(
         *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
-        *("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2"),
+        *(
+            "resnext50_32x4d",
+            "resnext101_32x8d",
+            "resnext101_64x4d",
+            "wide_resnet50_2",
+            "wide_resnet101_2",
+        ),
     ),
-    stages={"stem": ("conv1", "bn1", "relu", "maxpool")} | {f"layer{n}": (f"layer{n}.*",) for n in (1, 2, 3, 4)},
+    stages={"stem": ("conv1", "bn1", "relu", "maxpool")}
+    | {f"layer{n}": (f"layer{n}.*",) for n in (1, 2, 3, 4)},
     pool=("avgpool",),
     first="conv1",
     head="fc",
@@ -29,7 +37,8 @@ RESNET = Backbone(  # 1512.03385, ResNeXts (1611.05431) and wide ResNets (1605.0
     shrink="maxpool",
     he_strides=he_strides,
 )
-CONVNEXT = Backbone(  # 2201.03545; no BatchNorm, and stages after the first begin with a layer that halves the maps
+# 2201.03545; no BatchNorm, and stages after the first begin with a layer that halves the maps
+CONVNEXT = Backbone(
     names=("convnext_tiny", "convnext_small", "convnext_base", "convnext_large"),
     stages={"stem": ("features.0",), "stage1": ("features.1.*",)}
     | {f"stage{n}": (f"features.{2 * n - 2}", f"features.{2 * n - 1}.*") for n in (2, 3, 4)},
@@ -40,7 +49,8 @@ CONVNEXT = Backbone(  # 2201.03545; no BatchNorm, and stages after the first beg
     smallest=8,
     options={"stochastic_depth_prob": 0.0},
 )
-EFFICIENTNET = Backbone(  # 1905.11946; the last stage ends with a 1x1 convolution, whose maps Grad-CAM looks at
+# 1905.11946; the last stage ends with a 1x1 convolution, whose maps Grad-CAM looks at
+EFFICIENTNET = Backbone(
     names=tuple(f"efficientnet_b{n}" for n in range(8)),
     stages={"stem": ("features.0",)}
     | {f"stage{n}": (f"features.{n}.*",) for n in range(1, 7)}

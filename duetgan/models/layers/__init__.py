@@ -1,4 +1,5 @@
-"""Layers that the GAN's networks share: equalised learning rate, the scaled activation, FIR resampling.
+"""Layers that the GAN's networks share: equalised learning rate, the scaled activation, FIR
+resampling.
 
 Formulas: Karras et al., StyleGAN (1812.04948) and StyleGAN2 (1912.04958).
 """
@@ -25,8 +26,9 @@ def normalize_second_moment(x: Tensor) -> Tensor:
 class EqualizedLinear(nn.Module):
     """Fully connected layer with equalised learning rate.
 
-    w ~ N(0, 1) / lr_multiplier; at run time w * lr_multiplier / sqrt(fan_in) and b * lr_multiplier. Input [N,
-    in_features], output [N, out_features]; with `activation` the output is leaky_relu * sqrt(2).
+    w ~ N(0, 1) / lr_multiplier; at run time w * lr_multiplier / sqrt(fan_in) and b * lr_multiplier.
+    Input [N, in_features], output [N, out_features]; with `activation` the output is leaky_relu *
+    sqrt(2).
     """
 
     def __init__(
@@ -48,15 +50,18 @@ class EqualizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # leaky ReLU is positively homogeneous, so its gain goes into the product
         gain = ACTIVATION_GAIN if self.activation else 1.0
-        x = torch.addmm(self.bias, x, self.weight.t(), beta=self.bias_gain * gain, alpha=self.weight_gain * gain)
+        x = torch.addmm(
+            self.bias, x, self.weight.t(), beta=self.bias_gain * gain, alpha=self.weight_gain * gain
+        )
         return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
 
 class EqualizedConv2d(nn.Module):
     """Convolution with equalised learning rate, bias, and optional FIR downsampling by 2 before it.
 
-    Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2]. `gain` scales the
-    output (sqrt(0.5) on residual branches); it folds into the weights like the activation's.
+    Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2].
+    `gain` scales the output (sqrt(0.5) on residual branches); it folds into the weights like the
+    activation's.
     """
 
     def __init__(
@@ -85,8 +90,11 @@ class EqualizedConv2d(nn.Module):
         if self.downsample and kernel_size == 1:
             x = convolve(downsample_fir(x), weight, bias, Geometry())
         elif self.downsample:
-            # blur at full resolution, then the convolution strides; the output is H/2 because of the FIR's padding
-            x = convolve(blur_fir(x, padding=kernel_size // 2 + 1), weight, bias, Geometry(stride=2))
+            # blur at full resolution, then the convolution strides; the output is H/2 because of
+            # the FIR's padding
+            x = convolve(
+                blur_fir(x, padding=kernel_size // 2 + 1), weight, bias, Geometry(stride=2)
+            )
         else:
             x = convolve(x, weight, bias, Geometry(padding=kernel_size // 2))
         # in place: no derivative of a convolution looks at its output
@@ -106,7 +114,8 @@ class _ScaledActivation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, scale, y = ctx.saved_tensors
-        grad = torch.ops.aten.leaky_relu_backward(grad, y, LEAKY_SLOPE, True)  # y has the sign of what it was made from
+        # y has the sign of what it was made from
+        grad = torch.ops.aten.leaky_relu_backward(grad, y, LEAKY_SLOPE, True)
         wanted = ctx.needs_input_grad
         return (
             grad * scale if wanted[0] else None,
@@ -117,10 +126,12 @@ class _ScaledActivation(torch.autograd.Function):
 
 
 def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None) -> Tensor:
-    """leaky_relu(x * scale + bias + noise), what follows a modulated convolution, with one intermediate in memory.
+    """leaky_relu(x * scale + bias + noise), what follows a modulated convolution, with one
+    intermediate in memory.
 
-    x [N, C, H, W], scale [N, C, 1, 1], bias [1, C, 1, 1], noise [N, 1, H, W] or None, of one dtype. Differentiable any
-    number of times; autograd's own derivative of addcmul passes over the image once more.
+    x [N, C, H, W], scale [N, C, 1, 1], bias [1, C, 1, 1], noise [N, 1, H, W] or None, of one dtype.
+    Differentiable any number of times; autograd's own derivative of addcmul passes over the image
+    once more.
     """
     if torch.jit.is_tracing():  # TensorBoard's graph: the tracer cannot look into a node of our own
         x = torch.addcmul(bias, x, scale)
@@ -129,7 +140,9 @@ def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | No
 
 
 def pointwise(x: Tensor, filters: Tensor) -> Tensor:
-    """1x1 convolution by each sample's own filters: x [N, I, H, W], filters [N, O, I] -> [N, O, H, W] in x's layout."""
+    """1x1 convolution by each sample's own filters: x [N, I, H, W], filters [N, O, I] -> [N, O, H,
+    W] in x's layout.
+    """
     # the product in the layout of x, so that its gradient has that layout, too
     if x.is_contiguous(memory_format=torch.channels_last):
         n, _, h, w = x.shape
@@ -138,13 +151,12 @@ def pointwise(x: Tensor, filters: Tensor) -> Tensor:
     return torch.bmm(filters, x.flatten(2)).unflatten(2, x.shape[2:])
 
 
-# --- FIR resampling
-#
-# The low-pass is [1, 3, 3, 1] x [1, 3, 3, 1]. It is symmetric, so each of the three operations is the transpose of
-# another one: a blur that of a blur, downsampling that of upsampling. Their gradients are written as that, and in turn
-# have gradients. Autograd's own derivatives of the convolutions below would compute gradients of the constant taps,
-# fall into slow kernels (the backward of a strided depthwise convolution, bf16 on the CPU: 16 times slower) and, for
-# the second derivative, into a loop over the channels.
+# --- FIR resampling  The low-pass is [1, 3, 3, 1] x [1, 3, 3, 1]. It is symmetric, so each of the
+# three operations is the transpose of another one: a blur that of a blur, downsampling that of
+# upsampling. Their gradients are written as that, and in turn have gradients. Autograd's own
+# derivatives of the convolutions below would compute gradients of the constant taps, fall into slow
+# kernels (the backward of a strided depthwise convolution, bf16 on the CPU: 16 times slower) and,
+# for the second derivative, into a loop over the channels.
 
 TAPS = (1.0, 3.0, 3.0, 1.0)
 ODD_TAPS = (1.0, 2.0, 1.0)  # [1, 2, 1] * [1, 1] = [1, 3, 3, 1]
@@ -154,20 +166,27 @@ _kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would cost sev
 
 
 def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
-    """Depthwise kernel [channels, 1, k, k]: the outer product of k taps, sum `gain`, in `like`'s dtype and device."""
+    """Depthwise kernel [channels, 1, k, k]: the outer product of k taps, sum `gain`, in `like`'s
+    dtype and device.
+    """
     make = _make_kernel if torch.compiler.is_dynamo_compiling() else constant_kernel
     return make(gain, taps, like.dtype, like.device).expand(channels, 1, -1, -1)
 
 
-def _make_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, k, k], by fills: nothing is copied from the host. Graphs of torch.compile make theirs so: what they look
-    for outside has guards, and of constants torch 2.11 takes only one in a graph.
+def _make_kernel(
+    gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[1, 1, k, k], by fills: nothing is copied from the host. Graphs of torch.compile make theirs
+    so: what they look for outside has guards, and of constants torch 2.11 takes only one in a
+    graph.
     """
     line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in taps])
     return (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]
 
 
-def constant_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant_kernel(
+    gain: float, taps: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The same, made once."""
     key = (gain, taps, dtype, device)
     if (kernel := _kept.get(key)) is None:
@@ -179,9 +198,9 @@ def constant_kernel(gain: float, taps: tuple[float, ...], dtype: torch.dtype, de
 
 
 def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
-    """The operation itself. Upsampling with gain 4 is bilinear interpolation, but for the outermost rows and columns,
-    beyond which the filter sees zeros: a depthwise transposed convolution is 3 (fp32) to 40 (bf16) times slower on the
-    CPU.
+    """The operation itself. Upsampling with gain 4 is bilinear interpolation, but for the outermost
+    rows and columns, beyond which the filter sees zeros: a depthwise transposed convolution is 3
+    (fp32) to 40 (bf16) times slower on the CPU.
     """
     if kind == "up":
         x = x if gain == 4 else x * (gain / 4)  # at the low resolution, where it costs least
@@ -192,15 +211,18 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
         return x
     channels, stride = x.shape[1], 2 if kind == "down" else 1
     if not in_two(x):
-        return F.conv2d(x, fir_kernel(channels, gain, x), stride=stride, padding=padding, groups=channels)
+        return F.conv2d(
+            x, fir_kernel(channels, gain, x), stride=stride, padding=padding, groups=channels
+        )
     x = F.conv2d(x, fir_kernel(channels, gain, x, ODD_TAPS), padding=padding, groups=channels)
     x = torch.lerp(x[:, :, :-1:stride], x[:, :, 1::stride], 0.5)
     return torch.lerp(x[..., :-1:stride], x[..., 1::stride], 0.5)
 
 
 def in_two(x: Tensor) -> bool:
-    """Whether 3x3 taps and means of neighbours are faster than 4x4 taps, for which cuDNN has no kernel of its own: 70 %
-    of StyleGAN2's step on an H200 (docs/measurements/gpu.md). Not on the CPU.
+    """Whether 3x3 taps and means of neighbours are faster than 4x4 taps, for which cuDNN has no
+    kernel of its own: 70 % of StyleGAN2's step on an H200 (docs/measurements/gpu.md). Not on the
+    CPU.
     """
     return x.is_cuda
 
@@ -237,5 +259,7 @@ def downsample_fir(x: Tensor) -> Tensor:
 
 
 def upsample_fir(x: Tensor) -> Tensor:
-    """Double H and W: zero insertion, then the FIR with gain 4 (2 per axis); [N, C, H, W] -> [N, C, 2H, 2W]."""
+    """Double H and W: zero insertion, then the FIR with gain 4 (2 per axis); [N, C, H, W] -> [N, C,
+    2H, 2W].
+    """
     return _resample(x, "up", 4.0, 1)

@@ -1,9 +1,11 @@
-"""Parts of StyleGAN2's networks (1912.04958): mapping, modulated convolution, blocks, minibatch standard deviation.
+"""Parts of StyleGAN2's networks (1912.04958): mapping, modulated convolution, blocks, minibatch
+standard deviation.
 
-The modulated convolution is the training form: activations are scaled by the style, one shared convolution follows,
-and the demodulation coefficient scales its output. Under fp16 autocast (2006.06676, appendix on mixed precision)
-styles and weights are divided by their largest magnitude first, and outputs are clamped to +-`clamp`, as in NVIDIA's
-networks: of every convolution but ToRGB's upsampled sum and the discriminator's skip.
+The modulated convolution is the training form: activations are scaled by the style, one shared
+convolution follows, and the demodulation coefficient scales its output. Under fp16 autocast
+(2006.06676, appendix on mixed precision) styles and weights are divided by their largest magnitude
+first, and outputs are clamped to +-`clamp`, as in NVIDIA's networks: of every convolution but
+ToRGB's upsampled sum and the discriminator's skip.
 """
 
 import math
@@ -35,23 +37,31 @@ def clamped(x: Tensor, limit: float | None) -> Tensor:
 
 
 def is_one(alpha: Alpha) -> bool:
-    """Whether `alpha` is the number 1, so that there is nothing to fade; a tensor's value is not asked for."""
+    """Whether `alpha` is the number 1, so that there is nothing to fade; a tensor's value is not
+    asked for.
+    """
     return not isinstance(alpha, Tensor) and alpha == 1
 
 
 class Fp16Plan:
-    """What fp16 autocast means to a network: its largest resolutions from 8 px run in fp16, the others in fp32.
+    """What fp16 autocast means to a network: its largest resolutions from 8 px run in fp16, the
+    others in fp32.
 
-    Nothing changes without autocast, or under bf16's; but with `clamp_always` the clamp acts in any precision.
+    Nothing changes without autocast, or under bf16's; but with `clamp_always` the clamp acts in any
+    precision.
     """
 
     def __init__(self, config: Any, resolution: int) -> None:  # a SizeConfig of models/stylegan2.py
         self.lowest = max(8, 2 * resolution >> config.fp16_resolutions)
         self.clamp_always = config.clamp_always
-        self.conv_clamp = config.conv_clamp if config.fp16_resolutions or config.clamp_always else None
+        self.conv_clamp = (
+            config.conv_clamp if config.fp16_resolutions or config.clamp_always else None
+        )
 
     def clamp(self, x: Tensor) -> float | None:
-        """The limit of convolutions' outputs, at all resolutions: what enters the first one in fp16 must fit, too."""
+        """The limit of convolutions' outputs, at all resolutions: what enters the first one in fp16
+        must fit, too.
+        """
         return self.conv_clamp if self.clamp_always or compute_dtype(x) == torch.float16 else None
 
     def call(self, size: int, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
@@ -65,16 +75,21 @@ class Fp16Plan:
 class MappingNetwork(nn.Module):
     """z [N, z_dim] and labels [N] (int64) to w [N, w_dim].
 
-    z and the embedded label are each normalised to unit second moment and concatenated. Runs in the parameters' own
-    precision whatever autocast says.
+    z and the embedded label are each normalised to unit second moment and concatenated. Runs in the
+    parameters' own precision whatever autocast says.
     """
 
-    def __init__(self, z_dim: int, w_dim: int, classes: int, layers: int, lr_multiplier: float) -> None:
+    def __init__(
+        self, z_dim: int, w_dim: int, classes: int, layers: int, lr_multiplier: float
+    ) -> None:
         super().__init__()
         self.embed = EqualizedLinear(classes, w_dim) if classes else None
         widths = [z_dim + (w_dim if classes else 0)] + [w_dim] * layers
         self.layers = nn.Sequential(
-            *(EqualizedLinear(a, b, lr_multiplier=lr_multiplier, activation=True) for a, b in pairwise(widths))
+            *(
+                EqualizedLinear(a, b, lr_multiplier=lr_multiplier, activation=True)
+                for a, b in pairwise(widths)
+            )
         )
 
     def forward(self, z: Tensor, labels: Tensor | None) -> Tensor:
@@ -89,9 +104,9 @@ class MappingNetwork(nn.Module):
 class ModulatedConv2d(nn.Module):
     """Style-modulated convolution, training form.
 
-    x [N, I, H, W], w [N, w_dim] -> [N, O, H, W], or [N, O, 2H, 2W] with `upsample`. The affine layer (bias 1 at the
-    start) gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2) + 1e-8). `demodulate=False` is ToRGB's
-    form, whose style is scaled by 1/sqrt(fan_in).
+    x [N, I, H, W], w [N, w_dim] -> [N, O, H, W], or [N, O, 2H, 2W] with `upsample`. The affine
+    layer (bias 1 at the start) gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2)
+    + 1e-8). `demodulate=False` is ToRGB's form, whose style is scaled by 1/sqrt(fan_in).
     """
 
     def __init__(
@@ -114,8 +129,9 @@ class ModulatedConv2d(nn.Module):
     def forward(self, x: Tensor, w: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor | None]:
         """The convolution's output before it is scaled, and its scale [N, O, 1, 1] (None: 1).
 
-        The scale is the demodulation coefficient times `gain`, and in fp16 what normalising took away; without
-        demodulation there is no gain, and fp16's scale stays in the parameters' precision.
+        The scale is the demodulation coefficient times `gain`, and in fp16 what normalising took
+        away; without demodulation there is no gain, and fp16's scale stays in the parameters'
+        precision.
         """
         dtype = compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
@@ -133,7 +149,8 @@ class ModulatedConv2d(nn.Module):
             if scale is not None:
                 scale = (scale.to(dtype) if self.demodulate else scale)[:, :, None, None]
         if weight.shape[-1] == 1 and not self.upsample:
-            # to few channels the styles go into filters of each sample's own: no pass over the images for them
+            # to few channels the styles go into filters of each sample's own: no pass over the
+            # images for them
             return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype)), scale
         x = x.to(dtype) * style.to(dtype)[:, :, None, None]
         if self.upsample:
@@ -145,24 +162,27 @@ class ModulatedConv2d(nn.Module):
         return x, scale
 
     def _normalised(self, style: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """fp16: each sample's style [N, I] and each filter divided by their max norms, which the scale [N, O] takes
-        back.
+        """fp16: each sample's style [N, I] and each filter divided by their max norms, which the
+        scale [N, O] takes back.
 
-        With inputs within 256 no product then leaves fp16's range. The result does not depend on the norms, so they
-        are constants to the gradient.
+        With inputs within 256 no product then leaves fp16's range. The result does not depend on
+        the norms, so they are constants to the gradient.
         """
         style_norm = style.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-8)  # [N, 1]
         weight_norm = self.weight.detach().abs().amax(dim=(1, 2, 3)).clamp_min(1e-8)  # [O]
         weight = self.weight * (self.weight_gain / weight_norm)[:, None, None, None]
         norms = style_norm * weight_norm
         if scale is not None:
-            # a sample whose large styles all meet small weights: a finite scale, since 0 * inf would be NaN
+            # a sample whose large styles all meet small weights: a finite scale, since 0 * inf
+            # would be NaN
             norms = (scale * norms / self.weight_gain).clamp(max=torch.finfo(torch.float16).max)
         return style / style_norm, weight, norms
 
 
 class StyledLayer(nn.Module):
-    """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky ReLU, clamp."""
+    """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky
+    ReLU, clamp.
+    """
 
     def __init__(
         self, in_channels: int, out_channels: int, w_dim: int, *size: int, upsample: bool = False
@@ -173,7 +193,9 @@ class StyledLayer(nn.Module):
         self.noise_strength = nn.Parameter(torch.zeros([]))
         self.noise_const = nn.Buffer(torch.randn(1, 1, size[0], size[-1]))
 
-    def forward(self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: float | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: float | None = None
+    ) -> Tensor:
         x, scale = self.conv(x, w, ACTIVATION_GAIN)
         bias = (self.bias * ACTIVATION_GAIN).to(x.dtype)[None, :, None, None]
         if noise is not None:
@@ -182,7 +204,9 @@ class StyledLayer(nn.Module):
 
 
 class ToRGB(nn.Module):
-    """1x1 modulated convolution, not demodulated: [N, C, H, W] -> [N, channels, H, W] in the parameters' precision."""
+    """1x1 modulated convolution, not demodulated: [N, C, H, W] -> [N, channels, H, W] in the
+    parameters' precision.
+    """
 
     def __init__(self, in_channels: int, channels: int, w_dim: int) -> None:
         super().__init__()
@@ -196,16 +220,27 @@ class ToRGB(nn.Module):
 
 
 class SynthesisBlock(nn.Module):
-    """One resolution: an upsampling layer (not in the `first`), a layer, ToRGB added to the upsampled image so far.
+    """One resolution: an upsampling layer (not in the `first`), a layer, ToRGB added to the
+    upsampled image so far.
 
-    `alpha` scales this resolution's own contribution to the image; the first has no other, and it is not looked at.
+    `alpha` scales this resolution's own contribution to the image; the first has no other, and it
+    is not looked at.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, w_dim: int, size: tuple[int, int], channels: int, *, first: bool
+        self,
+        in_channels: int,
+        out_channels: int,
+        w_dim: int,
+        size: tuple[int, int],
+        channels: int,
+        *,
+        first: bool,
     ) -> None:
         super().__init__()
-        self.first = None if first else StyledLayer(in_channels, out_channels, w_dim, *size, upsample=True)
+        self.first = (
+            None if first else StyledLayer(in_channels, out_channels, w_dim, *size, upsample=True)
+        )
         self.second = StyledLayer(out_channels, out_channels, w_dim, *size)
         self.to_rgb = ToRGB(out_channels, channels, w_dim)
 
@@ -232,9 +267,11 @@ class SynthesisBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Two 3x3 convolutions, the second halving H and W; residual: plus a 1x1 skip, both times sqrt(0.5).
+    """Two 3x3 convolutions, the second halving H and W; residual: plus a 1x1 skip, both times
+    sqrt(0.5).
 
-    `clamp` bounds the output of both 3x3 convolutions, times their gain, and not the skip's (as NVIDIA's).
+    `clamp` bounds the output of both 3x3 convolutions, times their gain, and not the skip's (as
+    NVIDIA's).
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, residual: bool) -> None:
@@ -243,26 +280,39 @@ class DiscriminatorBlock(nn.Module):
         self.first = EqualizedConv2d(in_channels, in_channels, 3)
         self.second = EqualizedConv2d(in_channels, out_channels, 3, downsample=True, gain=self.gain)
         self.skip = (
-            EqualizedConv2d(in_channels, out_channels, 1, downsample=True, bias=False, activation=False, gain=self.gain)
+            EqualizedConv2d(
+                in_channels,
+                out_channels,
+                1,
+                downsample=True,
+                bias=False,
+                activation=False,
+                gain=self.gain,
+            )
             if residual
             else None
         )
 
     def forward(self, x: Tensor, clamp: float | None = None) -> Tensor:
-        y = clamped(self.second(clamped(self.first(x), clamp)), None if clamp is None else clamp * self.gain)
+        y = clamped(
+            self.second(clamped(self.first(x), clamp)), None if clamp is None else clamp * self.gain
+        )
         return y if self.skip is None else self.skip(x).add_(y)
 
 
 def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
-    """Append one feature map: the standard deviation over groups of `group` consecutive samples; [N, C, H, W] -> [N,
-    C + 1, H, W].
+    """Append one feature map: the standard deviation over groups of `group` consecutive samples;
+    [N, C, H, W] -> [N, C + 1, H, W].
 
-    sqrt(var + 1e-8), averaged over channels and pixels. `strided`: group j has the samples j, j + N / group,
-    j + 2 N / group, ..., as in NVIDIA's code. Raises ValueError unless N is a multiple of `group`.
+    sqrt(var + 1e-8), averaged over channels and pixels. `strided`: group j has the samples j, j + N
+    / group, j + 2 N / group, ..., as in NVIDIA's code. Raises ValueError unless N is a multiple of
+    `group`.
     """
     n, c, h, w = x.shape
     if n % group:
-        raise ValueError(f"minibatch standard deviation: a batch of {n} does not hold whole groups of {group}")
+        raise ValueError(
+            f"minibatch standard deviation: a batch of {n} does not hold whole groups of {group}"
+        )
     if strided:
         order = torch.arange(n, device=x.device).view(group, n // group).t().flatten()
         back = torch.arange(n, device=x.device).view(n // group, group).t().flatten()
@@ -271,4 +321,6 @@ def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
     # torch.var over an inner dimension was measured 20 times slower than this on the CPU
     variance = (grouped - grouped.mean(dim=1, keepdim=True)).square().mean(dim=1)
     std = (variance + 1e-8).sqrt().mean(dim=(1, 2, 3))
-    return torch.cat([x, std.repeat_interleave(group)[:, None, None, None].expand(n, 1, h, w)], dim=1)
+    return torch.cat(
+        [x, std.repeat_interleave(group)[:, None, None, None].expand(n, 1, h, w)], dim=1
+    )

@@ -1,4 +1,6 @@
-"""StyleGAN2 networks of NVIDIA's PyTorch programs: stylegan2-ada-pytorch, and stylegan3's own StyleGAN2."""
+"""StyleGAN2 networks of NVIDIA's PyTorch programs: stylegan2-ada-pytorch, and stylegan3's own
+StyleGAN2.
+"""
 
 import json
 import re
@@ -9,7 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from duetgan.models.official.names import NETWORKS, Converted, Place, Source, by_their_names, number, renamed, sizes
+from duetgan.models.official.names import (
+    NETWORKS,
+    Converted,
+    Place,
+    Source,
+    by_their_names,
+    number,
+    renamed,
+    sizes,
+)
 from duetgan.models.official.unpickle import Inert, Refused, module_state
 from duetgan.models.weights import read_tensors
 from duetgan.utils import bounded
@@ -37,7 +48,9 @@ FILTERED = re.compile(r"(.*b\d+\.(?:conv\d?|skip|fromrgb))\.weight")
 
 
 class Arguments:
-    """Keyword arguments that a network was built with. Each must be asked for: one that is not known is refused."""
+    """Keyword arguments that a network was built with. Each must be asked for: one that is not
+    known is refused.
+    """
 
     def __init__(self, given: Any, what: str) -> None:
         if not isinstance(given, dict):
@@ -59,7 +72,9 @@ class Arguments:
         for name, values in allowed.items():
             value = self.take(name, values[0])
             if value not in values:
-                raise Refused(f"{self.what}.{name} is {str(value)[:60]!r}; Duet's networks have {values[0]!r}")
+                raise Refused(
+                    f"{self.what}.{name} is {str(value)[:60]!r}; Duet's networks have {values[0]!r}"
+                )
 
     def done(self, *ignored: str) -> None:
         """Refused where arguments are left over that change something."""
@@ -73,17 +88,25 @@ def convert(content: Mapping[str, Any]) -> Converted:
     for name, network in networks.items():
         if not isinstance(network, Inert):
             raise Refused(f"it holds no network {name!r}")
-        if network.name != ("Discriminator" if name == "D" else "Generator") or "_init_kwargs" not in network.state:
+        if (
+            network.name != ("Discriminator" if name == "D" else "Generator")
+            or "_init_kwargs" not in network.state
+        ):
             raise Refused(f"{name} is a {network.name!r}, none of StyleGAN2's networks")
     states = {name: module_state(network) for name, network in networks.items()}
     g, d = (networks[name].state["_init_kwargs"] for name in ("G_ema", "D"))
     return converted(g, d, states)
 
 
-def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[str, Tensor]]) -> Converted:
-    """NVIDIA's `G_ema`, and where they are there `G` and `D`, built with these keyword arguments, in our names."""
+def converted(
+    generator: Any, discriminator: Any, states: Mapping[str, Mapping[str, Tensor]]
+) -> Converted:
+    """NVIDIA's `G_ema`, and where they are there `G` and `D`, built with these keyword arguments,
+    in our names.
+    """
     g, shape, noise = _generator_arguments(Arguments(generator, "the generator's arguments"))
-    d = {name: g[name] for name in ("channel_base", "channel_max")}  # a new one is as wide as the generator
+    # a new one is as wide as the generator
+    d = {name: g[name] for name in ("channel_base", "channel_max")}
     gan, multiplier = Converted("stylegan2", shape, g, d, {}), 0.01
     if "D" in states:
         given = Arguments(discriminator, "the discriminator's arguments")
@@ -104,7 +127,9 @@ def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[s
 
 
 def from_file(path: Path) -> Converted:
-    """The networks of a .safetensors file of `theirs`. Raises UserError if it is missing, too large or damaged."""
+    """The networks of a .safetensors file of `theirs`. Raises UserError if it is missing, too large
+    or damaged.
+    """
     states: dict[str, dict[str, Tensor]] = {}
     tensors, metadata = read_tensors(path, "export it again")
     with bounded.reading(path, "export it again", ValueError, RecursionError):
@@ -113,13 +138,15 @@ def from_file(path: Path) -> Converted:
         network, _, theirs = name.partition(".")
         states.setdefault(network, {})[theirs] = value
     if "G_ema" not in states or not states.keys() <= {"G", "G_ema", "D"}:
-        raise Refused("it holds no networks in NVIDIA's names (export.py --format nvidia writes such files)")
+        raise Refused(
+            "it holds no networks in NVIDIA's names (export.py --format nvidia writes such files)"
+        )
     return converted(about.get("G"), about.get("D"), states)
 
 
 def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """NETWORK.NAME -> tensor of `G`, `G_ema`, `D` (those that are there) as NVIDIA's state dicts have them, and the
-    keyword arguments of `G` and `D` in stylegan2-ada-pytorch.
+    """NETWORK.NAME -> tensor of `G`, `G_ema`, `D` (those that are there) as NVIDIA's state dicts
+    have them, and the keyword arguments of `G` and `D` in stylegan2-ada-pytorch.
     """
     g, d = gan.generator, gan.discriminator
     image = {theirs: gan.shape[ours] for ours, theirs in SHAPE.items()}
@@ -128,7 +155,10 @@ def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
     given = {"z_dim": g["z_dim"], "w_dim": g["w_dim"], **image, "mapping_kwargs": mapping}
     arguments = {"G": given | {"synthesis_kwargs": _sizes_of(g)}}
     if "discriminator" in gan.state:
-        group, form = d["minibatch_std_group"], {ours: theirs for theirs, ours in FORMS.items()}[d["architecture"]]
+        group, form = (
+            d["minibatch_std_group"],
+            {ours: theirs for theirs, ours in FORMS.items()}[d["architecture"]],
+        )
         last = {"mbstd_group_size": group, "mbstd_num_channels": int(group > 1)}
         mapping = {"num_layers": d["mapping_layers"], "lr_multiplier": 0.01}
         arguments["D"] = image | {"architecture": form, **_sizes_of(d), "mapping_kwargs": mapping}
@@ -140,7 +170,9 @@ def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
             # in each block, and in each convolution but those of ToRGB
             layers = {match[1] for name in state if (match := FILTERED.fullmatch(place(name).name))}
             blocks = {layer.rpartition(".")[0] for layer in layers} - {"b4"}
-            named = by_their_names(state, place, [f"{owner}.resample_filter" for owner in sorted(layers | blocks)])
+            named = by_their_names(
+                state, place, [f"{owner}.resample_filter" for owner in sorted(layers | blocks)]
+            )
             tensors |= {f"{network}.{name}": x for name, x in named.items()}
     return tensors, arguments
 
@@ -150,22 +182,31 @@ def _place(network: str, side: int, name: str) -> Place:
     down = network == "D"
     view = (0,) if name == "constant" else (0, 0) if name.endswith("noise_const") else ()
     name = name.replace("from_rgb", f"b{side}.fromrgb")
-    name = re.sub(r"^blocks\.(\d+)", lambda match: f"b{side >> int(match[1]) if down else 4 << int(match[1])}", name)
+    name = re.sub(
+        r"^blocks\.(\d+)",
+        lambda match: f"b{side >> int(match[1]) if down else 4 << int(match[1])}",
+        name,
+    )
     return Place(renamed(name, DISCRIMINATOR if down else GENERATOR), view)
 
 
 # --- what they were built with
 
-SHAPE = {"resolution": "img_resolution", "channels": "img_channels", "classes": "c_dim"}  # ours -> theirs
+# ours -> theirs
+SHAPE = {"resolution": "img_resolution", "channels": "img_channels", "classes": "c_dim"}
 FORMS = {"resnet": "residual", "orig": "plain"}  # theirs -> ours
 
 
 def _generator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, int], bool]:
     """Our configuration, the shape, and whether there is noise."""
     shape, mapping = _shape(given), given.inner("mapping_kwargs")
-    for name, value in given.inner("synthesis_kwargs").given.items():  # stylegan3's program has them at the top level
+    # stylegan3's program has them at the top level
+    for name, value in given.inner("synthesis_kwargs").given.items():
         given.given.setdefault(name, value)
-    config: dict[str, Any] = {"z_dim": given.number("z_dim", 512), "w_dim": given.number("w_dim", 512)}
+    config: dict[str, Any] = {
+        "z_dim": given.number("z_dim", 512),
+        "w_dim": given.number("w_dim", 512),
+    }
     config |= {"mapping_layers": mapping.number("num_layers", 8)}
     config |= {"mapping_lr_multiplier": mapping.take("lr_multiplier", 0.01), **_sizes(given)}
     beta = mapping.take("w_avg_beta", 0.995)
@@ -179,16 +220,22 @@ def _generator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, in
     return config, shape, noise
 
 
-def _discriminator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, int], float, list[str]]:
+def _discriminator_arguments(
+    given: Arguments,
+) -> tuple[dict[str, Any], dict[str, int], float, list[str]]:
     """Our configuration, the shape, the label mapping's multiplier of the learning rate, and notes."""
     shape, notes = _shape(given), []
     form = given.take("architecture", "resnet")
     if form not in FORMS:
-        raise Refused(f"the discriminator is of architecture {str(form)[:30]!r}; Duet has {', '.join(FORMS)}")
+        raise Refused(
+            f"the discriminator is of architecture {str(form)[:30]!r}; Duet has {', '.join(FORMS)}"
+        )
     config = {"architecture": FORMS[form], **_sizes(given)}
     widths = [None, min(config["channel_base"] // 4, config["channel_max"])]
     given.only(cmap_dim=widths)
-    block, mapping, last = (given.inner(f"{name}_kwargs") for name in ("block", "mapping", "epilogue"))
+    block, mapping, last = (
+        given.inner(f"{name}_kwargs") for name in ("block", "mapping", "epilogue")
+    )
     block.only(activation=["lrelu"], resample_filter=[FILTER])
     block.done("freeze_layers", "fp16_channels_last")
     multiplier, layers = mapping.take("lr_multiplier", 0.01), mapping.number("num_layers", 8)
@@ -199,18 +246,29 @@ def _discriminator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str
     last.done()
     given.done()
     if channels not in (0, 1):
-        raise Refused(f"the discriminator has {channels!r} maps of minibatch standard deviation; Duet has 0 or 1")
+        raise Refused(
+            f"the discriminator has {channels!r} maps of minibatch standard deviation; Duet has 0 or 1"
+        )
     if group is None and channels:
-        notes.append("D's minibatch standard deviation was over whole batches; here it is over groups of 4")
+        notes.append(
+            "D's minibatch standard deviation was over whole batches; here it is over groups of 4"
+        )
     config |= {"minibatch_std_group": number(group or 4, "mbstd_group_size") if channels else 1}
-    config |= {"minibatch_std_order": "strided", "mapping_layers": layers if shape["classes"] else 0}
+    config |= {
+        "minibatch_std_order": "strided",
+        "mapping_layers": layers if shape["classes"] else 0,
+    }
     return config, shape, multiplier, notes
 
 
 def _shape(given: Arguments) -> dict[str, int]:
     side = given.take("img_resolution")
     sizes(side)
-    return {"resolution": side, "channels": given.number("img_channels", 3), "classes": given.number("c_dim", 0)}
+    return {
+        "resolution": side,
+        "channels": given.number("img_channels", 3),
+        "classes": given.number("c_dim", 0),
+    }
 
 
 def _sizes(given: Arguments) -> dict[str, Any]:
@@ -225,7 +283,9 @@ def _sizes(given: Arguments) -> dict[str, Any]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Theirs clamps in fp32, too: a clamp of ours that acts in fp16 alone is left out, and fp16 with it."""
+    """Theirs clamps in fp32, too: a clamp of ours that acts in fp16 alone is left out, and fp16
+    with it.
+    """
     everywhere = config["clamp_always"] or config["conv_clamp"] is None
     sizes = {"channel_base": config["channel_base"], "channel_max": config["channel_max"]}
     sizes["num_fp16_res"] = config["fp16_resolutions"] if everywhere else 0

@@ -1,4 +1,6 @@
-"""R3GAN's networks (the authors' program): pickled module by module, without what they were built with."""
+"""R3GAN's networks (the authors' program): pickled module by module, without what they were built
+with.
+"""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +24,9 @@ NAMES = {  # ours -> theirs, but for what is first or last in a stage
 
 
 def convert(content: Mapping[str, Any]) -> Converted:
-    """The networks `G`, `D`, `G_ema` of a file. Their sizes are read from the shapes of their weights."""
+    """The networks `G`, `D`, `G_ema` of a file. Their sizes are read from the shapes of their
+    weights.
+    """
     for name in NETWORKS.values():
         if not isinstance(content.get(name), Inert):
             raise Refused(f"it holds no network {name!r}")
@@ -47,8 +51,8 @@ def convert(content: Mapping[str, Any]) -> Converted:
 
 
 def _place(back: bool, last: int, blocks: int, name: str) -> Place:
-    """A generator's stage begins with the change of width, a discriminator's ends with it, where ours opens the next
-    one; so does the layer at 4 px.
+    """A generator's stage begins with the change of width, a discriminator's ends with it, where
+    ours opens the next one; so does the layer at 4 px.
     """
     edge = f"{MAIN}.{last}.Layers.{blocks}" if back else f"{MAIN}.0.Layers.0"
     if name == "basis":
@@ -56,15 +60,22 @@ def _place(back: bool, last: int, blocks: int, name: str) -> Place:
     if name in ("linear.weight", "output.weight"):
         return Place(f"{edge}.LinearLayer.weight")
     if match := re.fullmatch(r"stages\.(\d+)\.change\.weight", name):
-        return Place(f"{MAIN}.{int(match[1]) - back}.Layers.{blocks * back}.LinearLayer.Layer.weight")
+        return Place(
+            f"{MAIN}.{int(match[1]) - back}.Layers.{blocks * back}.LinearLayer.Layer.weight"
+        )
     if match := re.fullmatch(r"stages\.(\d+)\.blocks\.(\d+)\.(.+)", name):
         name = f"{MAIN}.{match[1]}.Layers.{int(match[2]) + (not back)}.{match[3]}"
     return Place(renamed(name, NAMES))
 
 
 def _sizes(source: Source, stages: int, *, first: int) -> dict[str, Any]:
-    """Our configuration. `first`: the place of a stage's first block; a generator's stages go upwards."""
-    blocks = sum(f"{MAIN}.0.Layers.{first + n}.LinearLayer1.Layer.weight" in source.tensors for n in range(100))
+    """Our configuration. `first`: the place of a stage's first block; a generator's stages go
+    upwards.
+    """
+    blocks = sum(
+        f"{MAIN}.0.Layers.{first + n}.LinearLayer1.Layer.weight" in source.tensors
+        for n in range(100)
+    )
     if not blocks:
         raise Refused(f"{source.what} has no blocks of R3GAN's")
 
@@ -77,6 +88,8 @@ def _sizes(source: Source, stages: int, *, first: int) -> dict[str, Any]:
     whole = 4 << max(place for place, width in enumerate(widths) if width == widths[0])
     expected = [widths[0] * whole // max(4 << place, whole) for place in range(stages)]
     if widths != expected or inside % widths[0] or inside % inputs:
-        raise Refused(f"{source.what} has the widths {widths}; Duet's are whole up to one resolution, then halved")
+        raise Refused(
+            f"{source.what} has the widths {widths}; Duet's are whole up to one resolution, then halved"
+        )
     config = {"width": widths[0], "blocks": blocks, "cardinality": inside // inputs}
     return config | {"expansion": inside // widths[0], "full_width_up_to": whole}

@@ -1,6 +1,7 @@
 """StyleGAN2 networks of NVIDIA's TensorFlow programs (stylegan2, stylegan2-ada).
 
-They are first brought into the names of the PyTorch programs, as stylegan2-ada-pytorch's `legacy.py` does.
+They are first brought into the names of the PyTorch programs, as stylegan2-ada-pytorch's
+`legacy.py` does.
 """
 
 import re
@@ -66,15 +67,20 @@ DISCRIMINATOR: dict[str, tuple[str, Any]] = {
     "mapping_layers": ("mapping_kwargs.num_layers", 0),
     "mapping_lrmul": ("mapping_kwargs.lr_multiplier", 0.1),
 }
-UNUSED = re.compile(r"(synthesis/)?lod|.*/?ema_.*")  # of progressive growing, which these networks no longer have
+# of progressive growing, which these networks no longer have
+UNUSED = re.compile(r"(synthesis/)?lod|.*/?ema_.*")
 
 
 def convert(content: Any) -> Converted:
     """The networks of a TensorFlow file, a tuple (G, D, Gs) of `dnnlib.tflib.network.Network`."""
     if not isinstance(content, (tuple, list)) or len(content) != 3:
         raise Refused("it holds no three networks (G, D, Gs)")
-    states = {name: _tensors(network) for name, network in zip(("G", "D", "G_ema"), content, strict=True)}
-    return converted(_arguments(content[2], GENERATOR), _arguments(content[1], DISCRIMINATOR), states)
+    states = {
+        name: _tensors(network) for name, network in zip(("G", "D", "G_ema"), content, strict=True)
+    }
+    return converted(
+        _arguments(content[2], GENERATOR), _arguments(content[1], DISCRIMINATOR), states
+    )
 
 
 def _tensors(network: Any) -> dict[str, Tensor]:
@@ -84,7 +90,9 @@ def _tensors(network: Any) -> dict[str, Tensor]:
     version = network.state.get("version")
     if type(version) is not int or version < 4:
         raise Refused(f"a network of version {version!r}; those of StyleGAN2 have 4 or more")
-    variables = {name: value for name, value in _variables(network, "", 0) if not UNUSED.fullmatch(name)}
+    variables = {
+        name: value for name, value in _variables(network, "", 0) if not UNUSED.fullmatch(name)
+    }
     return {
         _named(name): torch.from_numpy(np.array(_turned(name, value), dtype=np.float32, order="C"))
         for name, value in variables.items()
@@ -98,9 +106,16 @@ def _variables(network: Any, prefix: str, depth: int) -> Iterator[tuple[str, np.
     if depth > 2 or not isinstance(parts, dict) or not isinstance(variables, (list, tuple)):
         raise Refused("a network that is none of NVIDIA's")
     for entry in variables:
-        if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[1], (Array, float, int)):
+        if (
+            not isinstance(entry, (list, tuple))
+            or len(entry) != 2
+            or not isinstance(entry[1], (Array, float, int))
+        ):
             raise Refused("a variable that is no array")
-        yield f"{prefix}{entry[0]}", entry[1].array if isinstance(entry[1], Array) else np.asarray(entry[1])
+        yield (
+            f"{prefix}{entry[0]}",
+            entry[1].array if isinstance(entry[1], Array) else np.asarray(entry[1]),
+        )
     for name, part in parts.items():
         if not isinstance(part, Inert):
             raise Refused("a component that is no network")
@@ -108,7 +123,8 @@ def _variables(network: Any, prefix: str, depth: int) -> Iterator[tuple[str, np.
 
 
 def _named(name: str) -> str:
-    if noise := re.fullmatch(r"synthesis/noise(\d+)", name):  # noise0 is of 4 px, then two for each size
+    # noise0 is of 4 px, then two for each size
+    if noise := re.fullmatch(r"synthesis/noise(\d+)", name):
         index = int(noise[1])
         return f"synthesis.b{4 << ((index + 1) // 2)}.conv{1 - index % 2}.noise_const"
     return renamed(name, NAMES).replace(".mod_", ".affine.")
@@ -135,5 +151,6 @@ def _arguments(network: Any, table: dict[str, tuple[str, Any]]) -> dict[str, Any
         part, _, name = path.rpartition(".")
         (arguments.setdefault(part, {}) if part else arguments)[name] = given.take(theirs, default)
     arguments["channel_base"] *= 2
-    given.done("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")  # of their training
+    # of their training
+    given.done("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")
     return arguments

@@ -1,9 +1,10 @@
 """Pickles of other programs, read without running anything in them.
 
-A pickle names functions and classes and calls them. Here every name that NVIDIA's and R3GAN's files use stands for one
-of a few of ours, which build tensors, arrays and plain containers, or only keep what they are given; any other name
-is refused. The Python source that NVIDIA's files carry (`module_src`) is never compiled, and the pickle inside each
-torch storage is read with `weights_only`.
+A pickle names functions and classes and calls them. Here every name that NVIDIA's and R3GAN's files
+use stands for one of a few of ours, which build tensors, arrays and plain containers, or only keep
+what they are given; any other name is refused. The Python source that NVIDIA's files carry
+(`module_src`) is never compiled, and the pickle inside each torch storage is read with
+`weights_only`.
 """
 
 import collections
@@ -23,12 +24,18 @@ from duetgan.utils import bounded
 DEPTH = 32  # of modules in modules
 TENSORS = 10_000  # of a network
 NUMBERS = frozenset("biuf")  # kinds of NumPy's types that hold nothing but numbers
-CLASSES = ("torch.nn.modules.container.ModuleList", "torch.nn.modules.conv.Conv2d", "torch.nn.modules.linear.Linear")
+CLASSES = (
+    "torch.nn.modules.container.ModuleList",
+    "torch.nn.modules.conv.Conv2d",
+    "torch.nn.modules.linear.Linear",
+)
 PROGRAMS = ("training.networks", "R3GAN")  # modules whose classes are R3GAN's
 
 
 class Refused(ValueError):
-    """What is in the file is not what such a file holds; the message completes "FILE: refused, ..."."""
+    """What is in the file is not what such a file holds; the message completes "FILE: refused,
+    ...".
+    """
 
 
 class Inert:
@@ -67,7 +74,12 @@ class _DType:
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "=") or any(state[2:5]):
+        if (
+            not isinstance(state, tuple)
+            or len(state) < 5
+            or state[1] not in ("<", ">", "|", "=")
+            or any(state[2:5])
+        ):
             raise Refused("an array of a compound type")
         self.dtype = self.dtype.newbyteorder(state[1])
 
@@ -96,7 +108,11 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
 
 def _persistent(meta: Any) -> Inert:
     """NVIDIA's persistent object: its class's name and its state; the source in it is left alone."""
-    if not isinstance(meta, dict) or not isinstance(meta.get("class_name"), str) or meta.get("type") != "class":
+    if (
+        not isinstance(meta, dict)
+        or not isinstance(meta.get("class_name"), str)
+        or meta.get("type") != "class"
+    ):
         raise Refused("a persistent object that is none of NVIDIA's")
     made = Inert()
     made.name = meta["class_name"]
@@ -119,9 +135,12 @@ def _storage(data: Any) -> Any:
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
     if not isinstance(storage, torch.storage.TypedStorage):
         raise Refused("a tensor without a storage")
-    if len(size) != len(stride) or any(type(number) is not int or number < 0 for number in [offset, *size, *stride]):
+    if len(size) != len(stride) or any(
+        type(number) is not int or number < 0 for number in [offset, *size, *stride]
+    ):
         raise Refused("a tensor of impossible sizes")
-    held = storage._untyped_storage.nbytes() // storage.dtype.itemsize  # its public names warn of their end
+    # its public names warn of their end
+    held = storage._untyped_storage.nbytes() // storage.dtype.itemsize
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if math.prod(size) > held or (0 not in size and last >= held):
         raise Refused("a tensor that is larger than its storage")
@@ -168,7 +187,9 @@ class _Unpickler(pickle.Unpickler):
         ours = any(module == program or module.startswith(f"{program}.") for program in PROGRAMS)
         if full in CLASSES or full == "dnnlib.tflib.network.Network" or ours:
             return type("Inert", (Inert,), {"name": name})
-        raise Refused(f"it asks for {full[:100]!r}, which no generator needs; nothing in it was run")
+        raise Refused(
+            f"it asks for {full[:100]!r}, which no generator needs; nothing in it was run"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         raise Refused("it refers to objects outside the file")
@@ -179,16 +200,21 @@ def _scan(file: io.BufferedReader) -> None:
     puts = 0
     for operation, argument, _ in pickletools.genops(file):
         puts += operation.name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > 2 * puts + 1024:
+        if (
+            operation.name in ("PUT", "BINPUT", "LONG_BINPUT")
+            and int(argument or 0) > 2 * puts + 1024
+        ):
             raise Refused("its memo has gaps")
         if operation.name.startswith("EXT") or operation.name in ("PERSID", "BINPERSID"):
             raise Refused("it refers to objects outside the file")
 
 
 def read_pickle(path: Path) -> Any:
-    """What the file holds: plain containers, numbers, texts, tensors on the CPU, `Array`s and `Inert` objects.
+    """What the file holds: plain containers, numbers, texts, tensors on the CPU, `Array`s and
+    `Inert` objects.
 
-    Raises UserError for a file that is missing, too large, damaged or asks for anything else; nothing in it is run.
+    Raises UserError for a file that is missing, too large, damaged or asks for anything else;
+    nothing in it is run.
     """
     remedy = "give a network's file of one of those programs"
     # a damaged file makes the unpickler raise a dozen kinds

@@ -1,7 +1,7 @@
 """torch.compile for phases with one backward pass.
 
-Penalties, and losses whose gradients are taken apart, run the module itself: compiled graphs have no second derivative
-and give their buffers away, so that `retain_graph` raises.
+Penalties, and losses whose gradients are taken apart, run the module itself: compiled graphs have
+no second derivative and give their buffers away, so that `retain_graph` raises.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,25 @@ import torch
 from duetgan.utils.runlog.run_log import say_main
 
 CompileSetting = Literal["auto", "on", "off"]
-GRAPHS = 64  # of a function, at most; torch's own limit is 8, but growth alone needs two for every stage and use
+# of a function, at most; torch's own limit is 8, but growth alone needs two for every stage and use
+GRAPHS = 64
 
 
 class Compiled:
-    """`function`, compiled at its first call; itself where compiling is off (auto: on CPUs) or fails, with one line.
+    """`function`, compiled at its first call; itself where compiling is off (auto: on CPUs) or
+    fails, with one line.
 
-    Each shape and each number it is called with has a graph of its own; what changes often comes as a tensor.
+    Each shape and each number it is called with has a graph of its own; what changes often comes as
+    a tensor.
     """
 
     def __init__(
-        self, function: Callable[..., Any], name: str, *, setting: CompileSetting, device: torch.device
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        setting: CompileSetting,
+        device: torch.device,
     ) -> None:
         self.function, self.name = function, name
         self.on = setting == "on" or (setting == "auto" and device.type != "cpu")
@@ -35,9 +43,12 @@ class Compiled:
             return self.function(*arguments, **options)
         try:
             return self._run(*arguments, **options)
-        except torch._dynamo.exc.TorchDynamoException as error:  # InductorError too; a later shape may raise it
+        except (
+            torch._dynamo.exc.TorchDynamoException
+        ) as error:  # InductorError too; a later shape may raise it
             lines = (str(error).strip() or type(error).__name__).splitlines()
-            reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # "backend='inductor' raised:"
+            # "backend='inductor' raised:"
+            reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
             say_main(f"compile: {self.name} runs uncompiled ({reason[:300]})")
             self.on = False
         return self.function(*arguments, **options)

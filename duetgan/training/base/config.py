@@ -1,4 +1,6 @@
-"""What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
+"""What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults
+here.
+"""
 
 import re
 from fractions import Fraction
@@ -9,20 +11,34 @@ from annotated_types import Ge, Interval
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from duetgan.training.base.monitors import EarlyStoppingConfig, SpikesConfig
-from duetgan.utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from duetgan.utils.config.model import (
+    Config,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+)
 from duetgan.utils.errors import UserError, refuse
 from duetgan.utils.image_spec import ImageSpec, Resolution
 
 
 def in_updates(value: Any, info: ValidationInfo) -> Any:
-    """A length in epochs, `90ep`, in updates, where the context of the validation is a function that tells them."""
+    """A length in epochs, `90ep`, in updates, where the context of the validation is a function
+    that tells them.
+    """
     epochs = isinstance(value, str) and re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)ep", value)
     return info.context(float(epochs[1])) if epochs and info.context else value
 
 
-Epochs = Annotated[str, Field(pattern=r"^\d+(\.\d+)?ep$")]  # how a recipe may give a length, whose model has updates
-Updates = Annotated[PositiveInt, BeforeValidator(in_updates, json_schema_input_type=PositiveInt | Epochs)]
-Imports = Annotated[dict[str, str], BeforeValidator(dict, json_schema_input_type=list[str] | dict[str, str])]
+# how a recipe may give a length, whose model has updates
+Epochs = Annotated[str, Field(pattern=r"^\d+(\.\d+)?ep$")]
+Updates = Annotated[
+    PositiveInt, BeforeValidator(in_updates, json_schema_input_type=PositiveInt | Epochs)
+]
+Imports = Annotated[
+    dict[str, str], BeforeValidator(dict, json_schema_input_type=list[str] | dict[str, str])
+]
 Threads = PositiveInt | Literal["auto", "adapt"] | dict[NonNegativeInt, PositiveInt]
 Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
@@ -31,13 +47,16 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 class SyntheticConfig(Config):
     """Synthetic images that training mixes with those of data.path."""
 
-    path: str | None = None  # LMDB of samples, made by `generate.py dataset` or duet pack; null: none
-    checkpoint: str | None = None  # instead: a GAN's run or checkpoint, from which new samples are drawn in every epoch
+    # LMDB of samples, made by `generate.py dataset` or duet pack; null: none
+    path: str | None = None
+    # instead: a GAN's run or checkpoint, from which new samples are drawn in every epoch
+    checkpoint: str | None = None
     share: Share | None = None  # of each global batch; null: as many as balance fill needs
     weight: NonNegativeFloat = 1.0  # of their loss; a real image's is 1. Classifiers only
     # from here on training is on real images alone: a share of the steps, or (above 1) a step
     until: PositiveFloat = 1.0
-    balance: Literal["off", "fill"] = "off"  # fill: samples of rare classes, to bring them up to the largest
+    # fill: samples of rare classes, to bring them up to the largest
+    balance: Literal["off", "fill"] = "off"
 
     def check(self) -> None:
         refuse(
@@ -64,7 +83,9 @@ class SyntheticConfig(Config):
         return self.path is not None or self.checkpoint is not None
 
     def last_step(self, steps: int) -> int | None:
-        """The step of a training of `steps` steps before which images are mixed; None: in all of them."""
+        """The step of a training of `steps` steps before which images are mixed; None: in all of
+        them.
+        """
         end = ceil(Fraction(str(self.until)) * steps) if self.until <= 1 else int(self.until)
         return end if end < steps else None
 
@@ -72,21 +93,27 @@ class SyntheticConfig(Config):
 class DataConfig(Config):
     """Where the images are and how they are read."""
 
-    # LMDB made by `duet pack`, a folder or zip of images, or webdataset's tar files: a file, a folder of tar
-    # files, or a pattern for several as one data set: "train-*.lmdb", "train-{0000..0146}.tar"
+    # LMDB made by `duet pack`, a folder or zip of images, or webdataset's tar files: a file, a
+    # folder of tar files, or a pattern for several as one data set: "train-*.lmdb",
+    # "train-{0000..0146}.tar"
     path: str = ""
     val_path: str | None = None  # held-out images, for evaluation; likewise
     resolution: Resolution | None = None  # px, or 96x64; None: the largest that is stored
-    crop: Literal["centre", "random"] = "centre"  # of training images; random: crop_area and crop_aspect
+    # of training images; random: crop_area and crop_aspect
+    crop: Literal["centre", "random"] = "centre"
     crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows
-    crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)  # its width / height before it is made square
+    # its width / height before it is made square
+    crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)
     # decoding threads; auto: measured. Raw images need none
     workers: Annotated[int, Interval(ge=0, le=1024)] | Literal["auto"] = "auto"
-    on_damage: Literal["stop", "skip"] = "stop"  # skip: the next whole record takes a damaged one's place
-    sampling: Literal["uniform", "balanced"] = "uniform"  # balanced: every class is seen equally often
+    # skip: the next whole record takes a damaged one's place
+    on_damage: Literal["stop", "skip"] = "stop"
+    # balanced: every class is seen equally often
+    sampling: Literal["uniform", "balanced"] = "uniform"
     # how often images of a class are seen; others: 1
     class_rates: dict[str, NonNegativeFloat] = {}
-    sample_weights: str | None = None  # file with a number per record: how often it is seen (.npy or text)
+    # file with a number per record: how often it is seen (.npy or text)
+    sample_weights: str | None = None
     prefetch: Annotated[int, Interval(ge=0, le=1024)] = 2  # batches prepared ahead on accelerators
     synthetic: SyntheticConfig = SyntheticConfig()
 
@@ -109,7 +136,8 @@ class LogConfig(Config):
     every: PositiveInt = 50  # rows of metrics.jsonl
     samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
     tensorboard: bool = True  # curves, grids and the network's graph in RUN/tensorboard
-    tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"  # gets the rows too, at each checkpoint
+    # gets the rows too, at each checkpoint
+    tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
     layers: list[str] = []  # whose statistics go to TensorBoard: names or patterns
     layers_every: PositiveInt = 100  # steps from one look at these layers to the next
 
@@ -123,9 +151,12 @@ class CheckpointConfig(Config):
 
     every: PositiveInt = 500  # steps
     keep: PositiveInt = 2  # newest checkpoints kept; the best one is kept besides
-    keep_every: PositiveInt | None = None  # steps; checkpoints at its multiples are kept as long as this stands
-    asynchronous: bool = True  # written by a thread while training continues; the files are the same
-    on_disk_full: Literal["warn", "stop"] = "warn"  # stop: a checkpoint that cannot be written ends the run, exit 4
+    # steps; checkpoints at its multiples are kept as long as this stands
+    keep_every: PositiveInt | None = None
+    # written by a thread while training continues; the files are the same
+    asynchronous: bool = True
+    # stop: a checkpoint that cannot be written ends the run, exit 4
+    on_disk_full: Literal["warn", "stop"] = "warn"
 
     def check(self) -> None:
         if self.keep_every is not None and self.keep_every % self.every:
@@ -135,7 +166,9 @@ class CheckpointConfig(Config):
             )
 
     def most(self, steps: int) -> int:
-        """Checkpoints that a run of `steps` steps has on the disk at most, with the best and one being written."""
+        """Checkpoints that a run of `steps` steps has on the disk at most, with the best and one
+        being written.
+        """
         return self.keep + 2 + (steps // self.keep_every if self.keep_every else 0)
 
 
@@ -146,16 +179,21 @@ class EvaluationConfig(Config):
     n: Annotated[int, Ge(2)] = 1000  # GAN: generated images; fewer than for a final figure
     extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
-    batch_size: PositiveInt = 100  # images that a process takes at a time, in whole chunks (docs/evaluation.md)
+    # images that a process takes at a time, in whole chunks (docs/evaluation.md)
+    batch_size: PositiveInt = 100
 
 
 class DistributedConfig(Config):
-    """Several processes: how long they wait for each other, and how often their numbers are compared."""
+    """Several processes: how long they wait for each other, and how often their numbers are
+    compared.
+    """
 
     # seconds an operation may take until the first step is done (compiling, first reads)
     start_timeout: Seconds = 600.0
-    timeout: Seconds = 180.0  # and afterwards; what rank 0 does alone is waited for as long as it is alive
-    compress: Literal["off", "bf16"] = "off"  # bf16: gradients travel in half the bytes, rounded to bfloat16
+    # and afterwards; what rank 0 does alone is waited for as long as it is alive
+    timeout: Seconds = 180.0
+    # bf16: gradients travel in half the bytes, rounded to bfloat16
+    compress: Literal["off", "bf16"] = "off"
     # steps from one comparison of weights and averages over the processes to the next; 0: never
     check_every: NonNegativeInt = 100
 
@@ -163,25 +201,32 @@ class DistributedConfig(Config):
 class RunConfig(Config):
     """The keys every task has."""
 
-    can_halve: ClassVar[bool] = False  # whether the task's micro-batches can be cut up where memory runs out
+    # whether the task's micro-batches can be cut up where memory runs out
+    can_halve: ClassVar[bool] = False
 
     task: str  # gan or classifier
     seed: int = 0  # of every random draw (docs/randomness.md)
-    imports: Imports = {}  # code of one's own: [my_losses.py], or installed modules; with digests in a run
+    # code of one's own: [my_losses.py], or installed modules; with digests in a run
+    imports: Imports = {}
     init_from: str | None = None  # checkpoint or run whose weights this run starts from
-    # length of the training and of its schedules; a step is one update of each network; 90ep: as many as 90 epochs have
+    # length of the training and of its schedules; a step is one update of each network; 90ep: as
+    # many as 90 epochs have
     steps: Updates = 10_000
     batch_size: PositiveInt = 64  # global: over all processes and micro-batches
-    # samples a forward pass per process, at most; None: its whole share; auto: that, and halved where memory runs out
+    # samples a forward pass per process, at most; None: its whole share; auto: that, and halved
+    # where memory runs out
     micro_batch: PositiveInt | Literal["auto"] | None = None
-    # of convolutions and matrix products, weights stay in fp32; auto: measured (CPU) or native (accelerator), then kept
+    # of convolutions and matrix products, weights stay in fp32; auto: measured (CPU) or native
+    # (accelerator), then kept
     precision: PrecisionName = "auto"
-    # of a CPU; auto: as many as other programs leave cores for, then kept; adapt: follows them; {0: 2, 120: 1}: by
-    # first step
+    # of a CPU; auto: as many as other programs leave cores for, then kept; adapt: follows them; {0:
+    # 2, 120: 1}: by first step
     threads: Threads = "auto"
     channels_last: bool = True  # memory layout of images; faster in nearly every case
-    deterministic: bool = False  # deterministic kernels only: the same bits run after run on accelerators, slower
-    nonfinite_cap: NonNegativeInt = 20  # updates skipped for non-finite gradients before training stops itself
+    # deterministic kernels only: the same bits run after run on accelerators, slower
+    deterministic: bool = False
+    # updates skipped for non-finite gradients before training stops itself
+    nonfinite_cap: NonNegativeInt = 20
     data: DataConfig = DataConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -208,7 +253,9 @@ class RunConfig(Config):
         return False
 
     def spans(self, resolution: int | str) -> list[tuple[int, int, int]]:
-        """(first step, px of the shorter side, global batch) of the training's parts, for images of `resolution`."""
+        """(first step, px of the shorter side, global batch) of the training's parts, for images of
+        `resolution`.
+        """
         return [(0, ImageSpec.of(1, resolution).side, self.batch_size)]
 
     @property
@@ -235,7 +282,9 @@ class RunConfig(Config):
         }
 
     def for_trial(self, samples: int) -> Self:
-        """The config of a task that makes a few steps of so many samples, beyond the run's, to be measured."""
+        """The config of a task that makes a few steps of so many samples, beyond the run's, to be
+        measured.
+        """
         return self.changed(
             batch_size=samples,
             micro_batch=self.micro_limit,
@@ -250,7 +299,9 @@ class RunConfig(Config):
         return world_size
 
     def share(self, world_size: int) -> int:
-        """Samples of the global batch that each process holds. Raises UserError when that is no whole number."""
+        """Samples of the global batch that each process holds. Raises UserError when that is no
+        whole number.
+        """
         if self.batch_size % world_size:
             raise UserError(
                 f"batch_size {self.batch_size} cannot be shared by {world_size} processes; make it a multiple of "

@@ -17,7 +17,11 @@ from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.several_files import open_at_once, shard_paths
-from duetgan.data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
+from duetgan.data.reading.weighted_sampling import (
+    balanced_weights,
+    class_weights,
+    load_sample_weights,
+)
 from duetgan.metrics.lineage import lineage_of
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import GeneratedSamples
@@ -30,14 +34,22 @@ OPEN_FILES = 96  # that a process needs besides the packed files: libraries, soc
 
 
 def open_training(config: DataConfig) -> Dataset:
-    """The training images, with synthetic ones behind them if there are any. Raises UserError naming the key."""
+    """The training images, with synthetic ones behind them if there are any. Raises UserError
+    naming the key.
+    """
     if not config.path:
         raise UserError(
             "data.path is not set; pack images with `duet pack SOURCE FILE` and give --data.path FILE"
         )
-    crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect) if config.crop == "random" else None
+    crop = (
+        RandomCrop(area=config.crop_area, aspect=config.crop_aspect)
+        if config.crop == "random"
+        else None
+    )
     synthetic = config.synthetic
-    check_open_files(sum(open_at_once(path) for path in (config.path, config.val_path, synthetic.path) if path))
+    check_open_files(
+        sum(open_at_once(path) for path in (config.path, config.val_path, synthetic.path) if path)
+    )
     training = (MixedDataset if synthetic.on else Dataset)(
         config.path,
         resolution=config.resolution,
@@ -46,12 +58,18 @@ def open_training(config: DataConfig) -> Dataset:
         on_damage=config.on_damage,
     )
     if synthetic.checkpoint is not None:
-        lack = lack_of(real_label_shares(config, training)).tolist() if synthetic.balance == "fill" else None
+        lack = (
+            lack_of(real_label_shares(config, training)).tolist()
+            if synthetic.balance == "fill"
+            else None
+        )
         training.synthetic = GeneratedSamples(synthetic.checkpoint, len(training), lack)
     elif synthetic.path is not None:
         remedy, size = "make it with `python generate.py dataset`", training.resolution or None
         like: Any = {"crop": crop, "workers": training.workers, "on_damage": config.on_damage}
-        training.synthetic = open_images("data.synthetic.path", synthetic.path, remedy, resolution=size, **like)
+        training.synthetic = open_images(
+            "data.synthetic.path", synthetic.path, remedy, resolution=size, **like
+        )
     return training
 
 
@@ -61,7 +79,9 @@ def open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
     except UserError as error:
         if all(file.exists() for file in shard_paths(path)):
             raise
-        raise UserError(f"{key} {str(error).removesuffix('; make it with duet pack')}; {remedy}") from None
+        raise UserError(
+            f"{key} {str(error).removesuffix('; make it with duet pack')}; {remedy}"
+        ) from None
 
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
@@ -76,13 +96,19 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, An
             "encoding": reader.meta.encoding,
             "content_hash": reader.meta.content_hash,
         }
-        for role, reader in {"training": training, "held-out": held_out, "synthetic": training.synthetic}.items()
+        for role, reader in {
+            "training": training,
+            "held-out": held_out,
+            "synthetic": training.synthetic,
+        }.items()
         if reader is not None
     }
 
 
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
-    """What the checkpoints of a run on these images record of them: the files, and who drew the synthetic ones."""
+    """What the checkpoints of a run on these images record of them: the files, and who drew the
+    synthetic ones.
+    """
     second = training.synthetic
     if isinstance(second, GeneratedSamples):
         return lineage_of(training, samples=[second.passport(config.seed)])
@@ -90,7 +116,9 @@ def lineage(config: RunConfig, training: Dataset) -> Lineage:
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
-    """The held-out images at the training images' resolution, whole; damage always stops their reading."""
+    """The held-out images at the training images' resolution, whole; damage always stops their
+    reading.
+    """
     if not config.val_path:
         return None
     remedy = (
@@ -98,11 +126,15 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
         "--val-share 0.1` makes both files), or leave it out: --data.val_path null"
     )
     size = training.resolution or None
-    return open_images("data.val_path", config.val_path, remedy, resolution=size, workers=training.workers)
+    return open_images(
+        "data.val_path", config.val_path, remedy, resolution=size, workers=training.workers
+    )
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError unless the files hold images of one size and labels that fit each other; warn of leaks."""
+    """Raise UserError unless the files hold images of one size and labels that fit each other; warn
+    of leaks.
+    """
     if training.resolution == 0:
         raise UserError(
             f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "
@@ -113,8 +145,10 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             f"augment.trivial_augment means 8-bit grey or RGB, the images of {training.path} are "
             f"{training.spec.words}: set it false"
         )
-    training.label_numbers()  # a damaged index or a label without a class ends it here, also for a GAN
-    second, scaled = training.synthetic, config.data.resolution is not None  # files' images, to the size asked for
+    # a damaged index or a label without a class ends it here, also for a GAN
+    training.label_numbers()
+    # files' images, to the size asked for
+    second, scaled = training.synthetic, config.data.resolution is not None
     if second is not None:
         for images in (training, second):  # of one label each
             images.labels()
@@ -136,9 +170,17 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
 
 
 def require_same_images(
-    path: object, images: Dataset | GeneratedSamples, like: object, training: Dataset, remedy: str, *, scaled: bool
+    path: object,
+    images: Dataset | GeneratedSamples,
+    like: object,
+    training: Dataset,
+    remedy: str,
+    *,
+    scaled: bool,
 ) -> None:
-    """Raise UserError unless images have the channels and, where they are not `scaled`, the size of the training's."""
+    """Raise UserError unless images have the channels and, where they are not `scaled`, the size of
+    the training's.
+    """
     spec, wanted = images.meta.spec, training.spec
     same = replace(spec, height=wanted.height, width=wanted.width) == wanted
     if not same or not (scaled or not spec.side or spec.size == wanted.size):
@@ -151,12 +193,18 @@ def require_same_images(
 def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
     ours, theirs = training.meta, held_out.meta
     if len({meta.resize_filter.split("+2x2")[0] for meta in (ours, theirs)} - {"none"}) > 1:
-        say(f"warning: {held_out.path} is of {theirs.resize_filter}, {training.path} of {ours.resize_filter}")
+        say(
+            f"warning: {held_out.path} is of {theirs.resize_filter}, {training.path} of {ours.resize_filter}"
+        )
     if ours.spec.size != theirs.spec.size:
-        say("warning: whether held-out images are training images too is not checked: they have other sizes")
+        say(
+            "warning: whether held-out images are training images too is not checked: they have other sizes"
+        )
         return
     try:
-        leaked = int(np.isin(held_out.signatures()["digest"], training.signatures()["digest"]).sum())
+        leaked = int(
+            np.isin(held_out.signatures()["digest"], training.signatures()["digest"]).sum()
+        )
     except DamageError as error:
         say(f"warning: {error}; whether held-out images are training images too is not checked")
         return
@@ -168,13 +216,23 @@ def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
 
 
 def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError, on all ranks, unless all of them have the same files: each node may have its own copies."""
+    """Raise UserError, on all ranks, unless all of them have the same files: each node may have its
+    own copies.
+    """
     second = training.synthetic
     third = None if second is None else second.path
     for path, dataset in ((config.path, training), (config.val_path, held_out), (third, second)):
-        first, *hashes = collectives.gather_objects(None if dataset is None else dataset.meta.content_hash)
-        if (other := next((rank for rank, content in enumerate(hashes, 1) if content != first), None)) is not None:
-            raise UserError(f"{path}: rank {other} has other images than rank 0; copy one file to all nodes")
+        first, *hashes = collectives.gather_objects(
+            None if dataset is None else dataset.meta.content_hash
+        )
+        if (
+            other := next(
+                (rank for rank, content in enumerate(hashes, 1) if content != first), None
+            )
+        ) is not None:
+            raise UserError(
+                f"{path}: rank {other} has other images than rank 0; copy one file to all nodes"
+            )
 
 
 def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
@@ -182,11 +240,15 @@ def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset)
     path, remedy = str(config.val_path), "pack both from the same class folders"
     require_same_classes(path, held_out.classes, str(config.path), training.classes, remedy)
     if (held_out.meta.sets is None) != (training.meta.sets is None):
-        raise UserError(f"{path} and {config.path}: in one of them alone images have several labels; {remedy}")
+        raise UserError(
+            f"{path} and {config.path}: in one of them alone images have several labels; {remedy}"
+        )
 
 
 def check_open_files(shards: int) -> None:
-    """Raise the limit of open files as far as needed and allowed. Raises UserError if that is not enough."""
+    """Raise the limit of open files as far as needed and allowed. Raises UserError if that is not
+    enough.
+    """
     needed = OPEN_FILES + 2 * shards
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -203,7 +265,9 @@ def check_open_files(shards: int) -> None:
 
 
 def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """How often each record is seen in an epoch, float64, relative to the others; None: once. Raises UserError."""
+    """How often each record is seen in an epoch, float64, relative to the others; None: once.
+    Raises UserError.
+    """
     factors = []
     if config.sampling == "balanced":
         factors.append(balanced_weights(dataset.labels(), dataset.classes))
@@ -222,7 +286,9 @@ def real_label_shares(config: DataConfig, dataset: Dataset) -> np.ndarray:
 
 
 def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
-    """How often each label is seen, relative to the others, by weighted sampling and in synthetic images too."""
+    """How often each label is seen, relative to the others, by weighted sampling and in synthetic
+    images too.
+    """
     real, source = real_label_shares(config, dataset), dataset.synthetic
     if source is None or not len(real):
         return real.tolist()
@@ -233,7 +299,8 @@ def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
 
 
 def lack_of(shares: Sequence[float] | np.ndarray) -> np.ndarray:
-    """How many images each class lacks of the largest, float64 [classes]; `shares`: how many real ones are seen.
+    """How many images each class lacks of the largest, float64 [classes]; `shares`: how many real
+    ones are seen.
 
     Raises UserError where none lacks any.
     """
@@ -250,7 +317,9 @@ def lack_of(shares: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def share_of(config: SyntheticConfig, shares: Sequence[float] | np.ndarray) -> Fraction:
-    """The share of the global batch that is synthetic; `shares`: how often each class's real images are seen."""
+    """The share of the global batch that is synthetic; `shares`: how often each class's real images
+    are seen.
+    """
     if config.share is not None:
         return Fraction(str(config.share))
     lack = Fraction(float(lack_of(shares).sum()))
@@ -258,8 +327,9 @@ def share_of(config: SyntheticConfig, shares: Sequence[float] | np.ndarray) -> F
 
 
 def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """How often each record of a file of synthetic images is seen, relative to the others, so that classes are filled
-    up: float64 [n]; None where they are not. Raises UserError for a class that lacks images and has none there.
+    """How often each record of a file of synthetic images is seen, relative to the others, so that
+    classes are filled up: float64 [n]; None where they are not. Raises UserError for a class that
+    lacks images and has none there.
     """
     source = dataset.synthetic
     if config.synthetic.balance != "fill" or not isinstance(source, Dataset):
@@ -269,12 +339,16 @@ def fill_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
     empty = np.flatnonzero((lack > 0) & (have == 0))
     if len(empty):
         name = source.classes[empty[0]]
-        raise UserError(f"{source.path}: no image of class {name!r}, which data.synthetic.balance fill is to fill up")
+        raise UserError(
+            f"{source.path}: no image of class {name!r}, which data.synthetic.balance fill is to fill up"
+        )
     return (lack / np.maximum(have, 1))[source.labels()]
 
 
 def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
-    """The order of this rank's samples. Raises UserError for weights, and for classes that cannot be filled up."""
+    """The order of this rank's samples. Raises UserError for weights, and for classes that cannot
+    be filled up.
+    """
     weights = sampling_weights(config.data, dataset)
     groups = None if weights is None or not dataset.classes else dataset.label_numbers()
     same: dict[str, Any] = {
@@ -289,19 +363,28 @@ def make_sampler(config: RunConfig, dataset: Dataset) -> GlobalSampler:
     source, mixture = dataset.synthetic, config.data.synthetic
     weights = fill_weights(config.data, dataset)
     groups = None if weights is None else source.labels()
-    stored = isinstance(source, Dataset)  # fresh samples have the labels that are wanted, and any order is random
-    second = GlobalSampler(len(source), weights=weights, groups=groups, shuffle=stored, stream="synthetic", **same)
-    share, end = share_of(mixture, real_label_shares(config.data, dataset)), mixture.last_step(config.steps)
+    # fresh samples have the labels that are wanted, and any order is random
+    stored = isinstance(source, Dataset)
+    second = GlobalSampler(
+        len(source), weights=weights, groups=groups, shuffle=stored, stream="synthetic", **same
+    )
+    share, end = (
+        share_of(mixture, real_label_shares(config.data, dataset)),
+        mixture.last_step(config.steps),
+    )
     until = None if end is None else end * config.batches_per_step
     content = source.meta.content_hash
-    return MixedSampler(len(dataset), synthetic=second, content=content, share=share, until=until, **order)
+    return MixedSampler(
+        len(dataset), synthetic=second, content=content, share=share, until=until, **order
+    )
 
 
 def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader:
     """The endless training loader of this rank."""
     # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
     prefetch = config.data.prefetch if device.type != "cpu" else 0
-    if isinstance(dataset.synthetic, GeneratedSamples):  # between the steps: a thread would change their precision
+    # between the steps: a thread would change their precision
+    if isinstance(dataset.synthetic, GeneratedSamples):
         dataset.synthetic.generator.to(device)
         prefetch = 0
     spans = config.spans(dataset.resolution)
@@ -318,7 +401,9 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
 
 
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
-    """Measure the number of decoding threads if it is left open; returns what the plan says of reading."""
+    """Measure the number of decoding threads if it is left open; returns what the plan says of
+    reading.
+    """
     auto, share = config.data.workers == "auto", config.batch_size // collectives.world_size()
     second, text = training.synthetic, ""
     if auto and second is not None and not second.gathers:
@@ -327,7 +412,11 @@ def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None)
         return "raw images, gathered without workers"
     if auto:
         training.workers, rates = choose_workers(training, share)
-        text = " (images/s by threads: " + ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items()) + ")"
+        text = (
+            " (images/s by threads: "
+            + ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items())
+            + ")"
+        )
     if held_out is not None:
         held_out.workers = training.workers
     crop = "random crops" if training.crop is not None else "whole or in the middle"
@@ -349,8 +438,12 @@ def mixture_text(config: RunConfig, dataset: Dataset) -> str:
     second, mixture = dataset.synthetic, config.data.synthetic
     text = f"{second.meta.source}, {len(second):,} an epoch"
     if isinstance(second, Dataset):
-        text = data_text(second) + ("" if second.meta.passport else ", no passport: they count as real")
-    text += f"; {float(share_of(mixture, real_label_shares(config.data, dataset))):.3g} of each batch"
+        text = data_text(second) + (
+            "" if second.meta.passport else ", no passport: they count as real"
+        )
+    text += (
+        f"; {float(share_of(mixture, real_label_shares(config.data, dataset))):.3g} of each batch"
+    )
     if (end := mixture.last_step(config.steps)) is not None:
         text += f", up to step {end}"
     text += f", loss weight {mixture.weight:g}" if mixture.weight != 1 else ""

@@ -1,4 +1,6 @@
-"""Synthetic images that are drawn while training: new ones in every epoch, from a generator's checkpoint."""
+"""Synthetic images that are drawn while training: new ones in every epoch, from a generator's
+checkpoint.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,15 +23,18 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.provenance import Provenance
 
-BLOCK = 16  # samples a forward pass, always the same ones together: rounding depends on a batch's size
+# samples a forward pass, always the same ones together: rounding depends on a batch's size
+BLOCK = 16
 
 
 class GeneratedSamples:
-    """`count` samples an epoch of a run's average generator, as a source of synthetic images (data/reading/mixture.py).
+    """`count` samples an epoch of a run's average generator, as a source of synthetic images
+    (data/reading/mixture.py).
 
-    Sample i of epoch e depends on the key (seed, "synthetic", e, i) and its label alone, to the bit on one kind of
-    device: the samples [16 k, 16 k + 16) are always made in one pass. Truncation is off (psi 1). Labels go round the
-    classes evenly, each as often as `shares` say. The `generator` computes where it lies.
+    Sample i of epoch e depends on the key (seed, "synthetic", e, i) and its label alone, to the bit
+    on one kind of device: the samples [16 k, 16 k + 16) are always made in one pass. Truncation is
+    off (psi 1). Labels go round the classes evenly, each as often as `shares` say. The `generator`
+    computes where it lies.
 
     Raises UserError for a checkpoint of another task.
     """
@@ -49,14 +54,16 @@ class GeneratedSamples:
         self.generator: Any = generator_from(checkpoint)
         self.spec: ImageSpec = self.generator.spec
         kinds = self.generator.classes
-        self.classes: list[str] = list(checkpoint["classes"]) if kinds else []  # their names by label
+        # their names by label
+        self.classes: list[str] = list(checkpoint["classes"]) if kinds else []
         if shares is not None and len(shares) != kinds:
             raise UserError(
                 f"{run}: its generator has {kinds} classes, the images {len(shares)}; use one of these images"
             )
         self._labels = even_labels(shares or [1.0] * kinds, count)
         self._about = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
-        self._block = lru_cache(maxsize=1)(self._draw)  # of the last one: the next batch begins in it
+        # of the last one: the next batch begins in it
+        self._block = lru_cache(maxsize=1)(self._draw)
         channels, step = self.generator.channels, checkpoint["step"]
         known = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
         self.meta = Meta(
@@ -84,9 +91,14 @@ class GeneratedSamples:
         return provenance_of(self.generator, self._about, seed=seed)
 
     def read(
-        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+        self,
+        indices: Sequence[int] | np.ndarray,
+        out: np.ndarray | None = None,
+        keys: SampleKeys | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Samples uint8 [n, C, H, W] and labels int64 [n]; `keys` say their epochs. Raises ValueError without keys."""
+        """Samples uint8 [n, C, H, W] and labels int64 [n]; `keys` say their epochs. Raises
+        ValueError without keys.
+        """
         wanted = np.asarray(indices, dtype=np.int64)
         if keys is None:
             raise ValueError("fresh samples depend on their epoch: keys are needed")
@@ -100,18 +112,23 @@ class GeneratedSamples:
     def _draw(self, seed: int, epoch: int, block: int) -> np.ndarray:
         """The samples of a block, uint8 [m, C, H, W]."""
         indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
-        labels = torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
+        labels = (
+            torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
+        )
         with full_float32(next(self.generator.parameters()).device):
             stream = ("synthetic", epoch)
-            return generate(self.generator, labels=labels, indices=indices, seed=seed, stream=stream).numpy()
+            return generate(
+                self.generator, labels=labels, indices=indices, seed=seed, stream=stream
+            ).numpy()
 
     def close(self) -> None:
         """Nothing is open."""
 
 
 def even_labels(shares: Sequence[float], count: int) -> np.ndarray:
-    """Labels int64 [count], class c count * shares[c] / sum(shares) times (the largest remainders are rounded up), each
-    class spread evenly: equal shares give 0, 1, ..., K - 1, 0, 1, ... Without classes all are 0.
+    """Labels int64 [count], class c count * shares[c] / sum(shares) times (the largest remainders
+    are rounded up), each class spread evenly: equal shares give 0, 1, ..., K - 1, 0, 1, ... Without
+    classes all are 0.
     """
     if not len(shares):
         return np.zeros(count, np.int64)

@@ -1,5 +1,6 @@
-"""What keeps and watches a training's figures: those since the last row of the log, spikes, early stopping; and how
-fast a run goes: the threads of each step, and a line where it falls to half its speed that says why.
+"""What keeps and watches a training's figures: those since the last row of the log, spikes, early
+stopping; and how fast a run goes: the threads of each step, and a line where it falls to half its
+speed that says why.
 """
 
 import copy
@@ -40,14 +41,17 @@ class Fields:
 
 
 class MetricWindow(Fields):
-    """Means of the metrics since the last log tick, on the device until `fold`. Of `watched` every value is kept."""
+    """Means of the metrics since the last log tick, on the device until `fold`. Of `watched` every
+    value is kept.
+    """
 
     STATE = ("sums", "counts", "values")
 
     def __init__(self, watched: str | None = None) -> None:
         self.watched = watched
         self.values: list[float] = []  # of the watched metric, a step each
-        self.failed: list[bool] = []  # steps since its user emptied it: True where an update was not finite
+        # steps since its user emptied it: True where an update was not finite
+        self.failed: list[bool] = []
         self._pending: dict[str, list[Tensor]] = {}
         self.sums: dict[str, float] = {}
         self.counts: dict[str, int] = {}
@@ -57,8 +61,8 @@ class MetricWindow(Fields):
             self._pending.setdefault(name, []).append(value)
 
     def fold(self) -> None:
-        """Add the pending values up over steps and ranks: one transfer and one collective. Steps are added one after
-        the other, so that the sums do not depend on when this is called.
+        """Add the pending values up over steps and ranks: one transfer and one collective. Steps
+        are added one after the other, so that the sums do not depend on when this is called.
         """
         if not self._pending:
             return
@@ -116,7 +120,8 @@ class Failing:
         failed.clear()
 
     def healthy(self, step: int) -> int | None:
-        """Return the last step after which an update was made while updates are being skipped, else None.
+        """Return the last step after which an update was made while updates are being skipped, else
+        None.
 
         The update before the first that was skipped may be what broke the weights.
         """
@@ -129,7 +134,8 @@ class SpikesConfig(Config):
     # roll-back: go back to the last checkpoint before the spike and leave out the batches since
     action: Literal["off", "warn", "roll-back"] = "warn"
     metric: str | None = None  # of metrics.jsonl, one that every step has; None: the task's loss
-    factor: AboveOne = 20.0  # robust standard deviations (1.4826 MAD) above the median of the last steps
+    # robust standard deviations (1.4826 MAD) above the median of the last steps
+    factor: AboveOne = 20.0
     window: Annotated[int, Ge(LEAST)] = 200  # steps it is compared with
     limit: PositiveInt = 3  # roll-backs; at one more training stops itself
 
@@ -145,7 +151,9 @@ class SpikeDetector(Fields):
         self.unusual = 0  # steps in a row that were not: so many of them are the new usual
 
     def see(self, first: int, values: Sequence[float]) -> tuple[int, float, float] | None:
-        """Note the values of updates from `first` on; the first spike: its update, its value and the usual one."""
+        """Note the values of updates from `first` on; the first spike: its update, its value and
+        the usual one.
+        """
         first_spike = None
         for step, value in enumerate(values, first):
             if not math.isfinite(value):
@@ -172,7 +180,8 @@ class SpikeDetector(Fields):
 class EarlyStoppingConfig(Config):
     """When to stop before the last step, by the figure that chooses the best checkpoint."""
 
-    patience: PositiveInt | None = None  # evaluations in a row without a better figure; None: train to the last step
+    # evaluations in a row without a better figure; None: train to the last step
+    patience: PositiveInt | None = None
     min_delta: NonNegativeFloat = 0.0  # by more than this a figure must be better to count
 
 
@@ -188,7 +197,13 @@ class EarlyStopping(Fields):
 
     def see(self, value: float) -> None:
         """Record an evaluation's figure; NaN never counts as better."""
-        gain = math.inf if self.best is None else self.best - value if self.lower_is_better else value - self.best
+        gain = (
+            math.inf
+            if self.best is None
+            else self.best - value
+            if self.lower_is_better
+            else value - self.best
+        )
         if not math.isnan(value) and gain > self.config.min_delta:
             self.best, self.waited = value, 0
         else:
@@ -206,15 +221,17 @@ class EarlyStopping(Fields):
 
 
 LOOK = 1.0  # seconds from one look at other programs to the next
-PATIENCE = 5.0  # seconds that cores must have been free before they are taken back; twice as many the next time
+# seconds that cores must have been free before they are taken back; twice as many the next time
+PATIENCE = 5.0
 VMSTAT = Path("/proc/vmstat")
 SHORT = 2.0  # seconds; a log tick that is shorter tells nothing
 SWAPPING = 100.0  # pages a second that come back from the disk
 
 
 class Pace:
-    """Sets torch's threads before each step, as `setting` says: their number here; by step; or `adapt`: by what other
-    programs leave. What was set is kept in `by_step`, which repeats the run as `--threads '{0: 2, 120: 1}'`.
+    """Sets torch's threads before each step, as `setting` says: their number here; by step; or
+    `adapt`: by what other programs leave. What was set is kept in `by_step`, which repeats the run
+    as `--threads '{0: 2, 120: 1}'`.
     """
 
     def __init__(self, setting: Any, device: torch.device) -> None:
@@ -231,8 +248,12 @@ class Pace:
         self._tick, self._counts = threads.Load(), _counts()
 
     def resume(self, step: int, by_step: dict[int, int]) -> None:
-        """Take what a checkpoint of that step holds; where this process computes in another number, from there on."""
-        self.by_step = {first: count for first, count in by_step.items() if first <= step} or self.by_step
+        """Take what a checkpoint of that step holds; where this process computes in another number,
+        from there on.
+        """
+        self.by_step = {
+            first: count for first, count in by_step.items() if first <= step
+        } or self.by_step
         if not self._adapts:
             self._change(step, _at(self._given, step))
 
@@ -253,7 +274,9 @@ class Pace:
         now, others, count = time.monotonic(), self._load.others(), _at(self.by_step, step)
         self._looked, fitting = now, threads.fitting(others)
         self._free_since = (self._free_since or now) if fitting > count else None
-        if fitting < count or (self._free_since is not None and now - self._free_since >= self._patience):
+        if fitting < count or (
+            self._free_since is not None and now - self._free_since >= self._patience
+        ):
             self._patience *= 1 if fitting < count else 2
             self._free_since = None
             self._change(step, fitting)
@@ -264,7 +287,9 @@ class Pace:
     # --- the watch
 
     def tick(self, span: Any, rate: float, waited: float) -> str:
-        """What to say at a log tick of `rate` images/s, `waited` of the time for images; `span`: what was trained."""
+        """What to say at a log tick of `rate` images/s, `waited` of the time for images; `span`:
+        what was trained.
+        """
         others, before, self._counts = self._tick.others(), self._counts, _counts()
         if self._counts[0] - before[0] < SHORT:
             return ""
@@ -276,10 +301,14 @@ class Pace:
             self._rates.append(rate)
             self._told = self._told and rate < 0.75 * usual
             return ""
-        seconds, throttled, swapped = (now - then + 1e-9 for now, then in zip(self._counts, before, strict=True))
+        seconds, throttled, swapped = (
+            now - then + 1e-9 for now, then in zip(self._counts, before, strict=True)
+        )
         why = {
-            f"waiting for images took {waited:.0%} of the time (raw ones need no decoding: docs/lmdb.md)": waited > 0.5,
-            f"the container's CPU quota held it back {throttled / seconds:.0%} of the time": throttled > 0.1 * seconds,
+            f"waiting for images took {waited:.0%} of the time (raw ones need no decoding: docs/lmdb.md)": waited
+            > 0.5,
+            f"the container's CPU quota held it back {throttled / seconds:.0%} of the time": throttled
+            > 0.1 * seconds,
             f"memory is short, {swapped / seconds:,.0f} pages/s come from the disk (close programs, or make "
             "micro_batch smaller)": swapped > SWAPPING * seconds,
             f"{threads.others_text(others)} (stop them, or start again with --threads adapt)": self._cpu
@@ -298,9 +327,15 @@ def _at(by_step: dict[int, int], step: int) -> int:
 
 
 def _counts() -> tuple[float, float, float]:
-    """Seconds by the clock, seconds held back by the container's quota, pages that came back from the disk."""
+    """Seconds by the clock, seconds held back by the container's quota, pages that came back from
+    the disk.
+    """
     kept = {"throttled_usec": 0.0, "pswpin": 0.0}
     for file in (CGROUP / "cpu.stat", VMSTAT):
         if file.exists():
-            kept |= {key: float(value) for key, value in map(str.split, file.read_text().splitlines()) if key in kept}
+            kept |= {
+                key: float(value)
+                for key, value in map(str.split, file.read_text().splitlines())
+                if key in kept
+            }
     return time.monotonic(), kept["throttled_usec"] / 1e6, kept["pswpin"]

@@ -6,23 +6,27 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch.profiler import record_function
 
 OTHER = "other/host"  # in no phase
-WHOLE = ("generator/path_length", "discriminator/penalty")  # keep what is inside them, their backward pass too
+# keep what is inside them, their backward pass too
+WHOLE = ("generator/path_length", "discriminator/penalty")
 
 _clock: "PhaseClock | None" = None
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Mark a part of a training step: "data", "forward", "generator/backward", ... (docs/training.md lists them).
+    """Mark a part of a training step: "data", "forward", "generator/backward", ...
+    (docs/training.md lists them).
 
-    Phases may be nested: time belongs to the innermost one, but a penalty keeps what is inside it (`WHOLE`).
+    Phases may be nested: time belongs to the innermost one, but a penalty keeps what is inside it
+    (`WHOLE`).
     """
     return _NOTHING if _clock is None else _clock.phase(name)
 
 
 class PhaseClock:
-    """Divides time among the phases, each moment to one, and draws them into torch.profiler's trace. `wait` is called
-    before the clock is read: on an accelerator for the work that has been queued.
+    """Divides time among the phases, each moment to one, and draws them into torch.profiler's
+    trace. `wait` is called before the clock is read: on an accelerator for the work that has been
+    queued.
     """
 
     def __init__(self, wait: Callable[[], None], now: Callable[[], float]) -> None:

@@ -21,8 +21,9 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class ClassifierEmaConfig(Config):
-    """The moving average of the classifier: the network that is evaluated and used. With a schedule-free optimizer that
-    network has the optimizer's own average of the weights, and only BatchNorm's statistics are averaged here.
+    """The moving average of the classifier: the network that is evaluated and used. With a
+    schedule-free optimizer that network has the optimizer's own average of the weights, and only
+    BatchNorm's statistics are averaged here.
     """
 
     decay: Decay = 0.999  # per step; ramps up as (1 + step) / (10 + step)
@@ -35,7 +36,8 @@ class ClassifierConfig(RunConfig):
 
     task: Literal["classifier"] = "classifier"
     compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
-    sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
+    # auto: BatchNorm over all processes' samples where there are several
+    sync_bn: Literal["auto", "off"] = "auto"
     model: ModelConfig = ModelConfig()
     finetune: FineTuneConfig = FineTuneConfig()
     loss: ClassifierLossConfig = ClassifierLossConfig()
@@ -50,11 +52,14 @@ class ClassifierConfig(RunConfig):
     def check(self) -> None:
         super().check()
         model = self.model
-        if model.normalise == "auto":  # said, so that a resume with other weights, or none, is another network
+        # said, so that a resume with other weights, or none, is another network
+        if model.normalise == "auto":
             imagenet = model.imagenet_normalised and not trained_symmetric(str(model.weights))
             self.model = model.changed(normalise="imagenet" if imagenet else "symmetric")
         several = self.augment.mixes or self.loss.several or self.loss.teacher
-        has_linear_head = model.head == "readout" or (model.head == "linear" and model.backbone.head_bias)
+        has_linear_head = model.head == "readout" or (
+            model.head == "linear" and model.backbone.head_bias
+        )
         refuse(
             (
                 model.split != "off" and self.compile == "on",
@@ -74,13 +79,16 @@ class ClassifierConfig(RunConfig):
                 "unlabelled.spread: labels spread by what the probe reads; set finetune.probe true",
             ),
             (
-                self.unlabelled.path and self.unlabelled.weight and (several or self.loss.kind != "cross-entropy"),
+                self.unlabelled.path
+                and self.unlabelled.weight
+                and (several or self.loss.kind != "cross-entropy"),
                 "unlabelled images learn by cross-entropy of one label: leave out augment.mixup, cutmix, loss.teacher",
             ),
         )
 
     def with_weights_at_hand(self, started: Tree) -> Self:
-        """Return the config without published weights that cannot be downloaded: every layer trains from scratch.
+        """Return the config without published weights that cannot be downloaded: every layer trains
+        from scratch.
 
         Args:
             started: Config with which the run started, which stays as it is; empty for a new run.
@@ -90,16 +98,22 @@ class ClassifierConfig(RunConfig):
         if started:
             from_scratch = (started.get("model") or {}).get("weights", "") is None
         else:
-            why = missing_published(published[self.model.weights], f"{self.model.name}'s weights {self.model.weights}")
+            why = missing_published(
+                published[self.model.weights], f"{self.model.name}'s weights {self.model.weights}"
+            )
             from_scratch = bool(why)
             if why:
-                say_main(f"warning: training from scratch, because {why}, or give --model.weights FILE")
+                say_main(
+                    f"warning: training from scratch, because {why}, or give --model.weights FILE"
+                )
         if not from_scratch:
             return self
         return self.changed(model=self.model.changed(weights=None), finetune=FineTuneConfig())
 
     def for_trial(self, samples: int) -> Self:
-        return super().for_trial(samples).changed(model=self.model.changed(weights=None, split="off"))
+        return (
+            super().for_trial(samples).changed(model=self.model.changed(weights=None, split="off"))
+        )
 
     def batch_unit(self, world_size: int) -> int:
         return world_size * (2 if self.augment.mixes else 1)
@@ -110,7 +124,9 @@ class ClassifierConfig(RunConfig):
 
 
 def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
-    """Raise UserError unless class lists and head fit one another. The labels were checked by training.base.data."""
+    """Raise UserError unless class lists and head fit one another. The labels were checked by
+    training.base.data.
+    """
     classes, path = reader.classes, config.data.path
     have_several = reader.meta.sets is not None
     refuse(
@@ -137,8 +153,12 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
             f"{config.model.classes}; make it {len(classes)} or leave it out",
         ),
     )
-    if empty := [name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0]:
-        raise UserError(f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again")
+    if empty := [
+        name for name, count in zip(classes, reader.meta.by_class, strict=True) if count == 0
+    ]:
+        raise UserError(
+            f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again"
+        )
     if val_reader is not None:
         check_same_classes(config.data, reader, val_reader)
 

@@ -1,4 +1,6 @@
-"""The classifier's losses, with soft targets and class weights. Another loss is one entry in `CLASSIFIER_LOSSES`."""
+"""The classifier's losses, with soft targets and class weights. Another loss is one entry in
+`CLASSIFIER_LOSSES`.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,13 +23,15 @@ LEAST_SHARE = 1e-9  # of the largest class
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierLoss:
-    """A loss of logits and targets, both [n, classes]: one value a sample, [n], or with `several` one a label.
+    """A loss of logits and targets, both [n, classes]: one value a sample, [n], or with `several`
+    one a label.
 
     Raises UserError for a loss that is a mean.
     """
 
     errors: Callable[[Tensor, Tensor], Tensor]
-    several: bool = False  # for images that may have several labels: targets are 0 and 1, else they add up to 1
+    # for images that may have several labels: targets are 0 and 1, else they add up to 1
+    several: bool = False
     softmax: bool = True  # the logits are a softmax's, so that `logit_adjustment` applies
 
     def __post_init__(self) -> None:
@@ -36,7 +40,9 @@ class ClassifierLoss:
             [3, 2][: 1 + self.several],
         )
         if given != expected:
-            raise UserError(f"a classifier's loss gives {given} of logits [3, 2]; give {expected}, no mean")
+            raise UserError(
+                f"a classifier's loss gives {given} of logits [3, 2]; give {expected}, no mean"
+            )
 
 
 def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
@@ -46,11 +52,17 @@ def asymmetric(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 CLASSIFIER_LOSSES = {
-    "cross-entropy": ClassifierLoss(errors=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none")),
+    "cross-entropy": ClassifierLoss(
+        errors=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none")
+    ),
     # of the outputs against one-hot targets (2006.07322)
-    "squared-error": ClassifierLoss(errors=lambda logits, targets: (logits - targets).square().mean(1), softmax=False),
+    "squared-error": ClassifierLoss(
+        errors=lambda logits, targets: (logits - targets).square().mean(1), softmax=False
+    ),
     "bce": ClassifierLoss(
-        errors=lambda logits, targets: F.binary_cross_entropy_with_logits(logits, targets, reduction="none"),
+        errors=lambda logits, targets: F.binary_cross_entropy_with_logits(
+            logits, targets, reduction="none"
+        ),
         several=True,
     ),
     "asymmetric": ClassifierLoss(errors=asymmetric, several=True),
@@ -60,13 +72,17 @@ CLASSIFIER_LOSSES = {
 class ClassifierLossConfig(Config):
     """Settings of the loss."""
 
-    # cross-entropy, squared-error (2006.07322); for several labels an image bce, asymmetric (2009.14119); see loss.py
+    # cross-entropy, squared-error (2006.07322); for several labels an image bce, asymmetric
+    # (2009.14119); see loss.py
     kind: str = "cross-entropy"
-    label_smoothing: Decay = 0.1  # this share of every target is spread over all classes, or over yes and no
+    # this share of every target is spread over all classes, or over yes and no
+    label_smoothing: Decay = 0.1
     # by name, others 1; balanced: 1 / frequency. Several labels: what those that are there count
     class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
-    logit_adjustment: NonNegativeFloat = 0.0  # times log(class's share), added to logits in training (2007.07314)
-    teacher: str | None = None  # run of a classifier whose answers to the same images are targets, too (distillation)
+    # times log(class's share), added to logits in training (2007.07314)
+    logit_adjustment: NonNegativeFloat = 0.0
+    # run of a classifier whose answers to the same images are targets, too (distillation)
+    teacher: str | None = None
     teacher_share: Probability = 1.0  # of the loss, that is to these; the rest is to the labels
     temperature: PositiveFloat = 2.0  # of its and the network's answers
 
@@ -84,7 +100,9 @@ class ClassifierLossConfig(Config):
 
     @property
     def function(self) -> ClassifierLoss:
-        """The kind's entry in the table; UserError, with the near one, for a name that is not there."""
+        """The kind's entry in the table; UserError, with the near one, for a name that is not
+        there.
+        """
         return entry(CLASSIFIER_LOSSES, self.kind, "loss.kind")
 
     @property
@@ -94,7 +112,9 @@ class ClassifierLossConfig(Config):
 
 
 class Targets(NamedTuple):
-    """What n images show: classes, or two classes in proportion; of several labels an image which, as 0 and 1."""
+    """What n images show: classes, or two classes in proportion; of several labels an image which,
+    as 0 and 1.
+    """
 
     labels: Tensor  # int64 [n]; float [n, classes] of several labels
     others: Tensor | None = None  # likewise: the partners' labels; None: nothing is mixed
@@ -105,16 +125,19 @@ class Targets(NamedTuple):
         return Targets(*(part if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
     def correct(self, logits: Tensor) -> Tensor:
-        """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted class, one of several
-        labels by the share of its classes that are predicted correctly.
+        """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted
+        class, one of several labels by the share of its classes that are predicted correctly.
         """
         if self.labels.is_floating_point():
-            errors = (logits > 0).to(logits.dtype) - soft_targets(self, logits.shape[1], logits.dtype)
+            errors = (logits > 0).to(logits.dtype) - soft_targets(
+                self, logits.shape[1], logits.dtype
+            )
             return (1 - errors.abs()).mean(1).sum()
         predicted = logits.argmax(1)
         if self.others is None or self.own is None:
             return (predicted == self.labels).sum()
-        own = self.own.to(torch.promote_types(self.own.dtype, logits.dtype))  # the sum is as exact as the loss
+        # the sum is as exact as the loss
+        own = self.own.to(torch.promote_types(self.own.dtype, logits.dtype))
         return (own * (predicted == self.labels) + (1 - own) * (predicted == self.others)).sum()
 
 
@@ -123,11 +146,12 @@ def class_weight_list(
     classes: Sequence[str],
     shares: Sequence[float],  # how often each class is seen in training, relative to the others
 ) -> list[float] | None:
-    """Each class's weight, scaled so that its mean over the images that are seen is 1; None without weights. Of several
-    labels (then `shares` are of the images, and add up to no 1) the weight of an image that has it, as it is.
+    """Each class's weight, scaled so that its mean over the images that are seen is 1; None without
+    weights. Of several labels (then `shares` are of the images, and add up to no 1) the weight of
+    an image that has it, as it is.
 
-    So a batch's loss can be divided by its size, the same on all ranks and in all micro-batches, whatever classes it
-    holds. Raises UserError for an unknown class, or weights of 0 only.
+    So a batch's loss can be divided by its size, the same on all ranks and in all micro-batches,
+    whatever classes it holds. Raises UserError for an unknown class, or weights of 0 only.
     """
     if config.class_weights is None:
         return None
@@ -136,20 +160,29 @@ def class_weight_list(
     else:
         for name in config.class_weights:
             if name not in classes:
-                raise UserError(f"loss.class_weights: no class {name!r} in the data{did_you_mean(name, list(classes))}")
+                raise UserError(
+                    f"loss.class_weights: no class {name!r} in the data{did_you_mean(name, list(classes))}"
+                )
         weights = [float(config.class_weights.get(name, 1.0)) for name in classes]
     if config.several:
         return weights
     mean = sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(shares)
     if not mean > 0:
-        raise UserError("loss.class_weights: all classes in the data have weight 0; give one of them more")
+        raise UserError(
+            "loss.class_weights: all classes in the data have weight 0; give one of them more"
+        )
     return [weight / mean for weight in weights]
 
 
 def by_class(
-    config: ClassifierLossConfig, classes: Sequence[str], shares: Sequence[float], device: torch.device
+    config: ClassifierLossConfig,
+    classes: Sequence[str],
+    shares: Sequence[float],
+    device: torch.device,
 ) -> list[Tensor | None]:
-    """`class_weight_list`, and what `logit_adjustment` adds to each class's logit; None for what is not asked for."""
+    """`class_weight_list`, and what `logit_adjustment` adds to each class's logit; None for what is
+    not asked for.
+    """
     tau, most = config.logit_adjustment, max(shares)
     prior = [tau * math.log(max(share / most, LEAST_SHARE)) for share in shares] if tau else None
     given = class_weight_list(config, classes, shares), prior
@@ -165,32 +198,41 @@ def classifier_loss(
 ) -> Tensor:
     """Return the sum over the samples of the loss to their labels, each by its weight, 0-d.
 
-    The caller divides it by the global batch. A sample's loss, to its smoothed label, counts by that label's weight,
-    and with it the share of the label that is spread: were that share weighted class by class, the rarest class would
-    have the largest target of every image. A mixed sample has the mean of the losses to both labels. Where a prior is
-    added, labels are spread in its proportions: spread evenly, they would undo it.
+    The caller divides it by the global batch. A sample's loss, to its smoothed label, counts by
+    that label's weight, and with it the share of the label that is spread: were that share weighted
+    class by class, the rarest class would have the largest target of every image. A mixed sample
+    has the mean of the losses to both labels. Where a prior is added, labels are spread in its
+    proportions: spread evenly, they would undo it.
     """
     loss, smoothing, classes = config.function, config.label_smoothing, logits.shape[1]
     if config.kind == "cross-entropy" and weights is None and prior is None:
         return _cross_entropy(logits, targets, smoothing)
     even = logits.new_full((classes,), 1 / (2 if loss.several else classes))
-    logits, even = (logits, even) if prior is None else (logits + prior, prior.to(logits.dtype).softmax(0))
+    logits, even = (
+        (logits, even) if prior is None else (logits + prior, prior.to(logits.dtype).softmax(0))
+    )
 
     def errors(labels: Tensor) -> Tensor:
         hard = one_hot(labels, classes, logits.dtype)
-        each = loss.errors(logits, torch.lerp(hard, even.expand_as(hard), smoothing) if smoothing else hard)
+        each = loss.errors(
+            logits, torch.lerp(hard, even.expand_as(hard), smoothing) if smoothing else hard
+        )
         if weights is not None:
             each = each * (torch.where(hard > 0, weights, 1) if loss.several else weights[labels])
         return each.mean(1) if loss.several else each
 
-    return _total(errors(targets.labels), None if targets.others is None else errors(targets.others), targets)
+    return _total(
+        errors(targets.labels), None if targets.others is None else errors(targets.others), targets
+    )
 
 
 def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor:
     """Return the same of a cross entropy without class weights, by torch's fused function."""
     reduction = "sum" if targets.weights is None else "none"
     if targets.others is None:
-        errors = F.cross_entropy(logits, targets.labels, label_smoothing=smoothing, reduction=reduction)
+        errors = F.cross_entropy(
+            logits, targets.labels, label_smoothing=smoothing, reduction=reduction
+        )
     else:
         soft = soft_targets(targets, logits.shape[1], logits.dtype)
         soft = soft * (1 - smoothing) + smoothing / logits.shape[1] if smoothing else soft
@@ -199,14 +241,22 @@ def _cross_entropy(logits: Tensor, targets: Targets, smoothing: float) -> Tensor
 
 
 def _total(own: Tensor, others: Tensor | None, targets: Targets) -> Tensor:
-    """Return the sum over the samples, by their weights, of values [n] for their labels and for their partners'."""
+    """Return the sum over the samples, by their weights, of values [n] for their labels and for
+    their partners'.
+    """
     own = _mixed(own, others, targets.own)
     return (own if targets.weights is None else own * targets.weights).sum()
 
 
 def _mixed(own: Tensor, others: Tensor | None, fraction: Tensor | None) -> Tensor:
-    """Return the mean of values for labels and for partners' labels by the labels' fraction; without partners `own`."""
-    return own if others is None or fraction is None else torch.lerp(others, own, fraction.to(own.dtype))
+    """Return the mean of values for labels and for partners' labels by the labels' fraction;
+    without partners `own`.
+    """
+    return (
+        own
+        if others is None or fraction is None
+        else torch.lerp(others, own, fraction.to(own.dtype))
+    )
 
 
 def distilled(
@@ -217,13 +267,15 @@ def distilled(
     config: ClassifierLossConfig,
     weights: Tensor | None = None,  # [classes], as by `by_class`
 ) -> Tensor:
-    """A `classifier_loss` and, by `teacher_share`, that of a teacher's logits t [n, classes], if any: the sum over the
-    samples, each by its label's weight, of T^2 KL(softmax(t / T) || softmax(z / T)), 0-d (Hinton et al. 2015,
-    1503.02531).
+    """A `classifier_loss` and, by `teacher_share`, that of a teacher's logits t [n, classes], if
+    any: the sum over the samples, each by its label's weight, of T^2 KL(softmax(t / T) || softmax(z
+    / T)), 0-d (Hinton et al. 2015, 1503.02531).
     """
     if teacher is None:
         return loss
-    own, wanted = ((each / config.temperature).log_softmax(1) for each in (logits, teacher.to(logits.dtype)))
+    own, wanted = (
+        (each / config.temperature).log_softmax(1) for each in (logits, teacher.to(logits.dtype))
+    )
     errors = F.kl_div(own, wanted, reduction="none", log_target=True).sum(1) * config.temperature**2
     of_labels, others = errors, None
     if weights is not None:
@@ -232,9 +284,12 @@ def distilled(
     return torch.lerp(loss, _total(of_labels, others, targets), config.teacher_share)
 
 
-def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None) -> Tensor:
-    """What each sample's loss counts, float [n]: `weight` for synthetic images (bool [n]), 1 for real ones; for a mixed
-    sample the mean of both by their shares of the label, `own` and its partner's (`others`, bool [n]).
+def sample_weights(
+    synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None
+) -> Tensor:
+    """What each sample's loss counts, float [n]: `weight` for synthetic images (bool [n]), 1 for
+    real ones; for a mixed sample the mean of both by their shares of the label, `own` and its
+    partner's (`others`, bool [n]).
     """
     partners = None if others is None else torch.where(others, weight, 1.0)
     return _mixed(torch.where(synthetic, weight, 1.0), partners, own)

@@ -8,8 +8,9 @@ from duetgan.utils.errors import TrainingHalted
 
 
 class MicroBatch(Fields):
-    """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share and is halved when
-    memory runs out, with several processes in the first steps only; what was found is its state.
+    """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share
+    and is halved when memory runs out, with several processes in the first steps only; what was
+    found is its state.
     """
 
     STATE = ("size",)
@@ -21,7 +22,9 @@ class MicroBatch(Fields):
         self.size = share if setting is None or setting == "auto" else min(setting, share)
 
     def parts(self) -> list[slice]:
-        """The share in as few and as equal slices as can be: a short last one would give BatchNorm poor statistics."""
+        """The share in as few and as equal slices as can be: a short last one would give BatchNorm
+        poor statistics.
+        """
         count = -(-self.share // self.size)
         ends = [self.share * number // count for number in range(count + 1)]
         return [slice(start, end) for start, end in pairwise(ends)]
@@ -31,7 +34,9 @@ class MicroBatch(Fields):
         self.tries = 2 if self.auto else 0
 
     def halve(self) -> str:
-        """Go on with half of it; returns what to say. Raises TrainingHalted when a single sample is too much."""
+        """Go on with half of it; returns what to say. Raises TrainingHalted when a single sample is
+        too much.
+        """
         if self.size == 1:
             raise TrainingHalted(
                 "memory ran out with a single sample per forward pass; take smaller images (--data.resolution), a "

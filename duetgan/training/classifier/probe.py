@@ -1,5 +1,6 @@
-"""A linear probe: multinomial logistic regression on a network's features of images and of their mirror images. It is
-the head that a fine-tuning begins with (2202.10054), and what it must be better than.
+"""A linear probe: multinomial logistic regression on a network's features of images and of their
+mirror images. It is the head that a fine-tuning begins with (2202.10054), and what it must be
+better than.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,11 @@ from duetgan.utils.seeding import numpy_generator
 from duetgan.utils.text import duration
 
 FOLDS = 5
-STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the penalty, strongest first: each begins where the one before ended
-WORK = 2e8  # images by features by classes that are cross-validated, which bounds the time to about half a minute
+# of the penalty, strongest first: each begins where the one before ended
+STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)
+# images by features by classes that are cross-validated, which bounds the time to about half a
+# minute
+WORK = 2e8
 ITERATIONS = 100  # of L-BFGS, at most
 COMPARED = 20_000  # images that are searched for look-alikes, at most: seconds
 LOOK, A_CLASS = 200, 5  # images of the first look, at least so many a class on average
@@ -36,7 +40,8 @@ class Probe(NamedTuple):
     accuracy: float  # of images that the regression was not fitted to, nor its strength chosen by
     interval: list[float]  # of 95 %
     images: int  # that it is measured on
-    strength: float  # of the penalty: mean cross-entropy + strength / 2 * |weights of standardised features|^2
+    # of the penalty: mean cross-entropy + strength / 2 * |weights of standardised features|^2
+    strength: float
 
 
 class Probed(Fields):
@@ -50,7 +55,10 @@ class Probed(Fields):
         self.seconds = 0.0  # that features and regression took
 
     def __str__(self) -> str:
-        (low, high), part = self.interval, f"a logistic regression of strength {self.strength:g} on frozen features"
+        (low, high), part = (
+            self.interval,
+            f"a logistic regression of strength {self.strength:g} on frozen features",
+        )
         unseen = f"accuracy {self.accuracy:.3f} ({low:.3f} to {high:.3f}) by cross-validation on {self.images:,} images"
         return f"{part}: {unseen}, {duration(self.seconds)}"
 
@@ -64,14 +72,20 @@ class Probed(Fields):
 
 
 def looked_at(count: int, classes: int, seed: int) -> np.ndarray | None:
-    """Some records whose features are soon there, for a first answer; None where that would hardly be sooner."""
+    """Some records whose features are soon there, for a first answer; None where that would hardly
+    be sooner.
+    """
     number = max(LOOK, A_CLASS * classes)
-    return np.sort(numpy_generator(seed, "probe", "look").permutation(count)[:number]) if 3 * number < count else None
+    return (
+        np.sort(numpy_generator(seed, "probe", "look").permutation(count)[:number])
+        if 3 * number < count
+        else None
+    )
 
 
 def alike(dataset: Dataset) -> np.ndarray:
-    """The first image that looks like each image, its own number where none does: int64 [n]. Not searched: sets of
-    several files, or of more than COMPARED images.
+    """The first image that looks like each image, its own number where none does: int64 [n]. Not
+    searched: sets of several files, or of more than COMPARED images.
     """
     firsts = np.arange(len(dataset))
     reader = dataset.shards[0]
@@ -90,30 +104,43 @@ def fit(
     groups: np.ndarray | None = None,
     like: Tensor | None = None,
 ) -> Probe:
-    """The regression on features [n, V, F] of V views of each image and labels int64 [n] below `classes`, where they
-    lie. Its strength has the best accuracy of one view over FOLDS folds, and an image's answer there is that of the
-    strength that is best on the other folds. Images of a group, int64 [n], are in one fold (None: each is alone).
-    Features are standardised as `like` [m, F] are, such as those of images without labels (None: as they are).
+    """The regression on features [n, V, F] of V views of each image and labels int64 [n] below
+    `classes`, where they lie. Its strength has the best accuracy of one view over FOLDS folds, and
+    an image's answer there is that of the strength that is best on the other folds. Images of a
+    group, int64 [n], are in one fold (None: each is alone). Features are standardised as `like` [m,
+    F] are, such as those of images without labels (None: as they are).
     """
     n, _, width = features.shape
     scale = None if like is None else _scale(like)
-    folds = torch.from_numpy(_folds(labels.cpu().numpy(), seed, np.arange(n) if groups is None else groups))
+    folds = torch.from_numpy(
+        _folds(labels.cpu().numpy(), seed, np.arange(n) if groups is None else groups)
+    )
     most = max(FOLDS * classes, int(WORK / width / classes))
     some = torch.from_numpy(np.sort(numpy_generator(seed, "probe", "images").permutation(n)[:most]))
     right = torch.zeros(len(STRENGTHS), FOLDS, dtype=torch.int64)
     for fold in Bar(range(FOLDS), "cross-validating the head", unit="fold", delay=1):
-        train, held = (some[folds[some] == fold] if out else some[folds[some] != fold] for out in (False, True))
-        for row, (weight, bias) in enumerate(_path(features[train], labels[train], classes, STRENGTHS, scale)):
-            right[row, fold] = (F.linear(features[held, 0], weight, bias).argmax(1) == labels[held]).sum()
+        train, held = (
+            some[folds[some] == fold] if out else some[folds[some] != fold] for out in (False, True)
+        )
+        for row, (weight, bias) in enumerate(
+            _path(features[train], labels[train], classes, STRENGTHS, scale)
+        ):
+            right[row, fold] = (
+                F.linear(features[held, 0], weight, bias).argmax(1) == labels[held]
+            ).sum()
     best = int(right.sum(1).argmax())
-    unseen = sum(int(right[(right.sum(1) - right[:, fold]).argmax(), fold]) for fold in range(FOLDS))
+    unseen = sum(
+        int(right[(right.sum(1) - right[:, fold]).argmax(), fold]) for fold in range(FOLDS)
+    )
     *_, (weight, bias) = _path(features, labels, classes, STRENGTHS[: best + 1], scale)
     interval = wilson(unseen, len(some)) or [0.0, 1.0]
     return Probe(weight, bias, unseen / len(some), interval, len(some), STRENGTHS[best])
 
 
 def _folds(labels: np.ndarray, seed: int, groups: np.ndarray) -> np.ndarray:
-    """The fold of each image, int64 [n]: of each class as many groups in every fold as in another, or one more."""
+    """The fold of each image, int64 [n]: of each class as many groups in every fold as in another,
+    or one more.
+    """
     _, firsts, group = np.unique(groups, return_index=True, return_inverse=True)
     order = numpy_generator(seed, "probe", "folds").permutation(len(firsts))
     order = order[np.argsort(labels[firsts][order], kind="stable")]
@@ -126,7 +153,9 @@ def _scale(features: Tensor) -> tuple[Tensor, Tensor]:
     return features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
 
 
-def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float], scale: Any) -> Any:
+def _path(
+    features: Tensor, labels: Tensor, classes: int, strengths: Sequence[float], scale: Any
+) -> Any:
     """Weight [K, F] and bias [K] for features as they come, for each strength in turn."""
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     mean, deviation = scale or _scale(x)
@@ -137,11 +166,15 @@ def _path(features: Tensor, labels: Tensor, classes: int, strengths: Sequence[fl
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
     for strength in strengths:
-        optimizer = torch.optim.LBFGS([weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(
+            [weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe"
+        )
 
         def loss(optimizer: torch.optim.LBFGS = optimizer, strength: float = strength) -> Tensor:
             optimizer.zero_grad()
-            value = F.cross_entropy(F.linear(x, weight, bias), y) + strength / 2 * weight.square().sum()
+            value = (
+                F.cross_entropy(F.linear(x, weight, bias), y) + strength / 2 * weight.square().sum()
+            )
             value.backward()
             return value
 

@@ -1,6 +1,8 @@
-"""Progressive resizing: training begins with smaller images, which cost less, and ends at full size (fast.ai, 2018).
+"""Progressive resizing: training begins with smaller images, which cost less, and ends at full size
+(fast.ai, 2018).
 
-Names and defaults are those of MosaicML Composer's ProgressiveResizing. The size is a function of the step alone.
+Names and defaults are those of MosaicML Composer's ProgressiveResizing. The size is a function of
+the step alone.
 """
 
 from bisect import bisect_right
@@ -13,13 +15,15 @@ from duetgan.utils.config.model import Config, Probability, Share
 from duetgan.utils.errors import UserError
 
 SMALLEST = 8  # px, as of model.input_size
-INCREMENT = 4  # px; sizes are multiples of it, and few: torch.compile compiles for each, eight times at most
+# px; sizes are multiples of it, and few: torch.compile compiles for each, eight times at most
+INCREMENT = 4
 
 
 class ResizingConfig(Config):
     """Progressive resizing: smaller images at first. Evaluation is always at full size."""
 
-    initial_scale: Share = 1.0  # of the images' sides at first; 0.5: a quarter of the pixels; 1: off
+    # of the images' sides at first; 0.5: a quarter of the pixels; 1: off
+    initial_scale: Share = 1.0
     delay_fraction: Probability = 0.5  # share of the steps before the side begins to grow, linearly
     finetune_fraction: Share = 0.2  # share of the steps, the last ones, at full size
 
@@ -32,7 +36,8 @@ class ResizingConfig(Config):
 
 
 class Resizing:
-    """The size of a model's images in a training of `steps` steps. Evaluation is of another model, the average.
+    """The size of a model's images in a training of `steps` steps. Evaluation is of another model,
+    the average.
 
     Raises UserError for a first size that the network cannot take.
     """
@@ -45,7 +50,9 @@ class Resizing:
         while step < steps:
             side = side_at(config, step, steps, full)
             self.spans.append((step, side))
-            step = bisect_right(range(steps), side, key=lambda step: side_at(config, step, steps, full))
+            step = bisect_right(
+                range(steps), side, key=lambda step: side_at(config, step, steps, full)
+            )
         least, remedy = self.spans[0][1], "raise resizing.initial_scale, or leave it out"
         if self.on:
             if least < SMALLEST:
@@ -60,7 +67,9 @@ class Resizing:
         return len(self.spans) > 1
 
     def at(self, step: int) -> bool:
-        """Set the model up for update number `step`; whether its images' size is another than before."""
+        """Set the model up for update number `step`; whether its images' size is another than
+        before.
+        """
         if not self.on:
             return False
         before, self.model.side = self.model.side, self.side_of(step)
@@ -79,16 +88,23 @@ class Resizing:
     def describe(self) -> dict[str, str]:
         """What the plan says, if something was asked for."""
         rest = [f", {side} px from step {first:,}" for first, side in self.spans[1:]]
-        return {"image size": f"{self.spans[0][1]} px{''.join(rest)}"} if self.config.initial_scale < 1 else {}
+        return (
+            {"image size": f"{self.spans[0][1]} px{''.join(rest)}"}
+            if self.config.initial_scale < 1
+            else {}
+        )
 
 
 def side_at(config: ResizingConfig, step: int, steps: int, full: int) -> int:
-    """Side in px of the images, `full` at most, of update number `step` of `steps`, in exact arithmetic.
+    """Side in px of the images, `full` at most, of update number `step` of `steps`, in exact
+    arithmetic.
 
-    It grows in multiples of 4 px, or where `full` is above 32 of an eighth of it, rounded up to such a multiple.
+    It grows in multiples of 4 px, or where `full` is above 32 of an eighth of it, rounded up to
+    such a multiple.
     """
     shares = (config.initial_scale, config.delay_fraction, config.finetune_fraction)
-    initial, delay, finetune = (Fraction(str(share)) for share in shares)  # as they were written: 0.1 is a tenth
+    # as they were written: 0.1 is a tenth
+    initial, delay, finetune = (Fraction(str(share)) for share in shares)
     start, end = int(delay * steps), steps - ceil(finetune * steps)
     if step >= end:
         return full

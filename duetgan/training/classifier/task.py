@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from duetgan.data.augment.transforms import Mixing, draw_and_apply, draw_mixing, mix_images, partners
+from duetgan.data.augment.transforms import (
+    Mixing,
+    draw_and_apply,
+    draw_mixing,
+    mix_images,
+    partners,
+)
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, Source, read_batch
 from duetgan.metrics.evaluate_classifier import evaluate_classifier
@@ -31,7 +37,13 @@ from duetgan.training.classifier.config import ClassifierConfig, check_batches, 
 from duetgan.training.classifier.consistency import Unlabelled
 from duetgan.training.classifier.finetune import FineTuning, layer_table, plain
 from duetgan.training.classifier.frozen import Frozen, image_features
-from duetgan.training.classifier.loss import Targets, by_class, classifier_loss, distilled, sample_weights
+from duetgan.training.classifier.loss import (
+    Targets,
+    by_class,
+    classifier_loss,
+    distilled,
+    sample_weights,
+)
 from duetgan.training.classifier.micro_batch import MicroBatch
 from duetgan.training.classifier.network import initialise, widen_narrow_maps
 from duetgan.training.classifier.probe import Probe, Probed, alike, fit, looked_at
@@ -47,7 +59,8 @@ from duetgan.utils.provenance import Lineage, join
 from duetgan.utils.runlog.run_log import say_main
 from duetgan.utils.seeding import forked
 
-# a process's share of a step: augmented images, of 8 bits uint8, what they show, and with which and how they are mixed
+# a process's share of a step: augmented images, of 8 bits uint8, what they show, and with which and
+# how they are mixed
 Prepared = tuple[Tensor, Targets, tuple[Tensor, Mixing] | None]
 
 
@@ -57,7 +70,11 @@ class ClassifierTask(Task):
     best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/classifier"
 
     def __init__(
-        self, config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
+        self,
+        config: ClassifierConfig,
+        reader: Dataset,
+        val_reader: Dataset | None,
+        device: torch.device,
     ) -> None:
         world = collectives.world_size()
         check_classes(config, reader, val_reader)
@@ -68,7 +85,9 @@ class ClassifierTask(Task):
         self.share = config.share(world)
         self.unlabelled = Unlabelled(config, reader) if config.unlabelled.path else None
         self.beside = self.unlabelled if config.unlabelled.weight else None
-        self.micro = MicroBatch(config.micro_batch, self.share + (self.beside.share if self.beside else 0))
+        self.micro = MicroBatch(
+            config.micro_batch, self.share + (self.beside.share if self.beside else 0)
+        )
         self.first = collectives.rank() * self.share
         self.shape = config.shape(reader)
         with forked(config.seed, "init", "classifier"):
@@ -78,23 +97,31 @@ class ClassifierTask(Task):
         if config.loss.several:
             model.add_thresholds()
             self.rows, self.best_metric = LABELS, "average_precision"
-            self.shown = torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)  # by label numbers
-        model = model.to(memory_format=torch.channels_last if config.channels_last else torch.contiguous_format)
+            # by label numbers
+            self.shown = torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
+        model = model.to(
+            memory_format=torch.channels_last if config.channels_last else torch.contiguous_format
+        )
         self.shares: list[Share] = []  # of several devices
         if config.model.split == "off":
             model = model.to(device)
         else:
-            devices, reduced = collectives.own_devices(device), config.precision not in ("auto", "fp32")
+            devices, reduced = (
+                collectives.own_devices(device),
+                config.precision not in ("auto", "fp32"),
+            )
             self.shares = place(model, devices, samples=self.micro.size, reduced=reduced)
         self.ema, synced = EMA(model, buffers="average"), world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
-        self.apart = world > 1 and not synced  # each process normalises by its own share's statistics
+        # each process normalises by its own share's statistics
+        self.apart = world > 1 and not synced
         if device.type == "cpu":
             widen_narrow_maps(self.model)
         self.model.train()  # and it stays so: only the average is evaluated
         self.resizing = Resizing(config.resizing, self.model, config.steps)
         self.statistics = list(self.model.buffers())  # BatchNorm's running ones
-        self.replica: DistributedDataParallel | None = None  # the model where there are several processes
+        # the model where there are several processes
+        self.replica: DistributedDataParallel | None = None
         self.forward: Any = None  # the model or its replica, compiled where that is asked for
         self._wrapped_for: list[bool] = []  # which parameters trained when `_wrap` was last called
         shares = np.array(label_shares(config.data, reader))
@@ -103,27 +130,46 @@ class ClassifierTask(Task):
         self.by_class = by_class(config.loss, reader.meta.classes, shares.tolist(), device)
         self.precision = Precision(config.precision, device)
         self.probe = Probed()
-        self.teacher = Teacher("loss.teacher", config.loss.teacher, reader, device) if config.loss.teacher else None
-        self.finetuning = FineTuning(self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size)
+        self.teacher = (
+            Teacher("loss.teacher", config.loss.teacher, reader, device)
+            if config.loss.teacher
+            else None
+        )
+        self.finetuning = FineTuning(
+            self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size
+        )
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
         self.frozen = Frozen(config, reader, self.finetuning, self.resizing, self.precision)
-        more: Any = {"head": head, "groups": self.finetuning.groups(rates.weight_decay), "exchange": False}
+        more: Any = {
+            "head": head,
+            "groups": self.finetuning.groups(rates.weight_decay),
+            "exchange": False,
+        }
         self.updater = Updater(self.model, rates, self.precision, config.steps, **more)
 
     @staticmethod
     def outline(config: ClassifierConfig, shape: Mapping[str, int]) -> Outline:
-        """Backbones have their known sizes: the layer of a hidden head, after the smallest of them, and its average."""
+        """Backbones have their known sizes: the layer of a hidden head, after the smallest of them,
+        and its average.
+        """
         wide = config.model.head_width if config.model.head == "hidden" else 1
         return {"model": (torch.nn.Linear(128, wide), 2)}
 
     def registry(self) -> dict[str, Any]:
-        parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.precision}
+        parts = {
+            "model": self.model,
+            "model_ema": self.ema,
+            "optimizer": self.updater,
+            "scaler": self.precision,
+        }
         parts |= {"probe": self.probe} if self.config.finetune.probe else {}
         parts |= {"unlabelled": self.beside} if self.beside else {}
         return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
 
     def begin(self, folder: Path) -> None:
-        """With `finetune.probe` the head becomes the regression; the other ranks get it from the first."""
+        """With `finetune.probe` the head becomes the regression; the other ranks get it from the
+        first.
+        """
         if self.config.finetune.probe:
             begun, classes, seed = time.perf_counter(), self.shape["classes"], self.config.seed
             groups = alike(self.reader) if collectives.is_main() else np.empty(0)
@@ -131,7 +177,9 @@ class ClassifierTask(Task):
             if some is not None and collectives.is_main():
                 look = self.look(some, groups)
                 first, (low, high) = f"{len(some):,} of {len(self.reader):,} images", look.interval
-                say_main(f"probe: a first look at {first}: accuracy {look.accuracy:.3f} ({low:.3f} to {high:.3f})")
+                say_main(
+                    f"probe: a first look at {first}: accuracy {look.accuracy:.3f} ({low:.3f} to {high:.3f})"
+                )
             source = self.source(0, folder)
 
             def fitted() -> tuple[Probe, Tensor | None, float]:
@@ -154,7 +202,9 @@ class ClassifierTask(Task):
             say_main(f"probe: {self.probe}; training begins there")
 
     def look(self, records: np.ndarray, groups: np.ndarray) -> Probe:
-        """The regression on features of some of the images, see `probe.fit`; `groups`: of all of them."""
+        """The regression on features of some of the images, see `probe.fit`; `groups`: of all of
+        them.
+        """
         with self.precision.autocast():
             found = image_features(self.model, self.reader, mirror=False, records=records)
         return fit(*found, self.shape["classes"], seed=self.config.seed, groups=groups[records])
@@ -165,7 +215,12 @@ class ClassifierTask(Task):
         return join(self.model.lineage, *more)
 
     def networks(self) -> Networks:
-        return {"classifier": (self.ema.model, (torch.zeros(1, *self.reader.spec.shape, device=self.device),))}
+        return {
+            "classifier": (
+                self.ema.model,
+                (torch.zeros(1, *self.reader.spec.shape, device=self.device),),
+            )
+        }
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""
@@ -174,14 +229,25 @@ class ClassifierTask(Task):
         self._wrap()
         self.model.begin = self.frozen.begin if batch.images.shape[2] == 1 else 0
         before = Snapshot(self.statistics)
-        used = self.beside.look(step, self.ema.model, self.precision, self.device) if self.beside else {}
+        used = (
+            self.beside.look(step, self.ema.model, self.precision, self.device)
+            if self.beside
+            else {}
+        )
         loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
             update = self.updater.step(step)
-            before.restore(update.skipped)  # a masked step's NaN must not stay in running statistics
+            # a masked step's NaN must not stay in running statistics
+            before.restore(update.skipped)
             if self.apart:  # the running means and variances that this step has moved
-                norms = [m for m in self.model.modules() if isinstance(m, torch.nn.BatchNorm2d) and m.training]
-                collectives.average_(b for norm in norms for b in norm.buffers() if b.is_floating_point())
+                norms = [
+                    m
+                    for m in self.model.modules()
+                    if isinstance(m, torch.nn.BatchNorm2d) and m.training
+                ]
+                collectives.average_(
+                    b for norm in norms for b in norm.buffers() if b.is_floating_point()
+                )
             self.precision.update_scale()
         with phase("ema"):
             average = self.updater.average(self.model.parameters())
@@ -204,7 +270,9 @@ class ClassifierTask(Task):
             self.micro.look_again()
 
     def _wrap(self) -> None:
-        """Over several processes, put the model into DDP, which must know what trains: anew where that has changed."""
+        """Over several processes, put the model into DDP, which must know what trains: anew where
+        that has changed.
+        """
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         if trains == self._wrapped_for:
             return
@@ -215,18 +283,26 @@ class ClassifierTask(Task):
         if collectives.world_size() > 1:
             # no device_ids, be it one device or several: inputs are where they belong
             # weights travel once: later they are equal
-            self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True, init_sync=first)
-            self.replica.broadcast_buffers = False  # BatchNorm's are in step; the option's name depends on the version
+            self.replica = DistributedDataParallel(
+                self.model, gradient_as_bucket_view=True, init_sync=first
+            )
+            # BatchNorm's are in step; the option's name depends on the version
+            self.replica.broadcast_buffers = False
             if self.config.distributed.compress == "bf16":
                 self.replica.register_comm_hook(None, bf16_compress_hook)
-        setting = self.config.compile if not self.shares else "off"  # a compiled network lies on one device
-        self.forward = Compiled(self.replica or self.model, "classifier", setting=setting, device=self.device)
+        # a compiled network lies on one device
+        setting = self.config.compile if not self.shares else "off"
+        self.forward = Compiled(
+            self.replica or self.model, "classifier", setting=setting, device=self.device
+        )
 
     def _gradients(self, batch: Batch, step: int, before: Snapshot) -> tuple[Tensor, Tensor]:
-        """Gradients of the global batch, in smaller parts if memory runs out and the config allows it. `before` are
-        the statistics to begin with. Returns the loss and how many were right, of this process's share.
+        """Gradients of the global batch, in smaller parts if memory runs out and the config allows
+        it. `before` are the statistics to begin with. Returns the loss and how many were right, of
+        this process's share.
 
-        Several processes must agree on the parts before one of them sends anything: they try without sending.
+        Several processes must agree on the parts before one of them sends anything: they try
+        without sending.
         """
         self.updater.zero_grad()
         trying = self.micro.auto and (self.replica is None or self.micro.tries > 0)
@@ -247,7 +323,9 @@ class ClassifierTask(Task):
         return self._accumulate(batch, step)
 
     def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
-        """None: memory ran out. (By the time of the return what the failed pass held is free again.)"""
+        """None: memory ran out. (By the time of the return what the failed pass held is free
+        again.)
+        """
         try:
             return self._accumulate(batch, step, send=False)
         except (RuntimeError, MemoryError) as error:
@@ -256,7 +334,9 @@ class ClassifierTask(Task):
         return None
 
     def _accumulate(self, batch: Batch, step: int, *, send: bool = True) -> tuple[Tensor, Tensor]:
-        """Forward and backward passes of this process's share; DDP sends the gradients in the last of them."""
+        """Forward and backward passes of this process's share; DDP sends the gradients in the last
+        of them.
+        """
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         with phase("augment"):
             prepared = self._prepared(batch, step, self.first)
@@ -274,7 +354,9 @@ class ClassifierTask(Task):
                         answers = None if self.teacher is None else self.teacher(images)
                     logits = logits.to(loss_sum.dtype)
                     loss = classifier_loss(logits, targets, self.config.loss, *self.by_class)
-                    loss = distilled(loss, logits, answers, targets, self.config.loss, self.by_class[0])
+                    loss = distilled(
+                        loss, logits, answers, targets, self.config.loss, self.by_class[0]
+                    )
                     loss = loss / self.config.batch_size
                 with phase("backward"):
                     self.precision.backward(loss)
@@ -286,8 +368,8 @@ class ClassifierTask(Task):
         return loss_sum, correct
 
     def _sum_gradients(self) -> None:
-        """Make sums over the processes of DDP's means. Not by weights of the losses: what layers are logged to receive,
-        and what fp16 can hold, would depend on the number of processes.
+        """Make sums over the processes of DDP's means. Not by weights of the losses: what layers
+        are logged to receive, and what fp16 can hold, would depend on the number of processes.
         """
         trained = [(plain(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
         unused = [name for name, p in trained if p.grad is None]
@@ -300,22 +382,40 @@ class ClassifierTask(Task):
             torch._foreach_mul_(gradients, collectives.world_size())
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:
-        """Augment rows [start, start + n) of the global batch: if they can in uint8, a quarter of the memory."""
-        config, labels = self.config, self.shown[batch.labels] if self.config.loss.several else batch.labels
+        """Augment rows [start, start + n) of the global batch: if they can in uint8, a quarter of
+        the memory.
+        """
+        config, labels = (
+            self.config,
+            self.shown[batch.labels] if self.config.loss.several else batch.labels,
+        )
         targets = Targets(labels)
-        draw: Any = {"seed": config.seed, "step": step, "start": start, "global_batch": config.batch_size}
+        draw: Any = {
+            "seed": config.seed,
+            "step": step,
+            "start": start,
+            "global_batch": config.batch_size,
+        }
         spec, images = self.model.spec, batch.images
-        images = spec.to_float(images, config.channels_last) if spec.deep and images.shape[2] > 1 else images
+        images = (
+            spec.to_float(images, config.channels_last)
+            if spec.deep and images.shape[2] > 1
+            else images
+        )
         images = draw_and_apply(images, config.augment, **draw)
         mixed = None
         if config.augment.mixes:
             size = (images.shape[2], images.shape[3])
-            mixing = draw_mixing(config.augment, count=len(images), size=size, device=images.device, **draw)
+            mixing = draw_mixing(
+                config.augment, count=len(images), size=size, device=images.device, **draw
+            )
             mixed = partners(images), mixing
             targets = Targets(labels, partners(labels), mixing.own)
         if batch.synthetic is not None and (weight := config.data.synthetic.weight) != 1:
             others = partners(batch.synthetic) if mixed else None
-            targets = targets._replace(weights=sample_weights(batch.synthetic, weight, others, targets.own))
+            targets = targets._replace(
+                weights=sample_weights(batch.synthetic, weight, others, targets.own)
+            )
         return images, targets, mixed
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
@@ -323,7 +423,9 @@ class ClassifierTask(Task):
         if share.shape[2] == 1:  # frozen stages' outputs, and the mirror image's
             return share[rows][..., 0].reshape(-1, *self.frozen.shape), targets.rows(rows)
         parts = [share[rows]] if mixed is None else [share[rows], mixed[0][rows]]
-        images, *others = [part if spec.deep else spec.to_float(part, self.config.channels_last) for part in parts]
+        images, *others = [
+            part if spec.deep else spec.to_float(part, self.config.channels_last) for part in parts
+        ]
         if mixed is not None:
             images = mix_images(images, others[0], mixed[1].rows(rows))
         return images, targets.rows(rows)
@@ -345,7 +447,9 @@ class ClassifierTask(Task):
         return self.resizing.typical_steps() if self.resizing.on else {first: 1.0}
 
     def describe(self) -> dict[str, str]:
-        rows = self.resizing.describe() | ({"split": "; ".join(map(str, self.shares))} if self.shares else {})
+        rows = self.resizing.describe() | (
+            {"split": "; ".join(map(str, self.shares))} if self.shares else {}
+        )
         trains, teacher = "; ".join(self.finetuning.describe()), self.config.loss.teacher
         rows |= {"taught by": teacher} if teacher else {}
         return rows | ({"what trains": trains} if trains else {})
@@ -363,8 +467,11 @@ class ClassifierTask(Task):
         if self.val_reader is None:
             return {}
         size = self.config.evaluation.batch_size
-        document = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, details=False)
+        document = evaluate_classifier(
+            self.ema.model, self.val_reader, batch_size=size, details=False
+        )
         if self.model.thresholds is not None and self.ema.model.thresholds is not None:
-            self.model.thresholds.copy_(self.ema.model.thresholds)  # its average stays what was chosen
+            # its average stays what was chosen
+            self.model.thresholds.copy_(self.ema.model.thresholds)
         self.best_interval = document.get(f"{self.best_metric}_interval")
         return history(self.rows, document)

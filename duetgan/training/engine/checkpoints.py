@@ -1,4 +1,6 @@
-"""Writing a run's checkpoints and taking the newest again. The loop decides what a checkpoint holds."""
+"""Writing a run's checkpoints and taking the newest again. The loop decides what a checkpoint
+holds.
+"""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +32,8 @@ class CheckpointManager:
         self.saved_step = -1  # rank 0: of the newest checkpoint that was written, or resumed from
         self._best_step = -1  # rank 0: of the best one
         self._failure = ""  # rank 0: why the last write failed
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # the process waits for it at its end
+        # the process waits for it at its end
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Future[None] | None = None
         self._versions: dict[str, Any] = {}
 
@@ -43,13 +46,15 @@ class CheckpointManager:
         best: bool = False,
         healthy: int | None = None,
     ) -> None:
-        """Write the registry's state as the checkpoint of `step` unless that is there, and point `last.json` at it.
+        """Write the registry's state as the checkpoint of `step` unless that is there, and point
+        `last.json` at it.
 
-        `about`: what it tells besides the state. `figure`: the metric, value and interval of an evaluation, for
-        `last.json`; with `best`, the best so far, `best.json` is pointed at it too. `healthy`: while updates are being
-        skipped, the last step known to be sound; the newest checkpoint up to it stays, and the one before it, should
-        that be broken too. A full disk is a warning, the old checkpoint stays; see `failure`.
-        With `checkpoint.asynchronous` a thread writes: here it is only waited for the checkpoint before.
+        `about`: what it tells besides the state. `figure`: the metric, value and interval of an
+        evaluation, for `last.json`; with `best`, the best so far, `best.json` is pointed at it too.
+        `healthy`: while updates are being skipped, the last step known to be sound; the newest
+        checkpoint up to it stays, and the one before it, should that be broken too. A full disk is
+        a warning, the old checkpoint stays; see `failure`. With `checkpoint.asynchronous` a thread
+        writes: here it is only waited for the checkpoint before.
         """
         if not collectives.is_main():
             return
@@ -62,8 +67,13 @@ class CheckpointManager:
             "task": self.config.task,
             "step": step,
             "config": to_tree(self.config),
-            "classes": list(meta.classes)[: about["shape"]["classes"]],  # none of an unconditional generator
-            "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
+            # none of an unconditional generator
+            "classes": list(meta.classes)[: about["shape"]["classes"]],
+            "data": {
+                "content_hash": meta.content_hash,
+                "count": meta.count,
+                "resize_filter": meta.resize_filter,
+            },
             "lineage": self.lineage.document(),
             "versions": self._versions or versions(),
             "figure": figure or {},
@@ -102,8 +112,9 @@ class CheckpointManager:
             job.result()
 
     def failure(self, *, last: int | None = None) -> str:
-        """Why training must stop for a checkpoint that could not be written, on all ranks; empty: it goes on. `last`:
-        the step of the run's last checkpoint, without which no run has ended well.
+        """Why training must stop for a checkpoint that could not be written, on all ranks; empty:
+        it goes on. `last`: the step of the run's last checkpoint, without which no run has ended
+        well.
         """
         warns = self.config.checkpoint.on_disk_full == "warn"
         if warns and last is None:
@@ -119,9 +130,12 @@ class CheckpointManager:
         every = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
         return [each for each in every if each <= step]
 
-    def restore(self, registry: Registry, *, up_to: int | None = None) -> checkpoints.Checkpoint | None:
-        """Load the newest checkpoint of the run folder that can be read into the registry; returns the checkpoint, or
-        None when there is none. `up_to`: of at most this step; younger ones are deleted then.
+    def restore(
+        self, registry: Registry, *, up_to: int | None = None
+    ) -> checkpoints.Checkpoint | None:
+        """Load the newest checkpoint of the run folder that can be read into the registry; returns
+        the checkpoint, or None when there is none. `up_to`: of at most this step; younger ones are
+        deleted then.
 
         Raises UserError when it does not fit the data or the task.
         """
@@ -129,7 +143,10 @@ class CheckpointManager:
         self._versions = versions()  # now: later the checkout may be another
 
         def find() -> str | None:
-            folder, last = self.folder.checkpoints, checkpoints.pointer(self.folder.checkpoints, "last") or {}
+            folder, last = (
+                self.folder.checkpoints,
+                checkpoints.pointer(self.folder.checkpoints, "last") or {},
+            )
             until = up_to
             if until is None and "broken_until" in last:
                 until = checkpoints.find_step(last["file"])
@@ -161,9 +178,15 @@ class CheckpointManager:
         return content
 
     def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
-        """Compare the whole state with the registry, then load it. Raises UserError naming file and key."""
+        """Compare the whole state with the registry, then load it. Raises UserError naming file and
+        key.
+        """
         state, name = content["state"], ""
-        parts = {name: part for name, part in registry.items() if name in state or not getattr(part, "optional", False)}
+        parts = {
+            name: part
+            for name, part in registry.items()
+            if name in state or not getattr(part, "optional", False)
+        }
         try:
             for name, part in parts.items():
                 if name not in state:
@@ -178,7 +201,9 @@ class CheckpointManager:
         except UserError:
             raise
         except FAULTS as error:
-            problem = shorten(f"{type(error).__name__ * isinstance(error, LookupError)} {error}", 160)
+            problem = shorten(
+                f"{type(error).__name__ * isinstance(error, LookupError)} {error}", 160
+            )
             raise UserError(
                 f"{path}: the state of {name!r} does not fit ({problem}); data.resolution or another setting of the "
                 "networks has changed, or the file is damaged: give the run's own, or choose another --run-dir"
@@ -192,4 +217,6 @@ class CheckpointManager:
                 if (checkpoints.pointer(folder, which) or {}).get("file") != path.name:
                     checkpoints.point(folder, which, path, **figure)
         except OSError as error:  # the next checkpoint will say more
-            say(f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})")
+            say(
+                f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})"
+            )

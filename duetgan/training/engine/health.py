@@ -1,5 +1,5 @@
-"""What is checked while a run trains: that no rank is missing or holds other numbers; why a step failed; and statistics
-of named layers to TensorBoard: `log.layers` and `log.layers_every`.
+"""What is checked while a run trains: that no rank is missing or holds other numbers; why a step
+failed; and statistics of named layers to TensorBoard: `log.layers` and `log.layers_every`.
 """
 
 import os
@@ -31,18 +31,26 @@ from duetgan.utils.text import listed
 
 
 def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Part of the registry -> its tensors that are the same on all ranks: weights, averages, moments, strengths."""
+    """Part of the registry -> its tensors that are the same on all ranks: weights, averages,
+    moments, strengths.
+    """
     result = {}
     for name, part in registry.items():
-        if leaves := [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))]:
-            result[name] = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves]
+        if leaves := [
+            leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))
+        ]:
+            result[name] = [
+                x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves
+            ]
     return result
 
 
 def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) -> None:
     """Raise TrainingHalted on all ranks if a shared tensor's bits are not the same on all of them."""
     if different := collectives.unequal_ranks(shared_tensors(registry), device):
-        where = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items())
+        where = "; ".join(
+            f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items()
+        )
         raise TrainingHalted(
             f"the processes no longer hold the same numbers after step {step} ({where} differ from the others'); "
             "a fault of memory, of the network or of this program: start again from the last checkpoint, without that "
@@ -51,7 +59,9 @@ def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) ->
 
 
 def unused_parameters(registry: Mapping[str, Any]) -> str:
-    """What to say of parameters that train but got no gradient in the first step; empty if there are none."""
+    """What to say of parameters that train but got no gradient in the first step; empty if there
+    are none.
+    """
     unused = {name: getattr(part, "unused", None) for name, part in registry.items()}
     lists = "; ".join(f"{name}: {listed(names, 4)}" for name, names in unused.items() if names)
     return lists and (
@@ -60,8 +70,12 @@ def unused_parameters(registry: Mapping[str, Any]) -> str:
     )
 
 
-def explain(error: BaseException, config: RunConfig, step: int, resolution: int | str) -> str | None:
-    """Why a step failed and what to do, for failures that have nothing to do with the program; else None."""
+def explain(
+    error: BaseException, config: RunConfig, step: int, resolution: int | str
+) -> str | None:
+    """Why a step failed and what to do, for failures that have nothing to do with the program; else
+    None.
+    """
     if ran_out(error):
         world = collectives.world_size()
         return (
@@ -81,7 +95,9 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int 
 
 
 def remedy_for_broken(config: RunConfig, step: int | None) -> str:
-    """Return what to do where updates are not finite. `step`: of the last sound checkpoint, None without one."""
+    """Return what to do where updates are not finite. `step`: of the last sound checkpoint, None
+    without one.
+    """
     keys = [name for name, section in vars(config).items() if hasattr(section, "clip_norm")]
     rates = " and ".join(f"{key}.lr" for key in keys) or "the learning rate"
     calmer = f"lower the learning rate ({rates})"
@@ -93,7 +109,11 @@ def remedy_for_broken(config: RunConfig, step: int | None) -> str:
 
 def _savers(config: RunConfig, world_size: int) -> list[str]:
     auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
-    savers = [f"a smaller --micro-batch (same global batch{auto})"] if config.micro(world_size) > 1 else []
+    savers = (
+        [f"a smaller --micro-batch (same global batch{auto})"]
+        if config.micro(world_size) > 1
+        else []
+    )
     savers += ["--precision bf16"] if config.precision == "fp32" else []
     for name, section in vars(config).items():
         if getattr(section, "activation_checkpointing", True):  # on, or no network that has it
@@ -105,21 +125,29 @@ def _savers(config: RunConfig, world_size: int) -> list[str]:
 
 
 def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
-    """What to raise where a collective operation failed with `error`: it names the ranks that are missing, and so does
-    status.json, for rank 0 may be one of them.
+    """What to raise where a collective operation failed with `error`: it names the ranks that are
+    missing, and so does status.json, for rank 0 may be one of them.
 
-    Only the lowest rank that is left says so, and none does where the launcher reports the killed processes itself.
+    Only the lowest rank that is left says so, and none does where the launcher reports the killed
+    processes itself.
     """
     if under_launcher():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before this rank has said why
+        # torchrun's, which comes before this rank has said why
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, world = collectives.rank(), collectives.world_size()
     missing = silent_ranks(folder.path, world, own=rank)
     speaks = rank == min(set(range(world)) - {silent.rank for silent in missing})
-    reason = "; ".join(silent.reason for silent in missing[:4]) or "the ranks lost touch with each other"
+    reason = (
+        "; ".join(silent.reason for silent in missing[:4]) or "the ranks lost touch with each other"
+    )
     reason += f"; and {len(missing) - 4} more" if len(missing) > 4 else ""
     # gloo begins with the place in its source, "[/.../pair.cc:545] "
-    detail = shorten(re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0]), 120, placeholder=" ...")
-    quiet = not speaks or (LAUNCHED in os.environ and bool(missing) and all(silent.gone for silent in missing))
+    detail = shorten(
+        re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0]), 120, placeholder=" ..."
+    )
+    quiet = not speaks or (
+        LAUNCHED in os.environ and bool(missing) and all(silent.gone for silent in missing)
+    )
     halted = TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=speaks, quiet=quiet)
     if speaks and (folder.path / "config.yaml").is_file():
         folder.write_status("failed", step, str(halted), halted.exit_code)
@@ -130,26 +158,35 @@ FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its ow
 
 
 class LayerLog:
-    """Watches the layers that `log.layers` names, `NETWORK.LAYER`, in every `log.layers_every`-th step; between these
-    there is no hook. Raises UserError for a pattern that fits no layer, before the first step.
+    """Watches the layers that `log.layers` names, `NETWORK.LAYER`, in every `log.layers_every`-th
+    step; between these there is no hook. Raises UserError for a pattern that fits no layer, before
+    the first step.
     """
 
     def __init__(self, config: LogConfig, registry: Mapping[str, Any], folder: Path) -> None:
         self._every = config.layers_every
         self._folder = folder / "tensorboard" / FOLDER
         self._events: Events | None = None
-        self._precision = next((part for part in registry.values() if isinstance(part, Precision)), None)
+        self._precision = next(
+            (part for part in registry.values() if isinstance(part, Precision)), None
+        )
         self._statistics: LayerStatistics | None = None
         if config.layers:
-            networks = {name: part for name, part in registry.items() if isinstance(part, nn.Module)}
+            networks = {
+                name: part for name, part in registry.items() if isinstance(part, nn.Module)
+            }
             with explained(UserError, lambda why: f"log.layers: {why}"):
-                self._statistics = LayerStatistics(matching_layers(nn.ModuleDict(networks), config.layers))
+                self._statistics = LayerStatistics(
+                    matching_layers(nn.ModuleDict(networks), config.layers)
+                )
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around the step that makes `step` updates complete: at the cadence its layers are watched and written down.
+        """Around the step that makes `step` updates complete: at the cadence its layers are watched
+        and written down.
 
-        Waits for the device then, and only then. What torch.compile has compiled runs uncompiled in such a step.
+        Waits for the device then, and only then. What torch.compile has compiled runs uncompiled in
+        such a step.
         """
         if self._statistics is None or step % self._every:
             yield
@@ -159,7 +196,8 @@ class LayerLog:
             yield
         values = self._statistics.collect(over_ranks(self._statistics.packed()))
         if collectives.is_main():
-            self._events = self._events or Events(self._folder, purge_step=step)  # what a run that died wrote beyond
+            # what a run that died wrote beyond
+            self._events = self._events or Events(self._folder, purge_step=step)
             self._events.scalars(step, values)
 
     def close(self) -> None:

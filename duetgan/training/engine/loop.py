@@ -1,4 +1,6 @@
-"""The training loop: steps, cadence, signals, checkpoints, logging. It knows no model, see `training.base.task`."""
+"""The training loop: steps, cadence, signals, checkpoints, logging. It knows no model, see
+`training.base.task`.
+"""
 
 import os
 import signal
@@ -11,7 +13,14 @@ from typing import Any, NoReturn
 from duetgan.data.errors import DamageError
 from duetgan.data.reading.loader import Batch, InfiniteLoader
 from duetgan.training.base.config import RunConfig
-from duetgan.training.base.monitors import EarlyStopping, Failing, Fields, MetricWindow, Pace, SpikeDetector
+from duetgan.training.base.monitors import (
+    EarlyStopping,
+    Failing,
+    Fields,
+    MetricWindow,
+    Pace,
+    SpikeDetector,
+)
 from duetgan.training.base.phases import phase
 from duetgan.training.base.task import Task
 from duetgan.training.engine import health, recovery
@@ -29,29 +38,44 @@ from duetgan.utils.runlog.run_log import Metrics, RunLog, say, say_main
 
 
 class Loop(Fields):
-    """Trains `task` on `loader` and keeps the run folder; its own state is the step, the best figure and counters."""
+    """Trains `task` on `loader` and keeps the run folder; its own state is the step, the best
+    figure and counters.
+    """
 
     STATE = ("step", "images", "best", "updates", "roll_backs")
 
-    def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder) -> None:
+    def __init__(
+        self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder
+    ) -> None:
         self.config, self.task, self.loader, self.folder = config, task, loader, folder
         self.step = 0  # updates done
         self.images = 0  # that they have seen: counted, as a resume may have another batch size
         self.best: dict[str, float | int] = {}
-        self.origin: dict[str, Any] | None = None  # the checkpoint that the run started from (training.engine.transfer)
-        self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
+        # the checkpoint that the run started from (training.engine.transfer)
+        self.origin: dict[str, Any] | None = None
+        # in all; a network's update each
+        self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}
         self.failing = Failing()
         self.spikes = SpikeDetector(config.spikes)
-        watched = None if config.spikes.action == "off" else config.spikes.metric or task.loss_metric
+        watched = (
+            None if config.spikes.action == "off" else config.spikes.metric or task.loss_metric
+        )
         self.window = MetricWindow(watched)
         self.pace = Pace(config.threads, loader.device)
         self.roll_backs = 0
-        self.damaged: set[int] = set()  # records that any process has replaced (data.on_damage: skip)
+        # records that any process has replaced (data.on_damage: skip)
+        self.damaged: set[int] = set()
         self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
-        self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
+        self.stopping = EarlyStopping(
+            config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower
+        )
         log, main = config.log, collectives.is_main()
         self.log = RunLog(
-            folder.path, active=main, tensorboard=log.tensorboard, total_steps=config.steps, tracker=log.tracker
+            folder.path,
+            active=main,
+            tensorboard=log.tensorboard,
+            total_steps=config.steps,
+            tracker=log.tracker,
         )
         self.manager = CheckpointManager(config, folder, loader)
         self.layers = health.LayerLog(config.log, task.registry(), folder.path)
@@ -70,7 +94,11 @@ class Loop(Fields):
 
     def state_dict(self) -> dict[str, Any]:
         parts = {"stopping": self.stopping.state_dict(), "spikes": self.spikes.state_dict()}
-        more = {"damaged": sorted(self.damaged), "threads": dict(self.pace.by_step), "failing": list(self.failing.span)}
+        more = {
+            "damaged": sorted(self.damaged),
+            "threads": dict(self.pace.by_step),
+            "failing": list(self.failing.span),
+        }
         return super().state_dict() | parts | more
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,31 +106,42 @@ class Loop(Fields):
         self.stopping.load_state_dict(state["stopping"])
         self.spikes.load_state_dict(state["spikes"])
         self.damaged |= set(state["damaged"])
-        self.pace.resume(self.step, state.get("threads", {}))  # earlier versions kept no record of them
+        # earlier versions kept no record of them
+        self.pace.resume(self.step, state.get("threads", {}))
         self.failing.span = list(state.get("failing", []))
 
     # --- saving and resuming
 
     def save(self, figure: dict[str, Any] | None = None, *, best: bool = False) -> None:
-        """Save this step's state; `figure`: metric, value and interval of an evaluation, `best`: the best so far."""
+        """Save this step's state; `figure`: metric, value and interval of an evaluation, `best`:
+        the best so far.
+        """
         self._fold()
         self._collect_damage()
         about = {"shape": dict(self.task.shape), "origin": self.origin, **self.task.provenance()}
-        self.manager.save(self.step, self.registry(), about, figure, best, self.failing.healthy(self.step))
+        self.manager.save(
+            self.step, self.registry(), about, figure, best, self.failing.healthy(self.step)
+        )
         self.folder_status("running")
         self._check_saving()
 
     def _collect_damage(self) -> None:
         if self.config.data.on_damage == "skip":
-            self.damaged = self.damaged.union(*collectives.gather_objects(self.loader.damaged_records))
+            self.damaged = self.damaged.union(
+                *collectives.gather_objects(self.loader.damaged_records)
+            )
 
     def _check_saving(self, *, at_the_end: bool = False) -> None:
-        """Stop where a checkpoint could not be written and the config says so, or it is the last; on all ranks."""
+        """Stop where a checkpoint could not be written and the config says so, or it is the last;
+        on all ranks.
+        """
         if reason := self.manager.failure(last=self.step if at_the_end else None):
             self.halt(reason)
 
     def resume(self) -> bool:
-        """Take the newest checkpoint that can be read; False without one. Raises UserError when it does not fit."""
+        """Take the newest checkpoint that can be read; False without one. Raises UserError when it
+        does not fit.
+        """
         if (content := self.manager.restore(self.registry())) is not None:
             self.origin = content.get("origin")
         return content is not None
@@ -111,14 +150,18 @@ class Loop(Fields):
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to train: all steps are done, or early stopping has ended it."""
+        """Whether there is nothing left to train: all steps are done, or early stopping has ended
+        it.
+        """
         return self.step >= self.config.steps or self.stopping.reached
 
     def run(self, max_steps: int | None = None, *, profile: int | None = None) -> None:
-        """Train up to step `max_steps` (default: the config's), evaluating, saving and logging on the way.
+        """Train up to step `max_steps` (default: the config's), evaluating, saving and logging on
+        the way.
 
-        `profile`: a few steps to warm up and this many more, which are measured first: RUN/profile/. Raises
-        StoppedBySignal after a signal has been obeyed, TrainingHalted at the non-finite cap.
+        `profile`: a few steps to warm up and this many more, which are measured first:
+        RUN/profile/. Raises StoppedBySignal after a signal has been obeyed, TrainingHalted at the
+        non-finite cap.
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step, target, going_on=self.step < target and not self.stopping.reached)
@@ -142,7 +185,8 @@ class Loop(Fields):
                     self.log.metrics(self.step, self._row(time.perf_counter()), partial=True)
                 self._check_saving(at_the_end=True)
             finally:
-                self.manager.wait()  # whatever ended the run: what was saved is on the disk before the process leaves
+                # whatever ended the run: what was saved is on the disk before the process leaves
+                self.manager.wait()
                 self.log.close()
                 self.layers.close()
                 self.loader.close()
@@ -162,15 +206,20 @@ class Loop(Fields):
         while self.step < target and not self.stopping.reached:
             self._take_step(batches)
             self.log.advance()
-            # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
+            # not at `max_steps`: a run that is stopped there and goes on writes the rows of one
+            # that was not
             if self.step % config.log.every == 0 or self.step == config.steps:
                 here = self.step
                 self._log_tick()
                 if self.step < here:  # rolled back
                     continue
-            if config.log.samples_every and (self.step % config.log.samples_every == 0 or self.step == config.steps):
+            if config.log.samples_every and (
+                self.step % config.log.samples_every == 0 or self.step == config.steps
+            ):
                 self.pause(self._samples, "drawing samples")
-            if (config.evaluation.every and self.step % config.evaluation.every == 0) or self.step == config.steps:
+            if (
+                config.evaluation.every and self.step % config.evaluation.every == 0
+            ) or self.step == config.steps:
                 self.pause(self._evaluate, "evaluating")
             elif self.step % config.checkpoint.every == 0:
                 self.pause(self.save)
@@ -184,7 +233,9 @@ class Loop(Fields):
             with self.layers.watching(self.step + 1):
                 metrics = self.task.step(batches, self.step)
             if self.window.watched not in (None, *metrics):
-                names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
+                names = ", ".join(
+                    sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/")))
+                )
                 raise UserError(
                     f"spikes.metric {self.window.watched}: not a metric of every step; choose one of {names}"
                 )
@@ -202,12 +253,18 @@ class Loop(Fields):
         except TrainingHalted as error:
             self.halt(str(error))
         except (RuntimeError, MemoryError, ValueError) as error:
-            if (reason := health.explain(error, self.config, self.step, self.task.shape["resolution"])) is None:
+            if (
+                reason := health.explain(
+                    error, self.config, self.step, self.task.shape["resolution"]
+                )
+            ) is None:
                 raise
             self.halt(reason, rank_specific=True)
 
     def pause(self, action: Any, what: str = "saving a checkpoint") -> None:
-        """Do what is not training, not counted in images per second. The ranks wait for one another, however long."""
+        """Do what is not training, not counted in images per second. The ranks wait for one
+        another, however long.
+        """
         started = time.perf_counter()
         with self.log.pausing(what):
             action()
@@ -217,16 +274,31 @@ class Loop(Fields):
     def _row(self, now: float) -> Metrics:
         """What the steps since the last log tick have shown. Collective."""
         means = self.window.means()
-        updaters = {name: part for name, part in self.task.registry().items() if isinstance(part, Updater)}
+        updaters = {
+            name: part for name, part in self.task.registry().items() if isinstance(part, Updater)
+        }
         seconds = max(1e-9, now - self._tick_started - self._pauses)
         row: Metrics = {
             "images": self.images,
-            "images_per_second": (self.task.images_at(self.step) - self.task.images_at(self._tick_step)) / seconds,
+            "images_per_second": (
+                self.task.images_at(self.step) - self.task.images_at(self._tick_step)
+            )
+            / seconds,
             "data_wait": min(1.0, self.loader.wait_seconds / seconds),
-            "memory_mib": collectives.all_reduce_max(peak_bytes(self.loader.device) >> 20),  # of the fullest process
-            **{name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates},
-            **{f"lr/{n}": max(group["lr"] for group in u.optimizer.param_groups) for n, u in updaters.items()},
-            **{name: round(count + self.window.total(name)) for name, count in self.updates.items()},
+            # of the fullest process
+            "memory_mib": collectives.all_reduce_max(peak_bytes(self.loader.device) >> 20),
+            **{
+                name: mean
+                for name, mean in means.items()
+                if name.partition("/")[0] not in self.updates
+            },
+            **{
+                f"lr/{n}": max(group["lr"] for group in u.optimizer.param_groups)
+                for n, u in updaters.items()
+            },
+            **{
+                name: round(count + self.window.total(name)) for name, count in self.updates.items()
+            },
         }
         if self.config.spikes.action == "roll-back":
             row["roll_backs"] = self.roll_backs
@@ -244,7 +316,11 @@ class Loop(Fields):
         self.window.take()
         self._write_row(row)
         speed, waited = float(row["images_per_second"]), float(row["data_wait"])
-        span = [first for first, *_ in self.config.spans(self.task.shape["resolution"]) if first < self.step][-1]
+        span = [
+            first
+            for first, *_ in self.config.spans(self.task.shape["resolution"])
+            if first < self.step
+        ][-1]
         if slow := self.pace.tick(span, speed, waited):
             say_main(f"warning: step {self.step}: {slow}")
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
@@ -270,7 +346,9 @@ class Loop(Fields):
         self.log.open(self.step)
 
     def halt(self, reason: str, *, rank_specific: bool = False) -> NoReturn:
-        """Stop by itself: exit code 4, the reason in status.json too. `rank_specific`: the others do not know it."""
+        """Stop by itself: exit code 4, the reason in status.json too. `rank_specific`: the others
+        do not know it.
+        """
         self.folder_status("failed", reason, TrainingHalted.exit_code)
         raise TrainingHalted(reason, rank_specific=rank_specific)
 
@@ -291,16 +369,25 @@ class Loop(Fields):
         except DamageError:
             self.save()  # the training is sound, only its held-out images are not
             raise
-        except UserError as error:  # the data was checked before the first step: what is left are broken networks
+        except (
+            UserError
+        ) as error:  # the data was checked before the first step: what is left are broken networks
             recovery.halt_broken(self, f"the evaluation at step {self.step} failed: {error}")
         if figures:
             self._write_row({f"val/{name}": value for name, value in figures.items()})
-            say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+            say_main(
+                f"step {self.step}: "
+                + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            )
         metric = self.task.best_metric
         figure, best = None, False
         if (value := figures.get(metric)) is not None:
             before = self.best.get(metric)
-            figure = {"metric": metric, "value": value, "interval": list(self.task.best_interval or ())}
+            figure = {
+                "metric": metric,
+                "value": value,
+                "interval": list(self.task.best_interval or ()),
+            }
             best = before is None or (value < before if self.task.best_is_lower else value > before)
             if best:
                 self.best = {metric: value, "step": self.step}
@@ -309,7 +396,8 @@ class Loop(Fields):
                 say_main(f"step {self.step}: {self.stopping.reason}")
         self.save(figure, best=best)
 
-    # --- signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, with which SLURM warns of a job's end
+    # --- signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, with which SLURM
+    # warns of a job's end
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
         """Keep the first signal for the end of the step; at a second one the process ends at once."""
@@ -317,7 +405,9 @@ class Loop(Fields):
         leaves, first = self._signal and signum != signal.SIGUSR1, not self._signal
         message = "saving after this step, and what is under way; a second signal leaves at once"
         if leaves:
-            message = f"left without saving; the last checkpoint is of step {self.manager.saved_step}"
+            message = (
+                f"left without saving; the last checkpoint is of step {self.manager.saved_step}"
+            )
         if (leaves or first) and collectives.is_main():
             with suppress(OSError):  # a terminal that is gone, or a full disk
                 os.write(2, f"{signal.Signals(signum).name}: {message}\n".encode())
@@ -344,6 +434,10 @@ class Loop(Fields):
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
         if collectives.is_main():
             try:
-                self.folder.write_status(state, self.step, reason, exit_code, threads=self.pace.by_step)
+                self.folder.write_status(
+                    state, self.step, reason, exit_code, threads=self.pace.by_step
+                )
             except OSError as error:
-                say(f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})")
+                say(
+                    f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})"
+                )

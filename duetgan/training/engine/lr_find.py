@@ -1,7 +1,8 @@
-"""The learning-rate search, `train.py --lr-find`: a short training whose rate grows step by step, all of it undone.
+"""The learning-rate search, `train.py --lr-find`: a short training whose rate grows step by step,
+all of it undone.
 
-The range test of Smith (1506.01186, section 3.3) with exponential steps: while the rate is too small the loss stays,
-then it falls, then training diverges. A good rate lies where it falls.
+The range test of Smith (1506.01186, section 3.3) with exponential steps: while the rate is too
+small the loss stays, then it falls, then training diverges. A good rate lies where it falls.
 """
 
 import math
@@ -31,7 +32,9 @@ FEWEST = 10  # losses that a suggestion needs
 
 @dataclass(kw_only=True)
 class Sweep:
-    """Which rates are tried: `steps` of them from `first` to `last`, each the same factor above the one before."""
+    """Which rates are tried: `steps` of them from `first` to `last`, each the same factor above the
+    one before.
+    """
 
     steps: int = 100
     first: float = 1e-6
@@ -62,7 +65,8 @@ class Suggestion(NamedTuple):
 class Curve:
     """What a sweep has shown. A rate's loss is that of the batch after the update at that rate."""
 
-    scale: float = 1.0  # optimizer.lr over the rate that it gives at this batch size (optimizer.lr_batch_size)
+    # optimizer.lr over the rate that it gives at this batch size (optimizer.lr_batch_size)
+    scale: float = 1.0
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smoothed: list[float] = field(default_factory=list)
@@ -81,12 +85,15 @@ class Curve:
 
 
 def search(loop: Loop, sweep: Sweep) -> Curve:
-    """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages, BatchNorm's
-    statistics, the loader's position, counters and torch's random state. Collective: every rank takes part.
+    """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages,
+    BatchNorm's statistics, the loader's position, counters and torch's random state. Collective:
+    every rank takes part.
     """
     updater = next(part for part in loop.task.registry().values() if isinstance(part, Updater))
     loop.window.fold()
-    given = (section for section in vars(loop.config).values() if isinstance(section, OptimizerConfig))
+    given = (
+        section for section in vars(loop.config).values() if isinstance(section, OptimizerConfig)
+    )
     scale = next(given, updater.config).lr / updater.config.lr
     state, waited, device = Rewind(loop.registry()), loop.loader.wait_seconds, loop.loader.device
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
@@ -100,12 +107,15 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
 
 
 def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
-    """A step's loss is seen before its update, so that one more step than there are rates shows them all."""
+    """A step's loss is seen before its update, so that one more step than there are rates shows
+    them all.
+    """
     losses: list[float] = []
     for number in range(sweep.steps + 1):
         updater.rate = sweep.rate(min(number, sweep.steps - 1))
         value = loop.task.step(loop.loader, loop.step + number)[loop.task.loss_metric]
-        loss = collectives.all_reduce_sum_(value.to(collectives.widest(value.device))).item()  # the same on all ranks
+        # the same on all ranks
+        loss = collectives.all_reduce_sum_(value.to(collectives.widest(value.device))).item()
         if not math.isfinite(loss):
             curve.stopped = "the loss was not finite"
             break
@@ -116,7 +126,9 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
         curve.rates.append(sweep.rate(number - 1))
         curve.losses.append(loss)
         # a running mean without a bias towards 0, as Adam's moments (1412.6980, section 3)
-        curve.smoothed.append(float(np.average(losses, weights=SMOOTHING ** np.arange(number, -1, -1))))
+        curve.smoothed.append(
+            float(np.average(losses, weights=SMOOTHING ** np.arange(number, -1, -1)))
+        )
         if curve.smoothed[-1] > DIVERGED * min(curve.smoothed):
             curve.stopped = f"the smoothed loss was {DIVERGED:g} times its lowest"
             break
@@ -124,8 +136,8 @@ def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The rate half-way through the longest falling subsequence of losses, as fastai's `valley` counts it: of length n
-    with its last member at e, the members are taken to begin at e - n.
+    """The rate half-way through the longest falling subsequence of losses, as fastai's `valley`
+    counts it: of length n with its last member at e, the members are taken to begin at e - n.
     """
     length = [1] * len(losses)
     for i in range(len(losses)):
@@ -144,7 +156,11 @@ def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
     axes = figure.add_subplot()
     axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
     axes.plot(curve.rates, curve.smoothed, color="C0", linewidth=2, label="smoothed")
-    marks = (("steepest (suggested)", "C3", "-"), ("valley", "C2", "--"), ("minimum / 10", "C4", ":"))
+    marks = (
+        ("steepest (suggested)", "C3", "-"),
+        ("valley", "C2", "--"),
+        ("minimum / 10", "C4", ":"),
+    )
     for rate, (name, colour, style) in zip(suggestion or (), marks, strict=False):
         axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name} {rate:.2g}")
     if curve.smoothed and curve.start_loss is not None:
@@ -158,8 +174,9 @@ def draw(curve: Curve, suggestion: Suggestion | None, path: Path) -> None:
 
 
 def write(curve: Curve, folder: Path) -> str:
-    """Write the curve as an image and as numbers into the run folder; returns what it says, with the option to type:
-    the steepest fall, as noise moves the foot of fastai's valley far below the rates that train well.
+    """Write the curve as an image and as numbers into the run folder; returns what it says, with
+    the option to type: the steepest fall, as noise moves the foot of fastai's valley far below the
+    rates that train well.
 
     Raises UserError when the disk refuses, and when the curve suggests no rate.
     """
@@ -174,7 +191,11 @@ def write(curve: Curve, folder: Path) -> str:
             "--lr-find-from or more --lr-find-steps, and look at the labels if that changes nothing"
         )
     steepest, valley, below_minimum = (f"{rate * curve.scale:.2g}" for rate in suggestion)
-    scaled = "" if curve.scale == 1 else f"; rates of the curve times {curve.scale:g}, for optimizer.lr_batch_size"
+    scaled = (
+        ""
+        if curve.scale == 1
+        else f"; rates of the curve times {curve.scale:g}, for optimizer.lr_batch_size"
+    )
     return (
         f"--optimizer.lr {float(steepest):g}\n"
         f"  where the loss falls fastest; fastai's valley is {valley}, a tenth of the lowest loss's rate "

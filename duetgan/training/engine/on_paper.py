@@ -1,8 +1,9 @@
 """A training on paper: memory, arithmetic and bytes of its steps, and what GPUs might make of them.
 
-The task's own step runs on tensors that have shapes and no numbers (torch's fake tensors), operation by operation as an
-accelerator would do it uncompiled. Counts are exact but for the images' augmentation; times rest on published peaks and
-on two numbers fitted to published trainings: docs/predictions.md. No GPU has confirmed them yet.
+The task's own step runs on tensors that have shapes and no numbers (torch's fake tensors),
+operation by operation as an accelerator would do it uncompiled. Counts are exact but for the
+images' augmentation; times rest on published peaks and on two numbers fitted to published
+trainings: docs/predictions.md. No GPU has confirmed them yet.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ from duetgan.utils.text import columns, duration
 EFFICIENCY = 0.75  # share of the roofline that operations reach, and
 OVERHEAD = 40e-6  # seconds that each takes besides: `python benchmarks/predictions.py --fit`
 MEMORIES = (24, 80, 141)  # GiB of GPUs
-USABLE = 0.9  # share of it that tensors may have; the rest: context, cuDNN's workspaces, gaps between blocks
+# share of it that tensors may have; the rest: context, cuDNN's workspaces, gaps between blocks
+USABLE = 0.9
 
 
 class Gpu(NamedTuple):
@@ -74,7 +76,9 @@ class Operation(NamedTuple):
 
 
 class Ledger(PeakBytes):
-    """Lists the block's operations as well, but for views and bare allocations; `phase`: where `peak` was reached."""
+    """Lists the block's operations as well, but for views and bare allocations; `phase`: where
+    `peak` was reached.
+    """
 
     def __init__(self) -> None:
         super().__init__(())
@@ -87,35 +91,50 @@ class Ledger(PeakBytes):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.phase = phase if self.peak > before else self.phase
         if func.namespace == "aten" and not func.is_view and "empty" not in func.name():
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-            moved = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
+            tensors = [
+                leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)
+            ]
+            moved = sum(
+                min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors
+            )
             half = any(x.dtype in (torch.bfloat16, torch.float16) for x in tensors[:1])
             kind = "half" if half else "convolution" if "convolution" in func.name() else "single"
-            self.operations.append(Operation(phase, kind, arithmetic(func, args, kwargs or {}, result), moved))
+            self.operations.append(
+                Operation(phase, kind, arithmetic(func, args, kwargs or {}, result), moved)
+            )
         return result
 
 
 def arithmetic(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """FLOP of a convolution or matrix product, 0 of all else. (torch's FlopCounterMode cannot be taken: its module
-    tracker refuses `autograd.grad` with respect to a leaf.)
+    """FLOP of a convolution or matrix product, 0 of all else. (torch's FlopCounterMode cannot be
+    taken: its module tracker refuses `autograd.grad` with respect to a leaf.)
     """
     if func is torch.ops.aten.convolution_backward.default and args[9] > 1:
         # torch's formula forgets the groups in the weight's gradient
         grad, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
         strided = x if transposed else grad
-        return 2.0 * strided.shape[0] * strided.shape[2:].numel() * weight.numel() * (wanted[0] + wanted[1])
+        return (
+            2.0
+            * strided.shape[0]
+            * strided.shape[2:].numel()
+            * weight.numel()
+            * (wanted[0] + wanted[1])
+        )
     formula = flop_registry.get(func._overloadpacket)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
 
 @contextlib.contextmanager
 def fakes() -> Iterator[None]:
-    """Tensors have shapes and no numbers; modules can be copied and need not be moved, images are not augmented."""
+    """Tensors have shapes and no numbers; modules can be copied and need not be moved, images are
+    not augmented.
+    """
     with (
         mock.patch.object(nn.Module, "to", lambda network, *_args, **_options: network),
         mock.patch.object(FakeTensor, "__deepcopy__", _copy),
         mock.patch("duetgan.training.classifier.network.fit_first_filters"),  # there are no images
-        mock.patch.object(Ada, "apply", lambda _ada, images, _draws, _rows: images),  # it looks at numbers
+        # it looks at numbers
+        mock.patch.object(Ada, "apply", lambda _ada, images, _draws, _rows: images),
         FakeTensorMode(allow_non_fake_inputs=True),  # constants that are kept between calls
     ):
         yield
@@ -141,14 +160,22 @@ class Count(NamedTuple):
         """The sum over a step's operations, as the mean over the kinds of steps."""
         return sum(share * sum(map(of, operations)) for share, operations in self.kinds)
 
-    def seconds(self, gpu: Gpu, efficiency: float = EFFICIENCY, overhead: float = OVERHEAD) -> float:
-        """What a step may take, uncompiled: an operation what its arithmetic or its bytes take, and the overhead."""
-        roof = self.mean(lambda each: max(each.flop / getattr(gpu, each.kind), each.bytes / gpu.bandwidth))
+    def seconds(
+        self, gpu: Gpu, efficiency: float = EFFICIENCY, overhead: float = OVERHEAD
+    ) -> float:
+        """What a step may take, uncompiled: an operation what its arithmetic or its bytes take, and
+        the overhead.
+        """
+        roof = self.mean(
+            lambda each: max(each.flop / getattr(gpu, each.kind), each.bytes / gpu.bandwidth)
+        )
         return roof / efficiency + overhead * self.mean(lambda _: 1.0)
 
 
 def count(config: RunConfig, reader: Dataset, samples: int) -> Count:
-    """Count a process's steps of so many samples when all trains; `precision: auto` is bf16, no image is read."""
+    """Count a process's steps of so many samples when all trains; `precision: auto` is bf16, no
+    image is read.
+    """
     config = config.changed(augment=type(vars(config)["augment"])())
     precision, kinds = "bf16" if config.precision == "auto" else config.precision, []
     with fakes(), Ledger() as ledger, listening(ledger.clock):
@@ -163,18 +190,26 @@ def count(config: RunConfig, reader: Dataset, samples: int) -> Count:
 
 
 def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
-    """The most samples a pass that a GPU of so much memory holds, by a line through two counts of one pass each."""
+    """The most samples a pass that a GPU of so much memory holds, by a line through two counts of
+    one pass each.
+    """
     slope = (large.peak - small.peak) / (large.samples - small.samples)
-    return max(0, int(small.samples + (gib * USABLE * GIB - small.peak) / slope)) // multiple * multiple
+    return (
+        max(0, int(small.samples + (gib * USABLE * GIB - small.peak) / slope))
+        // multiple
+        * multiple
+    )
 
 
 def told(config: RunConfig, reader: Dataset, world_size: int) -> str:
-    """Return what `--dry-run gpu` prints: a recipe's memory, speed and time on each of so many GPUs, without messages
-    between them.
+    """Return what `--dry-run gpu` prints: a recipe's memory, speed and time on each of so many
+    GPUs, without messages between them.
     """
     share, micro = config.share(world_size), config.micro(world_size)
     step = count(config, reader, share)
-    one, two = (count(config.changed(micro_batch=None), reader, samples) for samples in (micro, 2 * micro))
+    one, two = (
+        count(config.changed(micro_batch=None), reader, samples) for samples in (micro, 2 * micro)
+    )
     work = [step.mean(attrgetter(of)) / share / 1e9 for of in ("flop", "bytes")]
     rows = {
         "memory": f"{step.peak / GIB:.2f} GiB, {step.held / GIB:.2f} of it between steps too",
@@ -184,7 +219,11 @@ def told(config: RunConfig, reader: Dataset, world_size: int) -> str:
     for gpu in (*CONSUMER_GPUS, *GPUS):
         seconds, most = step.seconds(gpu), largest(one, two, gpu.gib, config.smallest_batch)
         speed = [f"{share / seconds:,.3g}", duration(config.steps * seconds)]
-        speed = speed if most >= micro else ["too little memory", f"--micro-batch {most}" if most else ""]
+        speed = (
+            speed
+            if most >= micro
+            else ["too little memory", f"--micro-batch {most}" if most else ""]
+        )
         table.append([gpu.name, f"{gpu.gib} GiB", f"{most:,}", *speed])
     head = f"on paper, {share} samples a GPU, uncompiled (docs/predictions.md):"
     return "\n".join([head, columns(rows.items(), "<"), columns(table), STATED_ERROR])

@@ -1,4 +1,6 @@
-"""What is checked and shown before the first step: memory, disk, the preflight's table and `--dry-run`'s plan."""
+"""What is checked and shown before the first step: memory, disk, the preflight's table and
+`--dry-run`'s plan.
+"""
 
 import copy
 import shutil
@@ -56,7 +58,10 @@ def check_memory(
     images: int = sys.maxsize,  # in the data set: no larger batch is proposed
 ) -> None:
     """Raise UserError where weights and batches alone need more memory than there is."""
-    world_size, processes = collectives.world_size(), local_processes() if device.type == "cpu" else 1
+    world_size, processes = (
+        collectives.world_size(),
+        local_processes() if device.type == "cpu" else 1,
+    )
     room = total_bytes(device, several=config.several_devices) // processes
     place = f"{'this machine' if device.type == 'cpu' else 'the GPU'} has {room / GIB:,.1f} GiB for a process"
     try:
@@ -66,9 +71,12 @@ def check_memory(
                 for name, (network, copies) in outline().items()
             }
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
-        if isinstance(error, RuntimeError) and "overflow" not in str(error).lower():  # a fault of the network
+        # a fault of the network
+        if isinstance(error, RuntimeError) and "overflow" not in str(error).lower():
             raise
-        raise UserError(f"no memory holds networks of this size: {_remedy(config, vars(config))}") from error
+        raise UserError(
+            f"no memory holds networks of this size: {_remedy(config, vars(config))}"
+        ) from error
     weights = sum(needs.values())
     if weights > room:
         most = max(needs, key=lambda name: needs[name])
@@ -96,7 +104,9 @@ def _remedy(config: RunConfig, names: Iterable[str]) -> str:
         for name in names
         if hasattr(section := getattr(config, name), "__dict__")
         for key, default in vars(type(section)()).items()
-        if isinstance(default, int) and default > 0 and isinstance(value := getattr(section, key), int)
+        if isinstance(default, int)
+        and default > 0
+        and isinstance(value := getattr(section, key), int)
     ]
     return max(numbers, default=(0.0, "make it smaller"))[1]
 
@@ -135,11 +145,15 @@ def plan_rows(
         fits = max(unit, len(reader) // unit * unit)
         remedy = f"; make batch_size {fits}" if fits < config.batch_size else ""
         rows["warning"] = f"batch larger than the data set: each batch holds repeats{remedy}"
-    rows["length"] = f"{config.steps:,} steps = {images:,} images = {images / len(reader):.1f} epochs"
+    rows["length"] = (
+        f"{config.steps:,} steps = {images:,} images = {images / len(reader):.1f} epochs"
+    )
     rows |= {"time": takes} if (takes := forecast(choice, images)) else {}
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
-            rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps, config.batch_size)
+            rows[name.replace("_", " ")] = schedule_text(
+                section, config.schedule_steps, config.batch_size
+            )
     rows |= task.describe()
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
@@ -163,26 +177,37 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
         text += f"; warning: the run of {steps} steps ends within the warm-up: make warmup_steps smaller"
     if config.schedule != "constant":
         shown = (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
-        text += f", {config.schedule}: " + ", ".join(f"{config.lr_at(step, steps):.2g} at {step}" for step in shown)
-    for key, value in (("norm", config.clip_norm), ("value", config.clip_value), ("ratio", config.clip_adaptive)):
+        text += f", {config.schedule}: " + ", ".join(
+            f"{config.lr_at(step, steps):.2g} at {step}" for step in shown
+        )
+    for key, value in (
+        ("norm", config.clip_norm),
+        ("value", config.clip_value),
+        ("ratio", config.clip_adaptive),
+    ):
         text += f", clipped at {key} {value:g}" if value else ""
     return text
 
 
 class PeakBytes(TorchDispatchMode):
-    """Inside the block, counts the bytes of the tensors that are made there: `live` now, `peak` at most. Tensors that
-    share a storage count once, those that share one of `known` not at all.
+    """Inside the block, counts the bytes of the tensors that are made there: `live` now, `peak` at
+    most. Tensors that share a storage count once, those that share one of `known` not at all.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._storages: WeakIdKeyDictionary = WeakIdKeyDictionary({tensor.untyped_storage(): 0 for tensor in known})
+        self._storages: WeakIdKeyDictionary = WeakIdKeyDictionary(
+            {tensor.untyped_storage(): 0 for tensor in known}
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._storages:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage()) not in self._storages
+            ):
                 self._storages[storage] = size = storage.nbytes()
                 self.live += size
                 self.peak = max(self.peak, self.live)
@@ -194,23 +219,30 @@ class PeakBytes(TorchDispatchMode):
 
 
 def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """Bytes at most of a forward and a backward pass, which are done, besides network, gradients and inputs."""
+    """Bytes at most of a forward and a backward pass, which are done, besides network, gradients
+    and inputs.
+    """
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
     with PeakBytes([*network.parameters(), *network.buffers(), *inputs]) as bytes_:
-        outputs = [x for x in tree_leaves(network(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
+        outputs = [
+            x for x in tree_leaves(network(*inputs)) if isinstance(x, Tensor) and x.requires_grad
+        ]
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     return bytes_.peak
 
 
 def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> str:
-    """A network's memory in a training step of this micro-batch; `layers`: below each layer's shape and parameters."""
+    """A network's memory in a training step of this micro-batch; `layers`: below each layer's shape
+    and parameters.
+    """
     network, inputs = task.networks()[name]
     clone = copy.deepcopy(network).train()  # a forward pass changes statistics
     for key, parameter in clone.named_parameters():
         parameter.requires_grad_(task.trains(name, key))
-    two = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)  # BatchNorm refuses one sample
+    # BatchNorm refuses one sample
+    two = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)
     activations = activation_bytes(clone, two) / len(two[0]) * micro
     weights = 5 * sum(p.nbytes for p in network.parameters())
     memory = (
@@ -220,12 +252,16 @@ def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> 
     )
     if not layers:
         return f"{name}: {memory}"
-    table = task.layer_table(name) or _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
+    table = task.layer_table(name) or _torchinfo(
+        copy.deepcopy(network).requires_grad_(True), inputs
+    )
     return f"{name}\n{table}\n{memory}"
 
 
 def _torchinfo(network: nn.Module, inputs: tuple[Any, ...]) -> str:
-    with warnings.catch_warnings(action="ignore"):  # torchinfo counts multiply-adds with deprecated calls
+    # torchinfo counts multiply-adds with deprecated calls
+    with warnings.catch_warnings(action="ignore"):
         shown: Any = {"col_names": ("output_size", "num_params"), "row_settings": ("var_names",)}
         info = torchinfo.summary(network, input_data=list(inputs), depth=4, verbose=0, **shown)
-    return str(info).split("Total mult-adds")[0].rstrip("=\n ")  # it sees modules only, not the functional layers
+    # it sees modules only, not the functional layers
+    return str(info).split("Total mult-adds")[0].rstrip("=\n ")

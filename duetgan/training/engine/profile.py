@@ -1,7 +1,7 @@
 """Where a step's time and memory go: what `train.py --profile N` measures, with torch.profiler.
 
-The same N steps are run twice from the same state, because the profiler costs time of its own: once with a clock at the
-phases, once under the profiler. Afterwards the state is restored.
+The same N steps are run twice from the same state, because the profiler costs time of its own: once
+with a clock at the phases, once under the profiler. Afterwards the state is restored.
 """
 
 import copy
@@ -31,13 +31,15 @@ TOP = 12  # rows of the table of operators
 
 
 class Rewind:
-    """The state at one moment, kept in main memory: a profile and a search of the learning rate train for a few steps
-    and undo them. `registry`: name -> state_dict, load_state_dict.
+    """The state at one moment, kept in main memory: a profile and a search of the learning rate
+    train for a few steps and undo them. `registry`: name -> state_dict, load_state_dict.
     """
 
     def __init__(self, registry: Mapping[str, Any]) -> None:
         self._registry = registry
-        state = Snapshot({"step": 0, **{name: part.state_dict() for name, part in registry.items()}}, own=True)
+        state = Snapshot(
+            {"step": 0, **{name: part.state_dict() for name, part in registry.items()}}, own=True
+        )
         self._state, self.bytes = state.content, state.size
 
     def rewind(self) -> None:
@@ -49,7 +51,9 @@ class Rewind:
 
 
 def profile_steps(loop: "Loop", count: int) -> None:
-    """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after a signal."""
+    """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after
+    a signal.
+    """
     loop.window.fold()
     task, device, world = loop.task, loop.loader.device, collectives.world_size()
     waited, batches, first = loop.loader.wait_seconds, loop.batches(), loop.step
@@ -78,9 +82,11 @@ def measure(
     folder: Path | None,
     heading: str,
 ) -> None:
-    """Run the next `count` steps twice, write the trace and the summary, and leave the state as it was before.
+    """Run the next `count` steps twice, write the trace and the summary, and leave the state as it
+    was before.
 
-    Writes nothing after a signal. Collective: every rank takes part, those without a `folder` write nothing.
+    Writes nothing after a signal. Collective: every rank takes part, those without a `folder` write
+    nothing.
     """
     before = peak_bytes(device)
     state, one_step = Rewind(registry), record_function("step")(step)
@@ -92,7 +98,8 @@ def measure(
     def run(instrument: AbstractContextManager[Any]) -> tuple[bool, PhaseClock]:
         with instrument:
             wait()
-            with listening(PhaseClock(wait, time.perf_counter)) as clock, phase(OTHER):  # its end is on the clock
+            # its end is on the clock
+            with listening(PhaseClock(wait, time.perf_counter)) as clock, phase(OTHER):
                 went_on = all(one_step() for _ in range(count))
         state.rewind()
         return went_on, clock
@@ -101,8 +108,11 @@ def measure(
     peak = max(before, peak_bytes(device) - (state.bytes if device.type == "cpu" else 0))
     if not went_on:
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its errors about CUDA on machines without it are none
-    activities = {kind for kind in supported_activities() if kind.name in ("CPU", device.type.upper())}
+    # its errors about CUDA on machines without it are none
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = {
+        kind for kind in supported_activities() if kind.name in ("CPU", device.type.upper())
+    }
     profiler = profile(activities=activities, acc_events=True)
     went_on, traced = run(profiler)
     if went_on and folder is not None:
@@ -111,19 +121,31 @@ def measure(
         seconds = {name: time / count for name, time in clock.seconds.items()}
         overhead = sum(traced.seconds.values()) / sum(clock.seconds.values()) - 1
         by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
-        operators = profiler.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=40)
+        operators = profiler.key_averages().table(
+            sort_by=by, row_limit=TOP, max_name_column_width=40
+        )
         where = f"trace of the steps: {folder / TRACE} (open it at https://ui.perfetto.dev or in chrome://tracing)"
         text = "\n\n".join([heading, summary(seconds, overhead, peak, device), operators, where])
         write_atomic(folder / SUMMARY, f"{text}\n".encode())
 
 
 def summary(seconds: Mapping[str, float], overhead: float, peak: int, device: torch.device) -> str:
-    """A profile as text. `seconds`: of a step, by phase; `overhead`: what the profiler cost, as a share of it."""
+    """A profile as text. `seconds`: of a step, by phase; `overhead`: what the profiler cost, as a
+    share of it.
+    """
     names = sorted(seconds, key=lambda name: (name == OTHER, name != "data", name))
     whole = sum(seconds.values())
-    rows = [[name, f"{seconds[name] * 1e3:.2f}", f"{100 * seconds[name] / whole:.1f} %"] for name in names]
-    table = columns([["phase", "ms a step", "share"], *rows, ["step", f"{whole * 1e3:.2f}", "100.0 %"]])
-    waited, memory = seconds.get("data", 0.0), "resident" if device.type == "cpu" else "allocated on the accelerator"
+    rows = [
+        [name, f"{seconds[name] * 1e3:.2f}", f"{100 * seconds[name] / whole:.1f} %"]
+        for name in names
+    ]
+    table = columns(
+        [["phase", "ms a step", "share"], *rows, ["step", f"{whole * 1e3:.2f}", "100.0 %"]]
+    )
+    waited, memory = (
+        seconds.get("data", 0.0),
+        "resident" if device.type == "cpu" else "allocated on the accelerator",
+    )
     return (
         f"{table}\n\ndata wait {100 * waited / whole:.1f} % of the time; memory: {peak / MIB:.0f} MiB {memory} at "
         f"most; torch.profiler cost {100 * overhead:+.0f} %"

@@ -1,4 +1,6 @@
-"""Recovery of a training that breaks: going back after a loss spike, and stopping where updates are not finite."""
+"""Recovery of a training that breaks: going back after a loss spike, and stopping where updates are
+not finite.
+"""
 
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,14 +35,18 @@ def select_healthy(manager: CheckpointManager, healthy: int, step: int) -> int |
         folder, steps = manager.folder.checkpoints, manager.steps_up_to(healthy)
         if not steps:
             return None
-        checkpoints.point(folder, "last", folder / checkpoints.file_name(steps[0]), broken_until=step)
+        checkpoints.point(
+            folder, "last", folder / checkpoints.file_name(steps[0]), broken_until=step
+        )
         return steps[0]
 
     return collectives.from_main_process(find)
 
 
 def check_spikes(loop: "Loop", values: list[float]) -> None:
-    """Warn of a spike in the last values of the watched metric, or go back. Raises TrainingHalted beyond the limit."""
+    """Warn of a spike in the last values of the watched metric, or go back. Raises TrainingHalted
+    beyond the limit.
+    """
     if (jump := loop.spikes.see(loop.step - len(values), values)) is None:
         return
     spike, value, usual = jump
@@ -57,7 +63,9 @@ def check_spikes(loop: "Loop", values: list[float]) -> None:
 
 
 def roll_back(loop: "Loop", spike: int, problem: str) -> None:
-    """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""
+    """Go back to the last checkpoint before update `spike`, and leave out the batches that were
+    taken since.
+    """
     here, position, count = loop.step, loop.loader.state_dict(), loop.roll_backs + 1
     if (content := loop.manager.restore(loop.registry(), up_to=spike)) is None:
         say_main(
@@ -65,8 +73,11 @@ def roll_back(loop: "Loop", spike: int, problem: str) -> None:
             "spikes are checked, or raise checkpoint.keep"
         )
         return
-    then = content["state"]["loader"]  # its step counts where stages of growth have loaders of their own
-    loop.loader.load_state_dict(position | {key: then[key] for key in ("step", "batch") if key in then})
+    # its step counts where stages of growth have loaders of their own
+    then = content["state"]["loader"]
+    loop.loader.load_state_dict(
+        position | {key: then[key] for key in ("step", "batch") if key in then}
+    )
     loop.rolled_back(count)
     say_main(
         f"warning: {problem}; went back to the checkpoint of step {loop.step} and on from there with other images: "

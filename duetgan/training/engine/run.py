@@ -1,4 +1,6 @@
-"""One training run from a config file to a finished run folder; what `train.py` calls in every process."""
+"""One training run from a config file to a finished run folder; what `train.py` calls in every
+process.
+"""
 
 import os
 from functools import partial
@@ -44,10 +46,15 @@ def train(
     dry_run: str = "",
     layers: bool = False,
 ) -> int:
-    """Train, or resume, or (profile_steps) measure that many steps, or (sweep: options of `lr_find.Sweep`) search the
-    learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
+    """Train, or resume, or (profile_steps) measure that many steps, or (sweep: options of
+    `lr_find.Sweep`) search the learning rate, or (dry_run) say what would be done. Returns the exit
+    code; raises what `run_cli` prints.
     """
-    folder = run_dir if isinstance(run_dir, RunFolder) else RunFolder(run_dir or default_folder(Path(config_file)))
+    folder = (
+        run_dir
+        if isinstance(run_dir, RunFolder)
+        else RunFolder(run_dir or default_folder(Path(config_file)))
+    )
     begun = folder.path / "config.yaml"
     with plugins.hinting(lambda: read_yaml(begun) if begun.is_file() else {}):
         config = build_run_config(read_yaml(config_file), overrides, config_file)
@@ -57,7 +64,12 @@ def train(
     torch_device = _start_process(config, device)
     loop, lost = None, False
     try:
-        loop = prepare(config, folder, torch_device, optional_weights="model.weights" not in given_keys(overrides))
+        loop = prepare(
+            config,
+            folder,
+            torch_device,
+            optional_weights="model.weights" not in given_keys(overrides),
+        )
         if dry_run:
             collectives.from_main_process(lambda: _print_plan(loop, layers, dry_run == "gpu"))
             return 0
@@ -66,8 +78,11 @@ def train(
         return _run(loop, max_steps, profile_steps)
     except Exception as error:
         if not collectives.is_peer_error(error):
-            # leaving the group in good order waits for ranks that may be in an operation that waits for this one
-            lost = not isinstance(error, StoppedBySignal) and getattr(error, "of_rank", None) is None
+            # leaving the group in good order waits for ranks that may be in an operation that waits
+            # for this one
+            lost = (
+                not isinstance(error, StoppedBySignal) and getattr(error, "of_rank", None) is None
+            )
             raise
         lost = True
         raise health.lost_rank(folder, 0 if loop is None else loop.step, error) from error
@@ -84,7 +99,8 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
     if config.deterministic:
         seeding.use_deterministic_kernels()
     elif device.type != "cpu":
-        torch.backends.cudnn.benchmark = True  # algorithms by speed: shapes are the same step after step
+        # algorithms by speed: shapes are the same step after step
+        torch.backends.cudnn.benchmark = True
     collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
     return device
 
@@ -92,15 +108,21 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
 def prepare(
     config: RunConfig, folder: RunFolder, device: torch.device, *, optional_weights: bool = False
 ) -> Loop:
-    """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError.
+    """Check all that can be checked before the first step and build the loop; writes nothing.
+    Raises UserError.
 
     Args:
-        optional_weights: Train from scratch where published weights that the recipe names cannot be downloaded.
+        optional_weights: Train from scratch where published weights that the recipe names cannot be
+            downloaded.
     """
     began = collectives.from_main_process(lambda: folder.saved_config() or {})
     if optional_weights and isinstance(config, ClassifierConfig):
         config = config.with_weights_at_hand(began)
-    kept = {key: began[key] for key in ("precision", "threads") if key in began and getattr(config, key) == "auto"}
+    kept = {
+        key: began[key]
+        for key in ("precision", "threads")
+        if key in began and getattr(config, key) == "auto"
+    }
     if isinstance(kept.get("threads"), int):  # begun on a machine of more cores
         kept["threads"] = min(kept["threads"], threads.most())
     config = config.changed(**kept)
@@ -112,15 +134,19 @@ def prepare(
         data.check_data(config, reader, val_reader)
     data.check_same_images(config.data, reader, val_reader)
     shape = config.shape(reader)
-    with collectives.raising_together():  # before anything of the configured sizes is made; machines differ
-        preflight.check_memory(config, partial(entry.outline, config, shape), shape, device, len(reader))
+    # before anything of the configured sizes is made; machines differ
+    with collectives.raising_together():
+        preflight.check_memory(
+            config, partial(entry.outline, config, shape), shape, device, len(reader)
+        )
     choice = speed.choose(config, reader, device, kept=began.get("precision") == config.precision)
     config = config.changed(precision=choice.precision)
     if config.threads == "auto" and device.type == "cpu":
         config = config.changed(threads=choice.threads)
     if choice.warning:
         say_main(f"warning: {choice.warning}")
-    donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
+    # first, because the task asks whether its weights are new
+    donor = transfer.find_donor(config, folder)
     task: Task = entry(config, reader, val_reader, device)
     with collectives.raising_together():
         written = len(newest_first(folder.checkpoints))
@@ -128,7 +154,9 @@ def prepare(
     taken = None
     if donor is not None:
         classes = reader.meta.classes[: task.shape["classes"]]  # none, if it is unconditional
-        taken = transfer.transfer(donor, task.registry(), resolution=reader.resolution, classes=classes)
+        taken = transfer.transfer(
+            donor, task.registry(), resolution=reader.resolution, classes=classes
+        )
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
     rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice)
@@ -138,7 +166,10 @@ def prepare(
     loop = Loop(config, task, loader, folder)
     before = Lineage.of()
     if donor is not None:
-        before, loop.origin = donor.lineage, {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
+        before, loop.origin = (
+            donor.lineage,
+            {"file": donor.file, "step": donor.step, "sha256": donor.sha256},
+        )
     loop.manager.lineage = join(data.lineage(config, reader), task.lineage(), before)
     return loop
 
@@ -162,7 +193,9 @@ def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
 
 
 def _resume(loop: Loop, doing: str) -> None:
-    """Open the run's folder and take its newest checkpoint, if it has one; what is refused leaves it as it was."""
+    """Open the run's folder and take its newest checkpoint, if it has one; what is refused leaves
+    it as it was.
+    """
 
     def open_folder() -> None:
         loop.folder.open()
@@ -173,13 +206,17 @@ def _resume(loop: Loop, doing: str) -> None:
     collectives.from_main_process(open_folder)
     resumed, steps = loop.resume(), loop.config.steps
     if loop.step > steps:
-        raise UserError(f"--steps {steps}: the run has done {loop.step} already; give as many or more")
+        raise UserError(
+            f"--steps {steps}: the run has done {loop.step} already; give as many or more"
+        )
     if resumed:
         say_main(f"{doing} step {loop.step} of {steps}")
 
 
 def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
-    """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
+    """Search the learning rate from where the run stands; beside the curve and the lock nothing is
+    written.
+    """
     _resume(loop, "searching from")
     try:
         if loop.step == 0:
@@ -218,7 +255,9 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         collectives.watch_while_waiting(None)
     finished = loop.finished
     why = loop.stopping.reason if finished else "max_steps" if profile_steps is None else "profile"
-    loop.folder_status("finished" if finished else "stopped", "" if loop.step >= loop.config.steps else why, 0)
+    loop.folder_status(
+        "finished" if finished else "stopped", "" if loop.step >= loop.config.steps else why, 0
+    )
     if collectives.is_main():
         if profile_steps is not None:
             print((folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
@@ -228,11 +267,17 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
 
 
 def _start_heartbeat(folder: Path) -> Heartbeat:
-    """This process's heartbeat file while it trains; whoever waits long for rank 0 looks at the others'."""
+    """This process's heartbeat file while it trains; whoever waits long for rank 0 looks at the
+    others'.
+    """
     rank, world = collectives.rank(), collectives.world_size()
 
     def look() -> None:
-        if missing := [silent for silent in silent_ranks(folder, world, own=rank) if silent.rank == 0 or silent.gone]:
+        if missing := [
+            silent
+            for silent in silent_ranks(folder, world, own=rank)
+            if silent.rank == 0 or silent.gone
+        ]:
             raise collectives.PeerLost(missing[0].reason)
 
     heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
@@ -243,8 +288,11 @@ def _start_heartbeat(folder: Path) -> Heartbeat:
 
 
 def _report(folder: Path) -> None:
-    """Write the run's report and say where it is. On a full disk a warning: what was trained is safe."""
-    from duetgan.reporting.report import write_report  # a dry run writes none, and its parts take a tenth of a second
+    """Write the run's report and say where it is. On a full disk a warning: what was trained is
+    safe.
+    """
+    # a dry run writes none, and its parts take a tenth of a second
+    from duetgan.reporting.report import write_report
 
     try:
         say(f"report: {write_report(folder)}")

@@ -1,8 +1,10 @@
-"""How fast a task trains here, and therefore what `precision: auto` and `threads: auto` mean and how long a run takes.
+"""How fast a task trains here, and therefore what `precision: auto` and `threads: auto` mean and
+how long a run takes.
 
-On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and bf16, in as many
-threads as other programs leave cores for, or in half as many where that is faster; measured in a few steps of a task
-that is made for this alone: the run's networks, statistics and draws are not touched.
+On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and
+bf16, in as many threads as other programs leave cores for, or in half as many where that is faster;
+measured in a few steps of a task that is made for this alone: the run's networks, statistics and
+draws are not touched.
 """
 
 import gc
@@ -38,10 +40,12 @@ FIRST = 3.0  # seconds that the first step may take, with the fewest samples
 GIVEN_UP = 3.0  # times of the first candidate's after which the second one's first step is given up
 CLEAR = 3.0  # so many times as slow: decided
 STEP = 0.2  # seconds; batches are cut where a step would take longer
-LARGER = 10.0  # seconds in which steps of all kinds may take four times the fewest images, whatever STEP says
+# seconds in which steps of all kinds may take four times the fewest images, whatever STEP says
+LARGER = 10.0
 BUDGET = 0.6  # seconds in which candidates that are close are compared
 ROUNDS = 3  # of that, at most
-FORECAST = 20_000  # images of a training below which it is short, and how long it takes is not measured
+# images of a training below which it is short, and how long it takes is not measured
+FORECAST = 20_000
 LONG = 24 * 3600.0  # seconds of a training above which the plan says what to take instead
 FEWER = 1.05  # half of the threads are taken where a step is so many times as fast in them
 PLAIN = 1.5  # times; what is so much faster in one try after another needs no further one
@@ -53,10 +57,11 @@ class Choice(NamedTuple):
 
     precision: Fixed
     text: str  # for the plan
-    ratio: float | None = None  # its speed over the other candidate's; infinite: the other was given up
+    # its speed over the other candidate's; infinite: the other was given up
+    ratio: float | None = None
     warning: str = ""
-    # of an image, in one process and whole steps, a GAN's lazy penalties by their share; without reading, compiling,
-    # evaluations. None: not measured
+    # of an image, in one process and whole steps, a GAN's lazy penalties by their share; without
+    # reading, compiling, evaluations. None: not measured
     seconds: float | None = None
     more: bool = False  # it takes more than that: even the smallest step was given up
     threads: int = 0  # that it begins with; 0: torch's own
@@ -87,22 +92,33 @@ class Deadline(TorchDispatchMode):
 
 
 class Trial:
-    """A task of its own for the steps that are measured: it draws by key, so nothing random is used up."""
+    """A task of its own for the steps that are measured: it draws by key, so nothing random is used
+    up.
+    """
 
     def __init__(
-        self, config: RunConfig, samples: int, reader: Dataset, device: torch.device, compiled: bool = False
+        self,
+        config: RunConfig,
+        samples: int,
+        reader: Dataset,
+        device: torch.device,
+        compiled: bool = False,
     ) -> None:
         self.samples, self.device = samples, device
         trial = config.for_trial(samples).changed(compile="on" if compiled else "off")
         self.task: Task = TASKS[config.task].task(trial, reader, None, device)
-        self.precision = next(part for part in self.task.registry().values() if isinstance(part, Precision))
+        self.precision = next(
+            part for part in self.task.registry().values() if isinstance(part, Precision)
+        )
         self.shares = self.task.typical_steps(config.steps)
         shape = (samples, *reader.spec.shape)
         images = (torch.arange(math.prod(shape)) % 251).to(torch.uint8).view(shape)
         batch = Batch(images, torch.arange(samples) % max(1, reader.meta.labels)).to(device)
         self.batch = self.task.as_read(batch, next(iter(self.shares)))
 
-    def seconds(self, precision: Fixed, step: int | None = None, *, limit: float = math.inf) -> float:
+    def seconds(
+        self, precision: Fixed, step: int | None = None, *, limit: float = math.inf
+    ) -> float:
         """What a step takes (None: the most frequent kind). Raises TooSlow beyond `limit`."""
         if self.precision.name != precision:
             self.precision.switch(precision)
@@ -116,10 +132,16 @@ class Trial:
 
 
 def choose(
-    config: RunConfig, reader: Dataset, device: torch.device, *, kept: bool = False, always: bool = False
+    config: RunConfig,
+    reader: Dataset,
+    device: torch.device,
+    *,
+    kept: bool = False,
+    always: bool = False,
 ) -> Choice:
-    """What the run trains in, and how fast: rank 0 measures where that is needed, all ranks agree. `kept`: an earlier
-    start of the run has chosen. `always`: measure short trainings and accelerators too. Sets torch's threads.
+    """What the run trains in, and how fast: rank 0 measures where that is needed, all ranks agree.
+    `kept`: an earlier start of the run has chosen. `always`: measure short trainings and
+    accelerators too. Sets torch's threads.
     """
     _set_threads(config.threads, device, kept=kept)
     given, forced = config.precision, os.environ.get(FORCED)
@@ -147,13 +169,16 @@ def _set_threads(setting: Any, device: torch.device, *, kept: bool) -> None:
     """The threads that the run begins in, where they are given or nothing is measured."""
     if isinstance(setting, dict):
         setting = setting[min(setting)]
-    if isinstance(setting, int) or kept or device.type != "cpu":  # an earlier version's run had torch's own number
+    # an earlier version's run had torch's own number
+    if isinstance(setting, int) or kept or device.type != "cpu":
         torch.set_num_threads(setting if isinstance(setting, int) else threads.most())
     else:
         torch.set_num_threads(threads.fitting(threads.seen()))
 
 
-def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: Sequence[Fixed], text: str) -> Choice:
+def _measured(
+    config: RunConfig, reader: Dataset, device: torch.device, names: Sequence[Fixed], text: str
+) -> Choice:
     """The faster of `names`, or the one that the config gives."""
     by, world, given = "", collectives.world_size(), config.precision
     seconds: float | None = None
@@ -166,7 +191,10 @@ def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: S
             more = isinstance(error, TooSlow)
             if not (more or ran_out(error)):  # if the run has too little as well, it says so
                 raise
-            each, by = {name: convolution_seconds(name, device) for name in names}, ", by a convolution"
+            each, by = (
+                {name: convolution_seconds(name, device) for name in names},
+                ", by a convolution",
+            )
             seconds = FIRST / min(config.smallest_batch, config.micro(world)) if more else None
     gc.collect()  # the tasks are gone before the run's is built
     best, slower = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
@@ -180,11 +208,15 @@ def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: S
     others, faster = load.others(), torch.get_num_threads()
     if free:  # who came or left meanwhile
         count = threads.fitting(others) if faster == count else min(faster, threads.fitting(others))
-    return Choice(best if given == "auto" else names[-1], text, ratio, warning, seconds, more, count, others)
+    return Choice(
+        best if given == "auto" else names[-1], text, ratio, warning, seconds, more, count, others
+    )
 
 
 def times(ratio: float) -> str:
-    """A ratio in words: "1.3 times", and "more than 3 times" for one that was not measured to the end."""
+    """A ratio in words: "1.3 times", and "more than 3 times" for one that was not measured to the
+    end.
+    """
     return f"more than {GIVEN_UP:g} times" if math.isinf(ratio) else f"{ratio:.3g} times"
 
 
@@ -197,17 +229,18 @@ def race(
     *,
     fewer: bool = False,
 ) -> tuple[dict[Fixed, float], float, bool]:
-    """Seconds an image in each precision, infinite for what is given up, and of an image of the run in the precision
-    that it will take; whether that takes more.
+    """Seconds an image in each precision, infinite for what is given up, and of an image of the run
+    in the precision that it will take; whether that takes more.
 
-    First of the smallest batch, then of larger ones, up to about STEP seconds: what comes once a step, such as the
-    optimizer's work, counts once. What each pass of a micro-batch costs besides is left out. `fewer`: torch's threads
-    are halved as long as that is faster. Raises TooSlow where even the smallest takes more than FIRST seconds in the
-    first precision.
+    First of the smallest batch, then of larger ones, up to about STEP seconds: what comes once a
+    step, such as the optimizer's work, counts once. What each pass of a micro-batch costs besides
+    is left out. `fewer`: torch's threads are halved as long as that is faster. Raises TooSlow where
+    even the smallest takes more than FIRST seconds in the first precision.
     """
     most, share = config.micro(world_size), config.share(world_size)
     small = size = min(config.smallest_batch, most)
-    trial, step, limit = Trial(config, size, reader, device), {}, FIRST  # step: seconds of a step, by precision
+    # step: seconds of a step, by precision
+    trial, step, limit = Trial(config, size, reader, device), {}, FIRST
     for name in names:
         try:
             warm_up = trial.seconds(name, limit=limit)
@@ -242,10 +275,14 @@ def race(
 
 
 def _alternating(trial: Trial, names: Sequence[Fixed]) -> dict[Fixed, float]:
-    """Seconds of a step in each, the median of a few rounds; of two where the same was plainly the fastest in both."""
+    """Seconds of a step in each, the median of a few rounds; of two where the same was plainly the
+    fastest in both.
+    """
     rounds: list[dict[Fixed, float]] = []
     begun, plain = time.perf_counter(), False
-    while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begun < BUDGET and not plain):
+    while len(rounds) < 2 or (
+        len(rounds) < ROUNDS and time.perf_counter() - begun < BUDGET and not plain
+    ):
         rounds.append({name: trial.seconds(name) for name in names})
         best = min(names, key=rounds[0].__getitem__)
         others = [name for name in names if name != best]
@@ -254,7 +291,9 @@ def _alternating(trial: Trial, names: Sequence[Fixed]) -> dict[Fixed, float]:
 
 
 def _halve_threads(trial: Trial, name: Fixed, taken: float) -> float:
-    """Halve torch's threads as long as a step is faster in them than `taken` seconds; returns what it takes then."""
+    """Halve torch's threads as long as a step is faster in them than `taken` seconds; returns what
+    it takes then.
+    """
     while (count := torch.get_num_threads()) > 1:
         torch.set_num_threads(count // 2)
         fewer = trial.seconds(name)
@@ -268,7 +307,9 @@ def _halve_threads(trial: Trial, name: Fixed, taken: float) -> float:
 
 
 def _larger(size: int, small: int, most: int, seconds: float, slope: float, kinds: int) -> int:
-    """The samples of the next steps that are tried: as many as surely take STEP seconds at most, or a few more."""
+    """The samples of the next steps that are tried: as many as surely take STEP seconds at most, or
+    a few more.
+    """
     surely, few = STEP / seconds * size, 4.0 * size
     if size > small:
         few = min(2 * few, STEP / max(slope, 1e-9)) if seconds < STEP else 0
@@ -279,7 +320,9 @@ def _larger(size: int, small: int, most: int, seconds: float, slope: float, kind
 
 
 def convolution_seconds(name: Fixed, device: torch.device) -> float:
-    """Seconds of a 3x3 convolution, forward and backward: for networks of which one step takes too long."""
+    """Seconds of a 3x3 convolution, forward and backward: for networks of which one step takes too
+    long.
+    """
     layer = torch.nn.utils.skip_init(torch.nn.Conv2d, 64, 64, 3, padding=1, device=device)
     torch.nn.init.constant_(layer.weight, 0.01)
     torch.nn.init.zeros_(layer.bias)
@@ -295,7 +338,9 @@ def convolution_seconds(name: Fixed, device: torch.device) -> float:
 
 
 def forecast(choice: Choice, images: int) -> str:
-    """What the plan says of how long `images` images of training take here; empty where that was not measured."""
+    """What the plan says of how long `images` images of training take here; empty where that was
+    not measured.
+    """
     if choice.seconds is None or images < FORECAST:
         return ""
     rate = collectives.world_size() * choice.images_per_second
@@ -307,13 +352,17 @@ def forecast(choice: Choice, images: int) -> str:
     return text
 
 
-def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Choice:
-    """How fast a recipe trains here, and in which precision; `overrides` as train.py takes them. Needs the packed
-    images. Raises UserError as train.py does, and where memory runs out.
+def measure_recipe(
+    config_file: str, overrides: Sequence[str] = (), *, device: str | None = None
+) -> Choice:
+    """How fast a recipe trains here, and in which precision; `overrides` as train.py takes them.
+    Needs the packed images. Raises UserError as train.py does, and where memory runs out.
     """
     config = build_run_config(read_yaml(config_file), list(overrides), config_file)
     with data.open_training(config.data) as reader:
         choice = choose(config, reader, collectives.choose_device(device), always=True)
     if choice.seconds is None:
-        raise UserError(f"{config_file}: memory runs out in a step; take a smaller --micro-batch or smaller networks")
+        raise UserError(
+            f"{config_file}: memory runs out in a step; take a smaller --micro-batch or smaller networks"
+        )
     return choice

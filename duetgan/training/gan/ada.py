@@ -1,8 +1,9 @@
-"""Adaptive discriminator augmentation: how strong it is, its random draws, and its application to a batch.
+"""Adaptive discriminator augmentation: how strong it is, its random draws, and its application to a
+batch.
 
-Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data" (2006.06676). The discriminator sees
-augmented images only, real and generated ones, in both players' steps. The strength p follows from how sure it is of
-the real ones: r_t = E[sign D(real)] (section 2.2).
+Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data" (2006.06676). The
+discriminator sees augmented images only, real and generated ones, in both players' steps. The
+strength p follows from how sure it is of the real ones: r_t = E[sign D(real)] (section 2.2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,24 +25,33 @@ KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 
 
 
 class AdaConfig(Config):
-    """What the discriminator's images go through, and how often. Raises UserError for values out of range."""
+    """What the discriminator's images go through, and how often. Raises UserError for values out of
+    range.
+    """
 
-    mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"  # adaptive: by the sign of D(real), for few images
-    p: Probability = 0.0  # probability of each operation; fixed: always; adaptive, scheduled: where it starts
+    # adaptive: by the sign of D(real), for few images
+    mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"
+    # probability of each operation; fixed: always; adaptive, scheduled: where it starts
+    p: Probability = 0.0
     p_final: Probability = 0.0  # scheduled: where it ends, by a cosine over schedule_kimg
-    target: Annotated[float, Interval(gt=-1, lt=1)] = 0.6  # adaptive: mean sign of D(real) above which p grows
-    kimg: PositiveFloat | None = None  # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
+    # adaptive: mean sign of D(real) above which p grows
+    target: Annotated[float, Interval(gt=-1, lt=1)] = 0.6
+    # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
+    kimg: PositiveFloat | None = None
     interval: PositiveInt = 4  # adaptive: steps between adjustments
-    # Multipliers of p; a group that is not named is off. blit: flip, turn by 90 degrees, shift by whole pixels;
-    # geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip, hue, saturation; and filter,
-    # noise, cutout. The paper's bgc is the default.
+    # Multipliers of p; a group that is not named is off. blit: flip, turn by 90 degrees, shift by
+    # whole pixels; geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip,
+    # hue, saturation; and filter, noise, cutout. The paper's bgc is the default.
     operations: dict[str, Probability] = {"blit": 1.0, "geometry": 1.0, "colour": 1.0}
 
     def check(self) -> None:
         for name in self.operations:
             entry(ops.DRAWS, name, "operations: group")
         refuse(
-            (self.mode == "fixed" and self.p == 0, "mode fixed with p 0 changes no image; set ada.p, or ada.mode off"),
+            (
+                self.mode == "fixed" and self.p == 0,
+                "mode fixed with p 0 changes no image; set ada.p, or ada.mode off",
+            ),
             (
                 self.mode == "scheduled" and self.p == self.p_final == 0,
                 "mode scheduled goes from p 0 to p_final 0; set one of them, or ada.mode off",
@@ -65,7 +75,8 @@ class Ada:
         alpha: bool = False,  # the last of them is transparency
         device: torch.device,
         schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
-        transfer: bool = False,  # the networks come from another training: p moves five times as fast
+        # the networks come from another training: p moves five times as fast
+        transfer: bool = False,
     ) -> None:
         self.config, self.seed, self.channels, self.alpha = config, seed, channels, alpha
         self.device, self.schedule_images = device, schedule_images
@@ -73,37 +84,54 @@ class Ada:
         self.active = config.mode != "off"
         # never changed in place: whoever keeps one for the log keeps that step's
         self.p = torch.full((), config.p, device=device)
-        self._sign_sum = torch.zeros((), device=device)  # of the logits of real images since the last adjustment
+        # of the logits of real images since the last adjustment
+        self._sign_sum = torch.zeros((), device=device)
         self._count = torch.zeros((), device=device)  # of these images
 
     def draw(self, step: int, phase: str, size: Sequence[int], batch_size: int) -> Draws:
-        """The global batch's draws of a phase, on the device: a group's are a function of (seed, "augment", step,
-        phase, group) and the batch's size alone. `size`: height and width in px, matters to the noise only.
+        """The global batch's draws of a phase, on the device: a group's are a function of (seed,
+        "augment", step, phase, group) and the batch's size alone. `size`: height and width in px,
+        matters to the noise only.
         """
         draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
             if not self.config.operations.get(name):
                 continue
             keyed = generator(self.seed, "augment", step, phase, name, device=self.device)
-            numbers = torch.rand(batch_size, operations + uniform, generator=keyed, device=self.device)
+            numbers = torch.rand(
+                batch_size, operations + uniform, generator=keyed, device=self.device
+            )
             normals = torch.randn(batch_size, normal, generator=keyed, device=self.device)
             shape = (batch_size, self.channels, *size)
-            pixels = torch.randn(shape, generator=keyed, device=self.device) if name == "noise" else None
-            draws[name] = GroupDraws(numbers[:, :operations], numbers[:, operations:], normals, pixels)
+            pixels = (
+                torch.randn(shape, generator=keyed, device=self.device) if name == "noise" else None
+            )
+            draws[name] = GroupDraws(
+                numbers[:, :operations], numbers[:, operations:], normals, pixels
+            )
         return draws
 
     def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
-        """Augment images [n, C, H, W] in [-1, 1], rows `rows` of the global batch; each side at least 4.
+        """Augment images [n, C, H, W] in [-1, 1], rows `rows` of the global batch; each side at
+        least 4.
 
-        Same shape and dtype; colours may leave the range. Differentiable twice. Whatever autocast says, it computes in
-        the images' own precision, float32 at least; half-precision images are rounded once. At p = 0 no bit changes.
+        Same shape and dtype; colours may leave the range. Differentiable twice. Whatever autocast
+        says, it computes in the images' own precision, float32 at least; half-precision images are
+        rounded once. At p = 0 no bit changes.
         """
         result = images.to(torch.promote_types(images.dtype, torch.float32))
         groups = {name: group.rows(rows, result.dtype) for name, group in draws.items()}
         with torch.autocast(images.device.type, enabled=False):
-            size, p = images.shape[2:], {name: self.p * factor for name, factor in self.config.operations.items()}
+            size, p = (
+                images.shape[2:],
+                {name: self.p * factor for name, factor in self.config.operations.items()},
+            )
             blit = ops.blit_inverse(groups["blit"], p["blit"], size) if "blit" in groups else None
-            warped = ops.geometry_inverse(groups["geometry"], p["geometry"], size) if "geometry" in groups else None
+            warped = (
+                ops.geometry_inverse(groups["geometry"], p["geometry"], size)
+                if "geometry" in groups
+                else None
+            )
             result = ops.move(result, blit, warped)
             for name, change in ops.CHANGES.items():
                 if name in groups:
@@ -113,23 +141,31 @@ class Ada:
     def update(self, images_seen: int, step: int, real_sign: Tensor, batch_size: int) -> None:
         """Move p after update number `step`; nothing waits for the device.
 
-        adaptive: p += sign(r_t - target) * images / (kimg * 1000), within [0, 1], every `interval` steps, r_t and the
-        images being those since the last time. scheduled: p is a function of `images_seen` alone.
-        `real_sign`: 0-d, the mean of sign D(real) over the step's global batch of `batch_size`. One that is not finite
-        (the step's update is skipped as well) counts for nothing.
+        adaptive: p += sign(r_t - target) * images / (kimg * 1000), within [0, 1], every `interval`
+        steps, r_t and the images being those since the last time. scheduled: p is a function of
+        `images_seen` alone. `real_sign`: 0-d, the mean of sign D(real) over the step's global batch
+        of `batch_size`. One that is not finite (the step's update is skipped as well) counts for
+        nothing.
         """
         config = self.config
         if config.mode == "scheduled":
-            self.p = torch.full_like(self.p, cosine(config.p, config.p_final, images_seen, self.schedule_images))
+            self.p = torch.full_like(
+                self.p, cosine(config.p, config.p_final, images_seen, self.schedule_images)
+            )
         if config.mode != "adaptive":
             return
         finite = real_sign.isfinite()
-        self._sign_sum = self._sign_sum + torch.where(finite, real_sign.detach() * batch_size, 0).to(self._sign_sum)
+        self._sign_sum = self._sign_sum + torch.where(
+            finite, real_sign.detach() * batch_size, 0
+        ).to(self._sign_sum)
         self._count = self._count + finite * batch_size
         if step % config.interval == config.interval - 1:
             direction = (self._sign_sum - config.target * self._count).sign()
             self.p = (self.p + direction * (self._count / self.adjustment_images)).clamp(0, 1)
-            self._sign_sum, self._count = torch.zeros_like(self._sign_sum), torch.zeros_like(self._count)
+            self._sign_sum, self._count = (
+                torch.zeros_like(self._sign_sum),
+                torch.zeros_like(self._count),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"p": self.p, "sign_sum": self._sign_sum, "count": self._count}
@@ -138,4 +174,7 @@ class Ada:
         """Go on where `state` was saved; a fixed p stays as configured."""
         if self.config.mode != "fixed":
             self.p = state["p"].to(self.p)
-        self._sign_sum, self._count = state["sign_sum"].to(self._sign_sum), state["count"].to(self._count)
+        self._sign_sum, self._count = (
+            state["sign_sum"].to(self._sign_sum),
+            state["count"].to(self._count),
+        )

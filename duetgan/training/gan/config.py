@@ -36,26 +36,39 @@ class GanLossConfig(Config):
     """The objective, its penalties, and further losses of the generator."""
 
     objective: str = "nonsaturating"  # see losses.py; relativistic: R3GAN's pairs
-    same_pairs: bool = False  # relativistic: D learns from the generator's pairs, judged once; R3GAN draws D others
-    r1_gamma: NonNegativeFloat = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
+    # relativistic: D learns from the generator's pairs, judged once; R3GAN draws D others
+    same_pairs: bool = False
+    # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
+    r1_gamma: NonNegativeFloat = 1.0
     r2_gamma: NonNegativeFloat = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
-    gamma_final: NonNegativeFloat | None = None  # both end here, by a cosine over schedule_kimg; None: constant
-    gradient_penalty_weight: NonNegativeFloat = 0.0  # of (D's slope between images and samples - 1)^2; WGAN-GP: 10
-    r1_interval: NonNegativeInt = 16  # steps between penalties, each with gain `r1_interval`; 0: none
+    # both end here, by a cosine over schedule_kimg; None: constant
+    gamma_final: NonNegativeFloat | None = None
+    # of (D's slope between images and samples - 1)^2; WGAN-GP: 10
+    gradient_penalty_weight: NonNegativeFloat = 0.0
+    # steps between penalties, each with gain `r1_interval`; 0: none
+    r1_interval: NonNegativeInt = 16
     style_mixing: Probability = 0.9  # probability
-    # conditional: weight of real images with a wrong label as fakes (1605.05396); without classes it counts for nothing
+    # conditional: weight of real images with a wrong label as fakes (1605.05396); without classes
+    # it counts for nothing
     mismatch_weight: NonNegativeFloat = 0.0
     path_length_weight: NonNegativeFloat = 0.0  # StyleGAN2: 2; 0: no path-length regularisation
-    path_length_interval: PositiveInt = 4  # steps between regularisations, each with gain `path_length_interval`
+    # steps between regularisations, each with gain `path_length_interval`
+    path_length_interval: PositiveInt = 4
     path_length_decay: Share = 0.01  # of the moving mean of path lengths
-    classifier: str | None = None  # run or checkpoint of a classifier: samples of class c shall look like c to it
+    # run or checkpoint of a classifier: samples of class c shall look like c to it
+    classifier: str | None = None
     classifier_weight: NonNegativeFloat = 1.0  # of its cross entropy
-    # conditional: of the cross entropy of a head on D that names the class, for both networks; 0: no head (1610.09585)
+    # conditional: of the cross entropy of a head on D that names the class, for both networks; 0:
+    # no head (1610.09585)
     auxiliary_weight: NonNegativeFloat = 0.0
-    auxiliary_fakes: bool = False  # the head learns from samples too, as AC-GAN's; ReACGAN's (2111.01118) does not
-    feature_matching_weight: NonNegativeFloat = 0.0  # of the distance between mean discriminator features (1606.03498)
-    feature_matching_group: Annotated[int, Ge(2)] = 8  # consecutive samples over which the means are taken
-    gradients_every: NonNegativeInt = 0  # steps between looks at each loss's own gradient: norms and cosines; 0: never
+    # the head learns from samples too, as AC-GAN's; ReACGAN's (2111.01118) does not
+    auxiliary_fakes: bool = False
+    # of the distance between mean discriminator features (1606.03498)
+    feature_matching_weight: NonNegativeFloat = 0.0
+    # consecutive samples over which the means are taken
+    feature_matching_group: Annotated[int, Ge(2)] = 8
+    # steps between looks at each loss's own gradient: norms and cosines; 0: never
+    gradients_every: NonNegativeInt = 0
 
     def check(self) -> None:
         refuse(
@@ -72,7 +85,8 @@ class GanLossConfig(Config):
                 "auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight",
             ),
             (
-                not self.functions.bounded and not (self.gradient_penalty_weight and self.r1_interval),
+                not self.functions.bounded
+                and not (self.gradient_penalty_weight and self.r1_interval),
                 f"objective {self.objective} needs a bound of the discriminator's slope: set "
                 "loss.gradient_penalty_weight (1704.00028: 10) and loss.r1_interval 1 or more",
             ),
@@ -80,7 +94,9 @@ class GanLossConfig(Config):
 
     @property
     def functions(self) -> Objective:
-        """The objective's entry in the table; UserError, with the near one, for a name that is not there."""
+        """The objective's entry in the table; UserError, with the near one, for a name that is not
+        there.
+        """
         return entry(OBJECTIVES, self.objective, "objective")
 
     @property
@@ -102,9 +118,12 @@ class GanLossConfig(Config):
 class GanEmaConfig(Config):
     """The moving average of the generator: the network that is shown and evaluated."""
 
-    ema_kimg: NonNegativeFloat | None = None  # half-life in thousand images; None: batch_size * 10 / 32
-    ema_kimg_start: NonNegativeFloat | None = None  # where that starts, by a cosine over schedule_kimg (R3GAN: 0)
-    ema_rampup: NonNegativeFloat | None = 0.05  # half-life at most this share of the images seen; null: no ramp
+    # half-life in thousand images; None: batch_size * 10 / 32
+    ema_kimg: NonNegativeFloat | None = None
+    # where that starts, by a cosine over schedule_kimg (R3GAN: 0)
+    ema_kimg_start: NonNegativeFloat | None = None
+    # half-life at most this share of the images seen; null: no ramp
+    ema_rampup: NonNegativeFloat | None = 0.05
 
 
 ADAM = OptimizerConfig(name="adam", lr=0.0025, betas=[0.0, 0.99])
@@ -115,13 +134,15 @@ class GanConfig(RunConfig):
 
     task: Literal["gan"] = "gan"
     architecture: str = DEFAULT  # of both networks: stylegan2, r3gan or dcgan
-    conditional: bool = True  # on the images' classes, if any; false: unconditional, labels are not looked at
+    # on the images' classes, if any; false: unconditional, labels are not looked at
+    conditional: bool = True
     generator: GeneratorConfig = GeneratorConfig()
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
     loss: GanLossConfig = GanLossConfig()
     generator_optimizer: OptimizerConfig = ADAM
     discriminator_optimizer: OptimizerConfig = ADAM
-    compile: CompileSetting = "auto"  # torch.compile of what needs no double backward; auto: on accelerators
+    # torch.compile of what needs no double backward; auto: on accelerators
+    compile: CompileSetting = "auto"
     # thousand images in which rates, gamma, p and half-life reach their ends
     schedule_kimg: PositiveFloat | None = None
     ema: GanEmaConfig = GanEmaConfig()
@@ -135,7 +156,8 @@ class GanConfig(RunConfig):
         generator = architecture_of(self.architecture).generator
         refuse(
             (
-                not generator.has_styles and (self.loss.path_length_weight or self.loss.style_mixing),
+                not generator.has_styles
+                and (self.loss.path_length_weight or self.loss.style_mixing),
                 f"architecture {self.architecture} has no styles: set loss.path_length_weight, loss.style_mixing to 0",
             ),
             (
@@ -157,7 +179,8 @@ class GanConfig(RunConfig):
                 "optimizer muon is for classifiers: take adam or muon-adam for a GAN",
             ),
             (
-                self.generator_optimizer.schedule_free or self.discriminator_optimizer.schedule_free,
+                self.generator_optimizer.schedule_free
+                or self.discriminator_optimizer.schedule_free,
                 "schedule-free optimizers are for classifiers: a GAN has an average of its own (ema)",
             ),
             (
@@ -171,14 +194,20 @@ class GanConfig(RunConfig):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.architecture, vars(self))  # its class may be one that `config_of` has made
+        # its class may be one that `config_of` has made
+        return _unpickled, (self.architecture, vars(self))
 
     def stages(self, resolution: int | str) -> Stages:
         """The run's stages at the images' `resolution`: one, unless it grows."""
-        return Stages(self.progressive, ImageSpec.of(1, resolution).side, self.steps, self.batch_size)
+        return Stages(
+            self.progressive, ImageSpec.of(1, resolution).side, self.steps, self.batch_size
+        )
 
     def spans(self, resolution: int | str) -> list[tuple[int, int, int]]:
-        return [(stage.first_step, stage.resolution, stage.batch_size) for stage in self.stages(resolution).all]
+        return [
+            (stage.first_step, stage.resolution, stage.batch_size)
+            for stage in self.stages(resolution).all
+        ]
 
     @property
     def schedule_steps(self) -> int:
@@ -209,7 +238,9 @@ class GanConfig(RunConfig):
         return world_size * math.lcm(*groups)
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
-        """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""
+        """Raise UserError, naming the stage, unless every stage's batch can be shared out, split
+        and grouped.
+        """
         groups = {"discriminator.minibatch_std_group": self.discriminator.group}
         if self.loss.feature_matching_weight:
             groups["loss.feature_matching_group"] = self.loss.feature_matching_group
@@ -248,15 +279,19 @@ def _unpickled(architecture: str, values: dict[str, Any]) -> GanConfig:
 
 @cache
 def config_of(architecture: str = DEFAULT) -> type[GanConfig]:
-    """The configuration of a GAN of that architecture: its networks' sections, and its recipe as defaults.
+    """The configuration of a GAN of that architecture: its networks' sections, and its recipe as
+    defaults.
 
     Raises UserError for an architecture that is not in the registry.
     """
     entry = architecture_of(architecture)
     networks = {"generator": entry.generator_config, "discriminator": entry.discriminator_config}
-    sections: dict[str, Any] = {name: field.annotation for name, field in GanConfig.model_fields.items()} | networks
+    sections: dict[str, Any] = {
+        name: field.annotation for name, field in GanConfig.model_fields.items()
+    } | networks
     fields: dict[str, Any] = {
-        name: (sections[name], sections[name](**entry.recipe.get(name, {}))) for name in {**networks, **entry.recipe}
+        name: (sections[name], sections[name](**entry.recipe.get(name, {})))
+        for name in {**networks, **entry.recipe}
     }
     fields["architecture"] = (str, architecture)
     return create_model("GanConfig", __base__=GanConfig, __module__=__name__, **fields)

@@ -1,11 +1,20 @@
-"""Watches a GAN's metrics for the failures that everyone meets, and says in words what it sees and what to try."""
+"""Watches a GAN's metrics for the failures that everyone meets, and says in words what it sees and
+what to try.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
 
 from duetgan.training.base.monitors import Fields
 from duetgan.training.gan.losses import OBJECTIVES, Objective
-from duetgan.utils.config.model import AboveOne, Config, InnerShare, NonNegativeFloat, PositiveInt, Share
+from duetgan.utils.config.model import (
+    AboveOne,
+    Config,
+    InnerShare,
+    NonNegativeFloat,
+    PositiveInt,
+    Share,
+)
 from duetgan.utils.errors import UserError
 
 NORMS = {  # whose sudden growth or loss is told
@@ -13,9 +22,18 @@ NORMS = {  # whose sudden growth or loss is told
     "gradient_norm/discriminator": "the discriminator's gradient norm",
     "path_length/mean": "the mean path length",
 }
-LOW = "logits/low_margin"  # counts no margin for much more than the one that ends "blind": what was is soon forgotten
+# counts no margin for much more than the one that ends "blind": what was is soon forgotten
+LOW = "logits/low_margin"
 CAP = 0.15  # for so much more
-MEANS = ("logits/real", "logits/fake", "logits/margin", LOW, "logits/real_sign", "loss/discriminator", "ada/p")
+MEANS = (
+    "logits/real",
+    "logits/fake",
+    "logits/margin",
+    LOW,
+    "logits/real_sign",
+    "loss/discriminator",
+    "ada/p",
+)
 ADA = "set ada.mode to adaptive (fixed with loss.objective relativistic or wasserstein)"
 GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
 CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
@@ -38,19 +56,27 @@ VANISHES = "the other network has won: look at D(real) - D(fake), change loss.r1
 
 
 class WatchConfig(Config):
-    """When a warning is given. Thresholds come in pairs: it appears at the first and is cleared at the second."""
+    """When a warning is given. Thresholds come in pairs: it appears at the first and is cleared at
+    the second.
+    """
 
     on: bool = True  # warnings about known failures at log ticks
-    warmup_kimg: NonNegativeFloat = 20.0  # thousand images before the first word: both networks' beginnings are wild
+    # thousand images before the first word: both networks' beginnings are wild
+    warmup_kimg: NonNegativeFloat = 20.0
     memory: Share = 0.1  # half-life of the means that are judged, as a share of the images seen
     patience: PositiveInt = 2  # evaluations in a row that must agree, where evaluations are judged
-    overfit: tuple[float, float] = (0.5, 0.35)  # r_v of ADA (2006.06676): 0 no overfitting, 1 nothing else
-    sign: tuple[float, float] = (0.9, 0.8)  # mean sign of D(real), r_t of ADA, where no held-out logit is known
-    margin_high: tuple[float, float] = (8.0, 5.0)  # D(real) - D(fake): D wins outright; healthy is about 0.5 to 4
+    # r_v of ADA (2006.06676): 0 no overfitting, 1 nothing else
+    overfit: tuple[float, float] = (0.5, 0.35)
+    # mean sign of D(real), r_t of ADA, where no held-out logit is known
+    sign: tuple[float, float] = (0.9, 0.8)
+    # D(real) - D(fake): D wins outright; healthy is about 0.5 to 4
+    margin_high: tuple[float, float] = (8.0, 5.0)
     margin_low: tuple[float, float] = (0.05, 0.15)  # D(real) - D(fake): D is blind
     worse: AboveOne = 1.25  # distance over its best that counts as worse
-    diversity: tuple[float, float] = (0.2, 0.3)  # ratio to real images' diversity, unless distances still fall
-    diversity_fall: InnerShare = 0.6  # ratio over its best that counts as falling, if distances are worse too
+    # ratio to real images' diversity, unless distances still fall
+    diversity: tuple[float, float] = (0.2, 0.3)
+    # ratio over its best that counts as falling, if distances are worse too
+    diversity_fall: InnerShare = 0.6
     ada: tuple[float, float] = (0.98, 0.9)  # augmentation probability that has nowhere to go
     norm_factor: AboveOne = 10.0  # change of a gradient norm against its own long mean
     memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.samples.memorisation
@@ -60,7 +86,9 @@ class WatchConfig(Config):
         for name, pair in vars(self).items():
             if isinstance(pair, tuple) and pair != tuple(sorted(pair, reverse=name not in rising)):
                 order = "at most" if name in rising else "at least"
-                raise UserError(f"{name} {pair[0]}, {pair[1]}: the first must be {order} the second")
+                raise UserError(
+                    f"{name} {pair[0]}, {pair[1]}: the first must be {order} the second"
+                )
 
 
 # (a failure, whether it shows (None: neither clearly there nor clearly gone), what to say)
@@ -70,28 +98,38 @@ Finding = tuple[str, bool | None, str]
 class Watch(Fields):
     """Reads every row of metrics; a failure is said once, and again only after it has been away.
 
-    What it says is a function of the rows alone: all ranks say the same, and a resumed run what an unbroken one says.
+    What it says is a function of the rows alone: all ranks say the same, and a resumed run what an
+    unbroken one says.
     """
 
     STATE = ("images", "said", "means", "norms", "figures", "streaks")
 
-    def __init__(self, config: WatchConfig, objective: Objective = OBJECTIVES["nonsaturating"]) -> None:
+    def __init__(
+        self, config: WatchConfig, objective: Objective = OBJECTIVES["nonsaturating"]
+    ) -> None:
         self.config, self.objective = config, objective
         self.images = 0.0
         self.said: list[str] = []
         self.means: dict[str, float] = {}  # of the last tenth or so of the training
-        self.norms: dict[str, float] = {}  # of logarithms: `fast/...` of the last rows, `slow/...` of the last quarter
-        self.figures: dict[str, float] = {}  # of the last evaluation, best ones, `saw`: a margin not blind
+        # of logarithms: `fast/...` of the last rows, `slow/...` of the last quarter
+        self.norms: dict[str, float] = {}
+        # of the last evaluation, best ones, `saw`: a margin not blind
+        self.figures: dict[str, float] = {}
         self.streaks: dict[str, int] = {}  # evaluations in a row
 
     def observe(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """Take a row of the log (it has `images`) or of an evaluation (keys `val/...`); returns what there is to say.
+        """Take a row of the log (it has `images`) or of an evaluation (keys `val/...`); returns
+        what there is to say.
 
         Rows come in order of steps. Values that are missing or not finite are passed over.
         """
         if not self.config.on:
             return []
-        finite = {key: float(value) for key, value in row.items() if value is not None and math.isfinite(value)}
+        finite = {
+            key: float(value)
+            for key, value in row.items()
+            if value is not None and math.isfinite(value)
+        }
         if "images" in finite:
             self._remember(finite)
         else:
@@ -113,8 +151,9 @@ class Watch(Fields):
             return
 
         def blend(means: dict[str, float], key: str, value: float, memory: float) -> None:
-            """With a half-life of `memory` times the images seen, so that it fits short runs and long ones. No row
-            counts for more than half, however rare rows are: one spike is no state.
+            """With a half-life of `memory` times the images seen, so that it fits short runs and
+            long ones. No row counts for more than half, however rare rows are: one spike is no
+            state.
             """
             keep = max(0.5, 0.5 ** (passed / (memory * self.images)))
             means[key] = keep * means.get(key, value) + (1 - keep) * value
@@ -131,17 +170,24 @@ class Watch(Fields):
                 blend(self.norms, f"slow/{key}", math.log(row[key]), self.config.memory * 2.5)
 
     def _evaluated(self, row: dict[str, float]) -> None:
-        """Compare an evaluation's figures with those before and count how often in a row they were bad."""
+        """Compare an evaluation's figures with those before and count how often in a row they were
+        bad.
+        """
 
         def figure(name: str) -> float | None:
             """The first of that name, whatever extractor it names."""
-            return next((value for key, value in row.items() if key.startswith(f"val/{name}/")), None)
+            return next(
+                (value for key, value in row.items() if key.startswith(f"val/{name}/")), None
+            )
 
         figures, config = self.figures, self.config
         if (distance := figure("frechet")) is not None:
             figures["fell"] = float(distance < 0.98 * figures.get("distance", math.inf))
             if distance < figures.get("best", math.inf):
-                figures["best"], figures["margin at best"] = distance, self.means.get("logits/margin", 0.0)
+                figures["best"], figures["margin at best"] = (
+                    distance,
+                    self.means.get("logits/margin", 0.0),
+                )
             figures["distance"] = distance
             self._count("worse", distance > config.worse * figures["best"])
         if (diversity := figure("diversity_ratio")) is not None:
@@ -150,10 +196,13 @@ class Watch(Fields):
         if (chance := figure("memorised_p")) is not None:
             figures["memorised"], figures["chance"] = figure("memorised") or 0.0, chance
             self._count("memorised", chance <= config.memorised[0])
-        # r_v of ADA: where held-out logits lie between those of training images (0) and of fakes (1); these are of the
-        # same evaluation, where it has them, else of the log's means
+        # r_v of ADA: where held-out logits lie between those of training images (0) and of fakes
+        # (1); these are of the same evaluation, where it has them, else of the log's means
         logits = self.means | {key.removeprefix("val/"): value for key, value in row.items()}
-        real, margin = logits.get("logits/real", 0.0), logits.get("logits/real", 0.0) - logits.get("logits/fake", 0.0)
+        real, margin = (
+            logits.get("logits/real", 0.0),
+            logits.get("logits/real", 0.0) - logits.get("logits/fake", 0.0),
+        )
         # a discriminator that tells nothing apart cannot overfit
         if "logits/held_out" in logits and margin > 10 * config.margin_low[0]:
             figures["overfit"] = (real - logits["logits/held_out"]) / margin
@@ -171,17 +220,28 @@ class Watch(Fields):
         yield from self._other_states()
         limits = (math.log(self.config.norm_factor), math.log(self.config.norm_factor) / 2)
         for key, what in NORMS.items():
-            if f"slow/{key}" in self.norms:  # one that has left its own long mean far behind, upwards or downwards
+            # one that has left its own long mean far behind, upwards or downwards
+            if f"slow/{key}" in self.norms:
                 fast, slow = self.norms[f"fast/{key}"], self.norms[f"slow/{key}"]
                 seen = f"{math.exp(fast):.3g}, it was {math.exp(slow):.3g}"
-                yield f"exploding {key}", _above(fast - slow, limits), f"{what} explodes: {seen}. Try: {EXPLODES}"
-                yield f"vanishing {key}", _above(slow - fast, limits), f"{what} vanishes: {seen}. Try: {VANISHES}"
+                yield (
+                    f"exploding {key}",
+                    _above(fast - slow, limits),
+                    f"{what} explodes: {seen}. Try: {EXPLODES}",
+                )
+                yield (
+                    f"vanishing {key}",
+                    _above(slow - fast, limits),
+                    f"{what} vanishes: {seen}. Try: {VANISHES}",
+                )
 
     def _overfits(self) -> Finding:
         """The discriminator knows its training images by heart."""
         if (ratio := self.figures.get("overfit")) is not None:
             shows = _shows(self._lasts("overfit"), gone=ratio < self.config.overfit[1])
-            seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
+            seen = (
+                f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
+            )
         else:
             sign = self.means.get("logits/real_sign", 0.0) if self.objective.signed else 0.0
             shows = _above(sign, self.config.sign)
@@ -189,7 +249,9 @@ class Watch(Fields):
         return "overfit", shows, f"the discriminator overfits: {seen}. Try: {GENERALISE}"
 
     def _runs_away(self) -> Finding:
-        """The discriminator wins outright, or ever more while the samples get worse: gamma is too small."""
+        """The discriminator wins outright, or ever more while the samples get worse: gamma is too
+        small.
+        """
         margin, figures = self.means.get("logits/margin", 0.0), self.figures
         shows = _above(margin, self.config.margin_high) if self.objective.bounded else None
         seen = f"D(real) - D(fake) is {margin:.2g}"
@@ -200,13 +262,17 @@ class Watch(Fields):
             shows = None
         if shows and "overfit" in self.said:  # the reason is told, and the cure with it
             shows = None
-        cure = CALM if figures.get("overfit", 1.0) < 0.5 else f"{CALM}; if held-out logits are near the fakes', {ADA}"
+        cure = (
+            CALM
+            if figures.get("overfit", 1.0) < 0.5
+            else f"{CALM}; if held-out logits are near the fakes', {ADA}"
+        )
         words = f"the discriminator runs away: {seen}; gamma is too small or its rate too high. Try: {cure}"
         return "runs away", shows, words
 
     def _other_states(self) -> Iterator[Finding]:
-        """A discriminator that tells nothing apart, samples that differ far less than real images do, ADA at its end,
-        and samples that keep to training images more than chance allows.
+        """A discriminator that tells nothing apart, samples that differ far less than real images
+        do, ADA at its end, and samples that keep to training images more than chance allows.
         """
         config, means, figures = self.config, self.means, self.figures
         margin, (said, forgotten) = means.get(LOW, math.nan), config.margin_low
@@ -215,19 +281,26 @@ class Watch(Fields):
         seen = f"D(real) - D(fake) is lately {margin:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
         if margin > forgotten:
             figures["saw"] = margin
-        died, large = f"it did before, so it has died. Try: {REVIVE}", f"gamma is too large. Try: {SHARPEN}"
+        died, large = (
+            f"it did before, so it has died. Try: {REVIVE}",
+            f"gamma is too large. Try: {SHARPEN}",
+        )
         why = died if "saw" in figures else large
         yield "blind", shows, f"the discriminator tells nothing apart: {seen}; {why}"
         ratio, best = figures.get("diversity", math.nan), figures.get("best diversity", 0.0)
         low = ratio < config.diversity[0] and not figures.get("fell", 0.0)
         falls = ratio < config.diversity_fall * best and self.streaks.get("worse", 0) > 0
-        shows = _shows(low or falls or ratio < config.diversity[0] / 2, gone=ratio > config.diversity[1])
+        shows = _shows(
+            low or falls or ratio < config.diversity[0] / 2, gone=ratio > config.diversity[1]
+        )
         seen = f"the least varied class has {ratio:.0%} of the variety of real images (its best was {best:.0%})"
         yield "collapse", shows, f"the generator collapses: {seen}. Try: {VARY}"
         p = means.get("ada/p", math.nan)
         seen = f"the augmentation probability stands at {p:.2f} and the discriminator is still too sure"
         yield "ada", _above(p, config.ada), f"{seen}. Try: {MORE_DATA}"
-        shows = _shows(self._lasts("memorised"), gone=figures.get("chance", math.nan) > config.memorised[1])
+        shows = _shows(
+            self._lasts("memorised"), gone=figures.get("chance", math.nan) > config.memorised[1]
+        )
         share = figures.get("memorised", 0.0)
         seen = f"{share:.0%} of the samples are nearer to a training image than all but 1 % of held-out images are"
         yield "memorised", shows, f"the generator copies training images: {seen}. Try: {FORGET}"
@@ -238,5 +311,7 @@ def _shows(bad: bool, *, gone: bool) -> bool | None:
 
 
 def _above(value: float, limits: tuple[float, float]) -> bool | None:
-    """Whether a value lies above the first limit; False below the second, None between, and of a NaN."""
+    """Whether a value lies above the first limit; False below the second, None between, and of a
+    NaN.
+    """
     return _shows(value > limits[0], gone=value < limits[1])

@@ -1,4 +1,6 @@
-"""The generator's half of a GAN's step: its losses, apart or summed, path-length regularisation, its averages."""
+"""The generator's half of a GAN's step: its losses, apart or summed, path-length regularisation,
+its averages.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -20,7 +22,9 @@ from duetgan.utils.distributed import collectives
 
 
 class PathLength(torch.nn.Module):
-    """The moving mean of path lengths: a buffer without a graph, the same on all ranks (StyleGAN2, section 3.2)."""
+    """The moving mean of path lengths: a buffer without a graph, the same on all ranks (StyleGAN2,
+    section 3.2).
+    """
 
     def __init__(self, decay: float) -> None:
         super().__init__()
@@ -29,42 +33,57 @@ class PathLength(torch.nn.Module):
 
     @torch.no_grad()
     def update(self, batch_mean: Tensor) -> Tensor:
-        """Move towards a (global) batch's mean length and return the new mean; a non-finite one changes nothing."""
+        """Move towards a (global) batch's mean length and return the new mean; a non-finite one
+        changes nothing.
+        """
         moved = self.mean.lerp(batch_mean.to(self.mean.dtype), self.decay)
         self.mean.copy_(torch.where(torch.isfinite(moved), moved, self.mean))
         return moved
 
 
 class PerLossGradients:
-    """Gathers the gradients of a step's losses in the parameters' `.grad`; apart, also each loss's own (docs/gan.md).
+    """Gathers the gradients of a step's losses in the parameters' `.grad`; apart, also each loss's
+    own (docs/gan.md).
 
-    Gradients are taken outside any hooks of DDP and added up over the ranks afterwards (docs/distributed.md).
+    Gradients are taken outside any hooks of DDP and added up over the ranks afterwards
+    (docs/distributed.md).
 
-    Args: `parameters` that train; `apart`: take each loss's gradient by itself, so that `finish` can tell their norms
-    and the cosines between them. The sum is the same either way, up to rounding.
+    Args: `parameters` that train; `apart`: take each loss's gradient by itself, so that `finish`
+    can tell their norms and the cosines between them. The sum is the same either way, up to
+    rounding.
     """
 
     def __init__(self, parameters: Sequence[Tensor], precision: Precision, *, apart: bool) -> None:
         self.parameters, self.precision, self.apart = list(parameters), precision, apart
-        self.by_loss: dict[str, list[Tensor | None]] = {}  # name -> gradient of each parameter, of this rank's share
+        # name -> gradient of each parameter, of this rank's share
+        self.by_loss: dict[str, list[Tensor | None]] = {}
 
     def backward(self, terms: Mapping[str, Tensor]) -> None:
-        """Add the gradients of `terms`, weighted 0-d losses that may share a graph; the graph is used up."""
+        """Add the gradients of `terms`, weighted 0-d losses that may share a graph; the graph is
+        used up.
+        """
         if not self.apart:
             self.precision.backward(torch.stack(list(terms.values())).sum(), self.parameters)
             return
         last = list(terms)[-1]
         for name, loss in terms.items():
             gradients = torch.autograd.grad(
-                loss * self.precision.scale(), self.parameters, retain_graph=name != last, allow_unused=True
+                loss * self.precision.scale(),
+                self.parameters,
+                retain_graph=name != last,
+                allow_unused=True,
             )
             before = self.by_loss.get(name, [None] * len(self.parameters))
-            self.by_loss[name] = [_sum([old, new]) for old, new in zip(before, gradients, strict=True)]
+            self.by_loss[name] = [
+                _sum([old, new]) for old, new in zip(before, gradients, strict=True)
+            ]
 
     def finish(self, name: str) -> dict[str, Tensor]:
-        """Put the sum into `.grad`, and tell `gradient_norm/NAME/LOSS` and `gradient_cosine/NAME/LOSS~LOSS`.
+        """Put the sum into `.grad`, and tell `gradient_norm/NAME/LOSS` and
+        `gradient_cosine/NAME/LOSS~LOSS`.
 
-        The figures are of the global gradients, unscaled; every rank contributes its part of the sum.
+        The figures are of the global gradients, unscaled; every rank contributes its part of the
+        sum.
         """
         if not self.apart:
             return {}
@@ -73,12 +92,21 @@ class PerLossGradients:
         flat = {}  # one vector of all gradients, zeros where there is none
         for loss, gradients in self.by_loss.items():
             pairs = zip(self.parameters, gradients, strict=True)
-            vector = torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in pairs])
+            vector = torch.cat(
+                [(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in pairs]
+            )
             flat[loss] = collectives.all_reduce_sum_(vector) / self.precision.scale()
-        norms, world = {loss: gradient.norm() for loss, gradient in flat.items()}, collectives.world_size()
+        norms, world = (
+            {loss: gradient.norm() for loss, gradient in flat.items()},
+            collectives.world_size(),
+        )
         figures = {f"gradient_norm/{name}/{loss}": norm / world for loss, norm in norms.items()}
         for a, b in combinations(flat, 2):
-            cosine = flat[a] @ flat[b] / (norms[a] * norms[b]).clamp_min(torch.finfo(norms[a].dtype).tiny)
+            cosine = (
+                flat[a]
+                @ flat[b]
+                / (norms[a] * norms[b]).clamp_min(torch.finfo(norms[a].dtype).tiny)
+            )
             figures[f"gradient_cosine/{name}/{a}~{b}"] = cosine / world
         return figures
 
@@ -93,18 +121,31 @@ class GeneratorStep:
     """One update of the generator and of its moving average."""
 
     def __init__(
-        self, context: Context, updater: Updater, ema: EMA, teacher: Teacher | None, other: DiscriminatorStep
+        self,
+        context: Context,
+        updater: Updater,
+        ema: EMA,
+        teacher: Teacher | None,
+        other: DiscriminatorStep,
     ) -> None:
-        """Args: `other`: the discriminator's half, which learns in this one where one pass is enough for both."""
-        self.context, self.updater, self.ema, self.teacher, self.other = context, updater, ema, teacher, other
+        """Args: `other`: the discriminator's half, which learns in this one where one pass is
+        enough for both.
+        """
+        self.context, self.updater, self.ema, self.teacher, self.other = (
+            context,
+            updater,
+            ema,
+            teacher,
+            other,
+        )
         self.loss, self.objective = context.config.loss, context.config.loss.functions
         self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
 
     def one_pass(self, share: StepShare) -> bool:
         """Whether one pass of D over this step's samples gives both networks' gradients.
 
-        Its weights are the same for both. So where both see the same images, no other loss goes through D and no
-        penalty is taken of samples, the gradients are those of two passes.
+        Its weights are the same for both. So where both see the same images, no other loss goes
+        through D and no penalty is taken of samples, the gradients are those of two passes.
         """
         loss = self.loss
         more = loss.feature_matching_weight or (self.teacher is not None and loss.classifier_weight)
@@ -115,12 +156,17 @@ class GeneratorStep:
     def run(self, share: StepShare, reals: Sequence[Images]) -> list[Images]:
         """Update G and its average; returns the samples (detached), which D may be shown next.
 
-        `reals`: real images in micro-batches. D's parameters stay as they are, and so do its gradients, except in
-        `one_pass`: there they become those of its own losses.
+        `reals`: real images in micro-batches. D's parameters stay as they are, and so do its
+        gradients, except in `one_pass`: there they become those of its own losses.
         """
-        context, ema, apart = self.context, self.context.config.ema, self.loss.gradients_due(share.step)
+        context, ema, apart = (
+            self.context,
+            self.context.config.ema,
+            self.loss.gradients_due(share.step),
+        )
         gradients = PerLossGradients(self.updater.parameters, context.precision, apart=apart)
-        context.discriminator.requires_grad_(self.one_pass(share))  # else its gradients are not this phase's business
+        # else its gradients are not this phase's business
+        context.discriminator.requires_grad_(self.one_pass(share))
         try:
             fakes, w_sums = self._adversarial(share, reals, gradients)
             if self.loss.path_length_due(share.step):
@@ -139,7 +185,8 @@ class GeneratorStep:
             kimg = ema.ema_kimg if ema.ema_kimg is not None else share.batch_size * 10 / 32
             if ema.ema_kimg_start is not None:
                 kimg = cosine(ema.ema_kimg_start, kimg, share.images_seen, context.schedule_images)
-            ramp = None if context.config.init_from else ema.ema_rampup  # a transfer's generator is trained already
+            # a transfer's generator is trained already
+            ramp = None if context.config.init_from else ema.ema_rampup
             beta = half_life_beta(share.batch_size, share.images_seen, kimg * 1000, ramp)
             self.ema.update(context.generator, beta, update.skipped)
         share.metrics.update(update.metrics("generator"))
@@ -148,15 +195,20 @@ class GeneratorStep:
     def _adversarial(
         self, share: StepShare, reals: Sequence[Images], gradients: PerLossGradients
     ) -> tuple[list[Images], list[Tensor]]:
-        """Backward of all losses of one forward pass a micro-batch; the samples, and their w's sum, of each."""
+        """Backward of all losses of one forward pass a micro-batch; the samples, and their w's sum,
+        of each.
+        """
         context = self.context
         latents, noise = context.latents(share, "generator", reals if self.objective.paired else ())
-        more = gradients.apart or self.loss.path_length_due(share.step)  # backward passes that are not here
+        # backward passes that are not here
+        more = gradients.apart or self.loss.path_length_due(share.step)
         fakes: list[Images] = []
         w_sums: list[Tensor] = []
         for rows, real in zip(share.micro_batches(), reals, strict=True):
             with phase("generator/forward"), context.precision.autocast():
-                images, _, w = context.sample(latents, noise, rows, share.stage, compiled=not gradients.apart)
+                images, _, w = context.sample(
+                    latents, noise, rows, share.stage, compiled=not gradients.apart
+                )
             fake = Images(images, latents.labels[rows])
             self.updater.overlap(last=share.is_last(rows) and not more)
             if self.one_pass(share):
@@ -178,7 +230,9 @@ class GeneratorStep:
         with phase("discriminator/forward"):
             output = context.discriminate(seen, share, rows, "generator")
             auxiliary = context.auxiliary_loss(output, share)
-        of_real = self.other.discriminate(share, rows, real, "real") if self.objective.paired else None
+        of_real = (
+            self.other.discriminate(share, rows, real, "real") if self.objective.paired else None
+        )
         with phase("generator/backward"):
             logits = output.logits - of_real.logits.detach() if of_real else output.logits
             adversarial = self.objective.generator(logits).sum() / batch
@@ -188,11 +242,15 @@ class GeneratorStep:
         share.add("loss/generator", adversarial)
         self.other.learn(share, rows, output._replace(name="fake"), of_real or real)
 
-    def _terms(self, share: StepShare, rows: slice, fake: Images, real: Images) -> dict[str, Tensor]:
+    def _terms(
+        self, share: StepShare, rows: slice, fake: Images, real: Images
+    ) -> dict[str, Tensor]:
         """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""
         context, loss, batch = self.context, self.loss, share.batch_size
         # several losses taken apart retain their graph, which a compiled network does not allow
-        output = context.discriminate(fake, share, rows, "generator", compiled=not loss.gradients_due(share.step))
+        output = context.discriminate(
+            fake, share, rows, "generator", compiled=not loss.gradients_due(share.step)
+        )
         logits = output.logits
         if self.objective.paired or loss.feature_matching_weight:
             with torch.no_grad():  # G has no part in them
@@ -203,24 +261,30 @@ class GeneratorStep:
         if self.teacher is not None and loss.classifier_weight:
             with context.precision.autocast():
                 class_logits = self.teacher(fake.images)
-            wrong = label_loss(class_logits.to(fake.images.dtype), fake.labels, context.sets) / batch
+            wrong = (
+                label_loss(class_logits.to(fake.images.dtype), fake.labels, context.sets) / batch
+            )
             share.add("loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight
         if isinstance(auxiliary := context.auxiliary_loss(output, share), Tensor):
             terms["auxiliary"] = auxiliary
         if loss.feature_matching_weight:
             group = loss.feature_matching_group
-            distance = losses.feature_matching(output.hidden, of_real.hidden, group).sum() * (group / batch)
+            distance = losses.feature_matching(output.hidden, of_real.hidden, group).sum() * (
+                group / batch
+            )
             share.add("loss/feature_matching", distance)
             terms["feature_matching"] = distance * loss.feature_matching_weight
         return terms
 
     @penalised()
     def _regularise_path_length(self, share: StepShare, gradients: PerLossGradients) -> None:
-        """Backward of StyleGAN2's path-length penalty on half a batch, with the gain of its interval.
+        """Backward of StyleGAN2's path-length penalty on half a batch, with the gain of its
+        interval.
 
-        The moving mean is updated first, and needs the lengths of the whole (global) half batch: where that is more
-        than one micro-batch, they are computed once without and once with a graph.
+        The moving mean is updated first, and needs the lengths of the whole (global) half batch:
+        where that is more than one micro-batch, they are computed once without and once with a
+        graph.
         """
         context, half = self.context, share.half()
         latents, maps = context.latents(half, "path")
@@ -231,12 +295,16 @@ class GeneratorStep:
             with context.precision.autocast():
                 images, ws, _ = context.sample(latents, maps, rows, share.stage)
             assert ws is not None  # the config refuses path lengths for generators without styles
-            return losses.path_lengths(images, ws, noise[rows], context.precision.scale(), create_graph=create_graph)
+            return losses.path_lengths(
+                images, ws, noise[rows], context.precision.scale(), create_graph=create_graph
+            )
 
         micro_batches = half.micro_batches()
         once = len(micro_batches) == 1
         lengths = [path_lengths(rows, create_graph=once) for rows in micro_batches]
-        total = collectives.all_reduce_sum_(torch.stack([part.detach().sum() for part in lengths]).sum())
+        total = collectives.all_reduce_sum_(
+            torch.stack([part.detach().sum() for part in lengths]).sum()
+        )
         batch_mean, decay = total / half.batch_size, self.path_length.decay
         mean = self.path_length.update(batch_mean)
         for rows, part in zip(micro_batches, lengths, strict=True):

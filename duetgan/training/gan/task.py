@@ -1,4 +1,6 @@
-"""The GAN task: what one step does to the generator and the discriminator, what is saved, how it is evaluated."""
+"""The GAN task: what one step does to the generator and the discriminator, what is saved, how it is
+evaluated.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -50,26 +52,47 @@ class GanTask(Task):
         "Frechet distance"
     )
 
-    def __init__(self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device) -> None:
+    def __init__(
+        self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
+    ) -> None:
         self.stages = config.stages(reader.resolution)
         config.check_batches(self.stages, collectives.world_size())
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
         self.shape = config.shape(reader)
         self.sets = reader.meta.sets if self.shape["classes"] else None
-        if val_reader is not None and val_reader.classes and self.shape["classes"]:  # samples are drawn by its labels
+        # samples are drawn by its labels
+        if val_reader is not None and val_reader.classes and self.shape["classes"]:
             check_same_classes(config.data, reader, val_reader)
         self._stage = self.stages.at(0)
         self._build_networks()
         self.precision = Precision(config.precision, device)
         kimg = config.schedule_kimg  # in which scheduled settings reach their ends
-        schedule_images = self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
+        schedule_images = (
+            self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
+        )
         draws = GanDraws(config.seed, device, label_shares(config.data, reader))
         spec = self.generator.spec
-        given: Any = {"seed": config.seed, "channels": spec.channels, "alpha": spec.alpha, "device": device}
-        ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=config.init_from is not None)
+        given: Any = {
+            "seed": config.seed,
+            "channels": spec.channels,
+            "alpha": spec.alpha,
+            "device": device,
+        }
+        ada = Ada(
+            config.ada,
+            **given,
+            schedule_images=schedule_images,
+            transfer=config.init_from is not None,
+        )
         networks = (self.generator, self.discriminator)
-        hot = None if self.sets is None else torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
-        self.context = Context(config, device, *networks, self.precision, draws, ada, schedule_images, hot)
+        hot = (
+            None
+            if self.sets is None
+            else torch.tensor(reader.meta.multi_hot, dtype=torch.float32, device=device)
+        )
+        self.context = Context(
+            config, device, *networks, self.precision, draws, ada, schedule_images, hot
+        )
         more: Any = {"growing": self.stages.growing, "compress": config.distributed.compress}
         optimizers = (config.generator_optimizer, config.discriminator_optimizer)
         for_generator, for_discriminator = (
@@ -80,17 +103,24 @@ class GanTask(Task):
         teacher = None if run is None else Teacher("loss.classifier", run, reader, device)
         self.learnt_from = Lineage.of() if teacher is None else teacher.lineage
         self.discriminator_step = DiscriminatorStep(self.context, for_discriminator)
-        self.generator_step = GeneratorStep(self.context, for_generator, self.ema, teacher, self.discriminator_step)
+        self.generator_step = GeneratorStep(
+            self.context, for_generator, self.ema, teacher, self.discriminator_step
+        )
         self.watch = Watch(config.watch, config.loss.functions)
-        self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
+        # a distance means nothing without its extractor
+        self.best_metric = f"frechet/{config.evaluation.extractor}"
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         # now, not at the first evaluation: it may be refused
         given = {"device": device, "spec": spec, "weights": config.evaluation.weights}
-        self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], **given))
+        self._extractors = collectives.main_first(
+            lambda: build([config.evaluation.extractor], **given)
+        )
 
     @staticmethod
     def outline(config: GanConfig, shape: Mapping[str, Any]) -> Outline:
-        """Each weight has its gradient and the optimizer's moments besides; the generator's its average too."""
+        """Each weight has its gradient and the optimizer's moments besides; the generator's its
+        average too.
+        """
         networks = architecture_of(config.architecture)
         generator = networks.network("generator", config.generator, **shape)
         discriminator = networks.network("discriminator", config.discriminator, **shape)
@@ -103,10 +133,14 @@ class GanTask(Task):
             generator = networks.network("generator", config.generator, **self.shape)
         with forked(config.seed, "init", "discriminator"):
             growing = {"progressive": True} if self.stages.growing else {}
-            discriminator = networks.network("discriminator", config.discriminator, **self.shape, **growing)
+            discriminator = networks.network(
+                "discriminator", config.discriminator, **self.shape, **growing
+            )
         if config.loss.auxiliary_weight:
             if self.shape["classes"] < 2:
-                raise UserError("loss.auxiliary_weight needs images of two classes or more: leave it out")
+                raise UserError(
+                    "loss.auxiliary_weight needs images of two classes or more: leave it out"
+                )
             with forked(config.seed, "init", "auxiliary"):
                 discriminator.add_auxiliary()
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -121,15 +155,24 @@ class GanTask(Task):
         return self.stages.images_at(step)
 
     def describe(self) -> dict[str, str]:
-        unread = {"labels": "not looked at: unconditional"} if self.reader.classes and not self.shape["classes"] else {}
-        return unread | {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
+        unread = (
+            {"labels": "not looked at: unconditional"}
+            if self.reader.classes and not self.shape["classes"]
+            else {}
+        )
+        return unread | {
+            f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)
+        }
 
     def lineage(self) -> Lineage:
         return self.learnt_from
 
     def provenance(self) -> dict[str, Any]:
         several = {} if self.sets is None else {"sets": self.generator.sets}
-        return {"teachers": self.learnt_from.teachers, "stage": [self._stage.resolution, self._stage.alpha]} | several
+        return {
+            "teachers": self.learnt_from.teachers,
+            "stage": [self._stage.resolution, self._stage.alpha],
+        } | several
 
     def registry(self) -> dict[str, Any]:
         return {
@@ -149,7 +192,10 @@ class GanTask(Task):
         labels = torch.zeros(group, dtype=torch.int64, device=self.device)
         z = torch.zeros(group, self.generator.z_dim, device=self.device)
         images = torch.zeros(group, *self.reader.spec.shape, device=self.device)
-        return {"generator": (self.generator, (z, labels)), "discriminator": (self.discriminator, (images, labels))}
+        return {
+            "generator": (self.generator, (z, labels)),
+            "discriminator": (self.discriminator, (images, labels)),
+        }
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         share = self._begin(step)
@@ -161,9 +207,14 @@ class GanTask(Task):
             reals = self.context.reals(next(batches), share, "discriminator")
             with phase("discriminator/samples"), torch.no_grad(), self.precision.autocast():
                 latents, noise = self.context.latents(share, "discriminator", reals)
-                samples = [self.context.sample(latents, noise, part, share.stage)[0] for part in share.micro_batches()]
+                samples = [
+                    self.context.sample(latents, noise, part, share.stage)[0]
+                    for part in share.micro_batches()
+                ]
             fakes = [Images(part, real.labels) for part, real in zip(samples, reals, strict=True)]
-        self.discriminator_step.run(share, reals, fakes, one_pass=self.generator_step.one_pass(share))
+        self.discriminator_step.run(
+            share, reals, fakes, one_pass=self.generator_step.one_pass(share)
+        )
         self.precision.update_scale()
         return share.metrics
 
@@ -171,7 +222,10 @@ class GanTask(Task):
         """One with each combination of the lazy penalties that are due together."""
         loss, steps = self.config.loss, range(first, first + 240)
         kinds = [(loss.penalty_due(step), loss.path_length_due(step)) for step in steps]
-        return {first + kinds.index(kind): count / len(steps) for kind, count in Counter(kinds).most_common()}
+        return {
+            first + kinds.index(kind): count / len(steps)
+            for kind, count in Counter(kinds).most_common()
+        }
 
     def _begin(self, step: int) -> StepShare:
         """The step's sizes; at a new stage of growth also what the config says of the optimizers."""
@@ -197,15 +251,21 @@ class GanTask(Task):
         return self.watch.observe(step, row)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class (the first 20)."""
+        """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class
+        (the first 20).
+        """
         rows, columns = (min(20, self.generator.kinds), 10) if self.generator.kinds else (8, 8)
         asked = self.generator.conditions(torch.arange(rows).repeat_interleave(columns))
         labels = asked if self.generator.kinds else None
-        samples = generate(self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed)
+        samples = generate(
+            self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed
+        )
         return grid(samples, columns=columns, spec=self.generator.spec)
 
     def evaluate(self) -> dict[str, float]:
-        """Distance of the average generator's samples to held-out (else training) images, which the ranks share."""
+        """Distance of the average generator's samples to held-out (else training) images, which the
+        ranks share.
+        """
         config = self.config.evaluation
         document = evaluate_generator(
             self.shown(),
@@ -222,17 +282,21 @@ class GanTask(Task):
         )
         self.best_interval = document["distances"][0].get("frechet_interval")
         followed = history(GAN, document["distances"][0])
-        figures = {"n": document["n"]} | {f"{key}/{config.extractor}": value for key, value in followed.items()}
+        figures = {"n": document["n"]} | {
+            f"{key}/{config.extractor}": value for key, value in followed.items()
+        }
         if copies := document["memorisation"]:
             figures[f"memorised/{copies['extractor']}"] = copies["share"]
             figures[f"memorised_p/{copies['extractor']}"] = copies["p_value"]
         return figures | self._mean_logits()
 
     def _mean_logits(self) -> dict[str, float]:
-        """D's mean logit of held-out images, training images and samples, none of them augmented: where the
-        held-out ones have those of samples, it knows the training images by heart. Empty without held-out images.
+        """D's mean logit of held-out images, training images and samples, none of them augmented:
+        where the held-out ones have those of samples, it knows the training images by heart. Empty
+        without held-out images.
         """
-        if self.val_reader is None or self.shown() is not self.ema.model:  # a stage of growth has smaller images
+        # a stage of growth has smaller images
+        if self.val_reader is None or self.shown() is not self.ema.model:
             return {}
         group = self.config.discriminator.group
         count = min(LOGIT_IMAGES, len(self.val_reader), len(self.reader)) // group * group
@@ -242,20 +306,33 @@ class GanTask(Task):
         def logits_of(batch: Batch) -> Tensor:
             images, labels = (upload(part, self.device) for part in (batch.images, batch.labels))
             floats = self.discriminator.spec.to_float(images)
-            return self.discriminator(floats, labels).flatten().cpu()  # labels may count for nothing
+            # labels may count for nothing
+            return self.discriminator(floats, labels).flatten().cpu()
 
         def work(rows: range) -> Tensor:
-            held_out, real = (read_batch(part, each[rows.start : rows.stop]) for part, each in records)
+            held_out, real = (
+                read_batch(part, each[rows.start : rows.stop]) for part, each in records
+            )
             for part, batch in zip(readers, (held_out, real), strict=True):
                 batch.labels = torch.from_numpy(part.meta.conditions(batch.labels.numpy()))
             labels = real.labels if self.generator.classes else None
             samples = generate(self.ema.model, labels=labels, indices=rows, seed=self.config.seed)
-            return torch.stack([logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))])
+            return torch.stack(
+                [logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))]
+            )
 
         readers, size = (self.val_reader, self.reader), self.config.evaluation.batch_size
         # spread over the files, which are often packed class by class
-        records = [(part, np.linspace(0, len(part) - 1, count).astype(np.int64)) for part in readers]
+        records = [
+            (part, np.linspace(0, len(part) - 1, count).astype(np.int64)) for part in readers
+        ]
         with evaluating(self.discriminator):
-            logits = list(shared_pass(count, work, side=self.reader.spec.side, batch_size=size, multiple=group))
-        means = collectives.from_main_process(lambda: torch.cat(logits, 1).double().mean(1).tolist())
+            logits = list(
+                shared_pass(
+                    count, work, side=self.reader.spec.side, batch_size=size, multiple=group
+                )
+            )
+        means = collectives.from_main_process(
+            lambda: torch.cat(logits, 1).double().mean(1).tolist()
+        )
         return dict(zip(("logits/held_out", "logits/real", "logits/fake"), means, strict=True))

@@ -1,4 +1,6 @@
-"""Settings of an optimizer, and schedules: functions of how far the training is, with nothing to save."""
+"""Settings of an optimizer, and schedules: functions of how far the training is, with nothing to
+save.
+"""
 
 import math
 from bisect import bisect_right
@@ -23,7 +25,9 @@ from duetgan.utils.config.model import (
 )
 from duetgan.utils.errors import UserError, refuse
 
-WarmUp = Annotated[NonNegativeInt, BeforeValidator(in_updates, json_schema_input_type=NonNegativeInt | Epochs)]
+WarmUp = Annotated[
+    NonNegativeInt, BeforeValidator(in_updates, json_schema_input_type=NonNegativeInt | Epochs)
+]
 
 
 # what is left of the peak rate at a share of the decay, both in [0, 1]
@@ -39,27 +43,39 @@ MOMENTA = ("sgd", "muon", "muon-adam")  # optimizers with a `momentum`
 class OptimizerConfig(Config):
     """Optimizer and learning-rate schedule."""
 
-    # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it.
-    # muon, classifiers only: matrices and filters by Muon; norms, biases and the head by SGD.
-    # muon-adam: filters larger than 1x1 by Muon, the rest by Adam
-    name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon", "muon-adam"] = "adam"
+    # schedulefree-...: the weights' average takes the place of a decay; the network that is
+    # evaluated holds it. muon, classifiers only: matrices and filters by Muon; norms, biases and
+    # the head by SGD. muon-adam: filters larger than 1x1 by Muon, the rest by Adam
+    name: Literal[
+        "adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon", "muon-adam"
+    ] = "adam"
     lr: PositiveFloat = 0.001  # peak rate
-    lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
+    # global batch that lr is meant for: at another it is scaled in proportion
+    lr_batch_size: PositiveInt | None = None
     betas: list[Decay] = [0.9, 0.999]  # Adam's
-    beta2_final: Decay | None = None  # Adam's: where beta2 ends, by a cosine over the schedule's length; None: constant
+    # Adam's: where beta2 ends, by a cosine over the schedule's length; None: constant
+    beta2_final: Decay | None = None
     eps: NonNegativeFloat = 1e-8  # Adam's
-    momentum: Decay = 0.9  # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
+    # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
+    momentum: Decay = 0.9
     sgd_momentum: InnerShare = 0.9  # muon: of the parameters that SGD takes
-    ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5  # Muon's: Newton-Schulz iterations of a step
-    muon_rms: PositiveFloat = 3.0  # muon-adam: a filter's update, root mean square, about so many lr; Adam's is about 1
-    unit_filters: bool = False  # Muon's: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
-    weight_decay: NonNegativeFloat = 0.0  # decoupled but for adam, sgd and muon's head; not of norms and biases
+    # Muon's: Newton-Schulz iterations of a step
+    ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5
+    # muon-adam: a filter's update, root mean square, about so many lr; Adam's is about 1
+    muon_rms: PositiveFloat = 3.0
+    # Muon's: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
+    unit_filters: bool = False
+    # decoupled but for adam, sgd and muon's head; not of norms and biases
+    weight_decay: NonNegativeFloat = 0.0
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
-    clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
+    # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
+    clip_adaptive: PositiveFloat | None = None
     warmup_steps: WarmUp = 0  # linear from 0; with one-cycle on top of its own rise; 5ep: epochs
-    schedule: str = "constant"  # of the rate over the steps: constant, cosine, linear, step or one-cycle
-    hold: Decay = 0.0  # share of the training at the peak rate before a decay, cosine or linear, begins
+    # of the rate over the steps: constant, cosine, linear, step or one-cycle
+    schedule: str = "constant"
+    # share of the training at the peak rate before a decay, cosine or linear, begins
+    hold: Decay = 0.0
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
     # step: updates at which the rate is multiplied by gamma; 30ep: epochs
     milestones: list[Updates] = []
@@ -67,13 +83,21 @@ class OptimizerConfig(Config):
     gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
-    cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1; Muon's) at ends and peak: [0.95, 0.85]
+    # one-cycle: momentum (beta1; Muon's) at ends and peak: [0.95, 0.85]
+    cycle_momentum: list[Decay] | None = None
 
     def check(self) -> None:
         entry(dict.fromkeys(("constant", *DECAYS, "step", "one-cycle")), self.schedule, "schedule")
-        clipping = [key for key in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, key) is not None]
+        clipping = [
+            key
+            for key in ("clip_norm", "clip_value", "clip_adaptive")
+            if getattr(self, key) is not None
+        ]
         refuse(
-            (len(clipping) > 1, f"{' and '.join(clipping)} are given; gradients are clipped in one way, keep one"),
+            (
+                len(clipping) > 1,
+                f"{' and '.join(clipping)} are given; gradients are clipped in one way, keep one",
+            ),
             (len(self.betas) != 2, f"betas {self.betas}: must be two numbers"),
             (
                 self.cycle_momentum is not None and len(self.cycle_momentum) != 2,
@@ -103,7 +127,9 @@ class OptimizerConfig(Config):
         )
         if self.schedule_free and not self.average_beta:
             key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
-            raise UserError(f"name {self.name} needs {key} above 0: the average's share; 0.9 is usual")
+            raise UserError(
+                f"name {self.name} needs {key} above 0: the average's share; 0.9 is usual"
+            )
 
     @property
     def schedule_free(self) -> bool:
@@ -115,13 +141,17 @@ class OptimizerConfig(Config):
         return self.momentum if self.name == "schedulefree-sgd" else float(self.betas[0])
 
     def for_batch(self, batch_size: int) -> "OptimizerConfig":
-        """The config whose rate is the one at this global batch: lr * batch_size / lr_batch_size (1706.02677)."""
+        """The config whose rate is the one at this global batch: lr * batch_size / lr_batch_size
+        (1706.02677).
+        """
         if self.lr_batch_size is None:
             return self
         return self.changed(lr=self.lr * batch_size / self.lr_batch_size, lr_batch_size=None)
 
     def momentum_at(self, step: int, steps: int) -> float | None:
-        """Momentum, or Adam's beta1, of update number `step` where one-cycle changes it; None: as configured."""
+        """Momentum, or Adam's beta1, of update number `step` where one-cycle changes it; None: as
+        configured.
+        """
         if self.schedule != "one-cycle" or self.cycle_momentum is None:
             return None
         ends, peak = self.cycle_momentum
@@ -130,10 +160,14 @@ class OptimizerConfig(Config):
     def betas_at(self, step: int, steps: int) -> tuple[float, float]:
         """Adam's betas of update number `step` (from 0) out of `steps`."""
         beta1, beta2 = (float(beta) for beta in self.betas)
-        return beta1, beta2 if self.beta2_final is None else cosine(beta2, self.beta2_final, step, steps)
+        return beta1, beta2 if self.beta2_final is None else cosine(
+            beta2, self.beta2_final, step, steps
+        )
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, nothing to save."""
+        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone,
+        nothing to save.
+        """
         if self.schedule == "one-cycle":
             low, high, end = self.lr * self.cycle_start, self.lr, self.lr * self.final_lr
             rate = one_cycle(step, steps, rise=self.pct_start, start=low, peak=high, end=end)
@@ -141,7 +175,9 @@ class OptimizerConfig(Config):
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "step":
-            falls = step // self.step_every if self.step_every else bisect_right(self.milestones, step)
+            falls = (
+                step // self.step_every if self.step_every else bisect_right(self.milestones, step)
+            )
             return self.lr * self.gamma**falls
         if self.schedule == "constant":
             return self.lr
@@ -151,10 +187,12 @@ class OptimizerConfig(Config):
 
 
 def cosine(start: float, end: float, images_seen: int, over_images: int) -> float:
-    """`start` until the first image is seen, `end` from `over_images` on, half a cosine between; both exactly.
+    """`start` until the first image is seen, `end` from `over_images` on, half a cosine between;
+    both exactly.
 
-    R3GAN's only schedule (2501.05441): of the learning rate, beta2, gamma, the augmentation's probability and the
-    average's half-life. `over_images` 0 or less: `end` at once. Any unit will do in place of images if both have it.
+    R3GAN's only schedule (2501.05441): of the learning rate, beta2, gamma, the augmentation's
+    probability and the average's half-life. `over_images` 0 or less: `end` at once. Any unit will
+    do in place of images if both have it.
     """
     if images_seen >= over_images:
         return end
@@ -163,11 +201,14 @@ def cosine(start: float, end: float, images_seen: int, over_images: int) -> floa
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * images_seen / over_images))
 
 
-def one_cycle(step: int, steps: int, *, rise: float, start: float, peak: float, end: float) -> float:
-    """From `start` up to `peak`, then down to `end`, along half cosines (1708.07120, as torch's OneCycleLR).
+def one_cycle(
+    step: int, steps: int, *, rise: float, start: float, peak: float, end: float
+) -> float:
+    """From `start` up to `peak`, then down to `end`, along half cosines (1708.07120, as torch's
+    OneCycleLR).
 
-    The peak is update number `rise` x `steps` - 1, the end the last update, `steps` - 1; both may lie between two
-    updates. From there on it stays at `end`.
+    The peak is update number `rise` x `steps` - 1, the end the last update, `steps` - 1; both may
+    lie between two updates. From there on it stays at `end`.
     """
     top, last = rise * steps - 1, steps - 1
     if step <= top:

@@ -15,14 +15,15 @@ Network = TypeVar("Network", bound=nn.Module)
 class EMA(Generic[Network]):
     """A copy of `model` whose parameters follow it: ema = beta ema + (1 - beta) model.
 
-    Buffers are averaged too (`"average"`: right for BatchNorm's statistics) or copied (`"copy"`: right for a
-    generator's `w_avg`). Integer buffers are always copied.
+    Buffers are averaged too (`"average"`: right for BatchNorm's statistics) or copied (`"copy"`:
+    right for a generator's `w_avg`). Integer buffers are always copied.
     """
 
     def __init__(self, model: Network, buffers: Literal["average", "copy"]) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.average_buffers = buffers == "average"
-        self._still: set[Tensor] | None = None  # averages of frozen parameters, and equal to them; None: not looked
+        # averages of frozen parameters, and equal to them; None: not looked
+        self._still: set[Tensor] | None = None
 
     @torch.no_grad()
     def update(
@@ -30,9 +31,12 @@ class EMA(Generic[Network]):
         model: nn.Module,
         beta: float,
         skipped: Tensor | None = None,
-        average: Sequence[Tensor] | None = None,  # of the parameters, by the optimizer: taken instead of our own
+        # of the parameters, by the optimizer: taken instead of our own
+        average: Sequence[Tensor] | None = None,
     ) -> None:
-        """Move towards `model`; where the 0-d flag `skipped` is 1 the step was masked and the average stays."""
+        """Move towards `model`; where the 0-d flag `skipped` is 1 the step was masked and the
+        average stays.
+        """
         reference = next(self.model.parameters())
         if skipped is None:  # made there: a copy would be waited for
             weight = torch.full((), 1 - beta, device=reference.device, dtype=reference.dtype)
@@ -44,8 +48,13 @@ class EMA(Generic[Network]):
         if average is None:
             parameters = list(zip(self.model.parameters(), model.parameters(), strict=True))
             if self._still is None:
-                frozen = [pair for pair in parameters if not (pair[1].requires_grad or hasattr(pair[1], "fake_mode"))]
-                self._still = {a for a, b in frozen if torch.equal(a, b)}  # fake tensors have no values
+                frozen = [
+                    pair
+                    for pair in parameters
+                    if not (pair[1].requires_grad or hasattr(pair[1], "fake_mode"))
+                ]
+                # fake tensors have no values
+                self._still = {a for a, b in frozen if torch.equal(a, b)}
             self._still -= {a for a, b in parameters if b.requires_grad}
             averaged += [(a, b) for a, b in parameters if a not in self._still]
         else:
@@ -65,7 +74,11 @@ class EMA(Generic[Network]):
         self._still = None
 
 
-def half_life_beta(batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05) -> float:
-    """0.5^(batch / min(half_life, ramp * images_seen)) (StyleGAN2-ADA), images before the step; `ramp` None: none."""
+def half_life_beta(
+    batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05
+) -> float:
+    """0.5^(batch / min(half_life, ramp * images_seen)) (StyleGAN2-ADA), images before the step;
+    `ramp` None: none.
+    """
     half_life = half_life_images if ramp is None else min(half_life_images, ramp * images_seen)
     return 0.5 ** (batch_size / max(half_life, 1e-8))

@@ -1,4 +1,6 @@
-"""The optimizers of a config: torch's, and two of our own. The step of each can be masked on the device."""
+"""The optimizers of a config: torch's, and two of our own. The step of each can be masked on the
+device.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +15,9 @@ from duetgan.utils.distributed.collectives import by_kind, widest
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of the parameters that train: matrices and filters with decay; norms and biases (1-D) without."""
+    """Two groups of the parameters that train: matrices and filters with decay; norms and biases
+    (1-D) without.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
@@ -28,10 +32,13 @@ def build_optimizer(
     groups: Sequence[dict[str, Any]] | None = None,
     head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
-    """The fused optimizer of `config`, which can be masked on the device; `groups` None: see `parameter_groups`."""
+    """The fused optimizer of `config`, which can be masked on the device; `groups` None: see
+    `parameter_groups`.
+    """
     if groups is None:
         groups = parameter_groups(model, config.weight_decay)
-    # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint, which may be older
+    # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint,
+    # which may be older
     groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
     if config.schedule_free:
         return ScheduleFree(groups, config)
@@ -40,23 +47,33 @@ def build_optimizer(
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         momentum = config.momentum
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+        optimizer = torch.optim.SGD(
+            groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=True
+        )
         kept = ["momentum_buffer"] if momentum else []
     else:
         betas, kept = (float(config.betas[0]), float(config.betas[1])), ["exp_avg", "exp_avg_sq"]
         kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
         optimizer = kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    # the fused kernels make their state on the first step, and leave it uninitialised where that step is masked
+    # the fused kernels make their state on the first step, and leave it uninitialised where that
+    # step is masked
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if kept):
-        count = {} if config.name == "sgd" else {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
+        count = (
+            {}
+            if config.name == "sgd"
+            else {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
+        )
         optimizer.state[parameter] |= count | {key: torch.zeros_like(parameter) for key in kept}
     return optimizer
 
 
 class Masked(torch.optim.Optimizer):
-    """An optimizer whose step `found_inf`, a 0-d flag on the device, can mask: parameters and state stay."""
+    """An optimizer whose step `found_inf`, a 0-d flag on the device, can mask: parameters and state
+    stay.
+    """
 
-    _step_supports_amp_scaling = True  # torch's GradScaler hands over its flag instead of waiting for it
+    # torch's GradScaler hands over its flag instead of waiting for it
+    _step_supports_amp_scaling = True
     grad_scale: Tensor | None = None  # gradients are unscaled before the step
     found_inf: Tensor | None = None
 
@@ -73,16 +90,22 @@ class Masked(torch.optim.Optimizer):
 
 
 class Muon(Masked):
-    """Muon for matrices and filters, SGD for the rest: torch's own two, as one optimizer whose step can be masked.
+    """Muon for matrices and filters, SGD for the rest: torch's own two, as one optimizer whose step
+    can be masked.
 
-    Parameters of more than one row and column go by Muon, but for the `head`'s, filters as matrices [outputs, inputs x
-    height x width] (as in Keller Jordan's airbench94_muon.py); these, norms, biases and scales [C, 1, 1] by SGD
-    (Nesterov) at `sgd_momentum`. The rate is the group's for both; weight decay is decoupled for Muon alone.
+    Parameters of more than one row and column go by Muon, but for the `head`'s, filters as matrices
+    [outputs, inputs x height x width] (as in Keller Jordan's airbench94_muon.py); these, norms,
+    biases and scales [C, 1, 1] by SGD (Nesterov) at `sgd_momentum`. The rate is the group's for
+    both; weight decay is decoupled for Muon alone.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, head: Iterable[Tensor]) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, head: Iterable[Tensor]
+    ) -> None:
         self.config, self.head = config, {id(parameter) for parameter in head}
-        super().__init__(groups, {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0})
+        super().__init__(
+            groups, {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0}
+        )
         for parameter in (p for group in self.param_groups for p in group["params"]):
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -128,7 +151,9 @@ class Muon(Masked):
                 matrix.mul_(len(matrix) ** 0.5 / matrix.norm())
             assert parameter.grad is not None
             matrix.grad = parameter.grad.flatten(1)
-            muon.state[matrix]["momentum_buffer"] = self.state[parameter]["momentum_buffer"].clone().flatten(1)
+            muon.state[matrix]["momentum_buffer"] = (
+                self.state[parameter]["momentum_buffer"].clone().flatten(1)
+            )
         muon.step()
         for parameter, matrix in zip(parameters, matrices, strict=True):
             buffer = self.state[parameter]["momentum_buffer"]
@@ -140,25 +165,34 @@ class Muon(Masked):
 
 
 class MuonAdam(Muon):
-    """Muon for filters larger than 1x1, Adam for the rest, in one optimizer whose step can be masked. A transposed
-    convolution's filters are the matrix [inputs, outputs x height x width].
+    """Muon for filters larger than 1x1, Adam for the rest, in one optimizer whose step can be
+    masked. A transposed convolution's filters are the matrix [inputs, outputs x height x width].
 
-    The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the rate (few iterations leave a matrix
-    that is not quite orthogonal); of Adam's updates it is about the rate (2502.16982, section 2.2, takes 0.2). Weight
-    decay is decoupled. Without it filters grow, and what an update changes shrinks.
+    The root mean square of a filter's update is 0.7 to 0.9 of `muon_rms` times the rate (few
+    iterations leave a matrix that is not quite orthogonal); of Adam's updates it is about the rate
+    (2502.16982, section 2.2, takes 0.2). Weight decay is decoupled. Without it filters grow, and
+    what an update changes shrinks.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
         self.config = config
         betas = (float(config.betas[0]), float(config.betas[1]))
-        defaults = {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0, "betas": betas}
-        # fused: torch then loads Adam's counts of steps to their parameters' device, where its kernel wants them
+        defaults = {
+            "lr": config.lr,
+            "momentum": config.momentum,
+            "weight_decay": 0.0,
+            "betas": betas,
+        }
+        # fused: torch then loads Adam's counts of steps to their parameters' device, where its
+        # kernel wants them
         Masked.__init__(self, groups, defaults | {"fused": True})
         for parameter in (p for group in self.param_groups for p in group["params"]):
             names = ["momentum_buffer"] if self.takes(parameter) else ["exp_avg", "exp_avg_sq"]
             self.state[parameter] |= {name: torch.zeros_like(parameter) for name in names}
             if not self.takes(parameter):
-                self.state[parameter]["step"] = torch.zeros((), device=parameter.device, dtype=torch.float32)
+                self.state[parameter]["step"] = torch.zeros(
+                    (), device=parameter.device, dtype=torch.float32
+                )
 
     def takes(self, parameter: Tensor) -> bool:
         return parameter.ndim == 4 and parameter.shape[-1] > 1 and len(parameter) > 1
@@ -190,20 +224,26 @@ class MuonAdam(Muon):
 
 
 class ScheduleFree(Masked):
-    """Schedule-free SGD and AdamW (2405.15682): no decay of the rate, an average of the weights in its place.
+    """Schedule-free SGD and AdamW (2405.15682): no decay of the rate, an average of the weights in
+    its place.
 
-    The parameters hold y, where gradients are taken; `average` gives x, the weights to evaluate and to use.
-    y = (1 - beta) z + beta x; z takes the steps, x is the mean of the z so far, weighed by the square of the highest
-    rate until then. beta is `betas[0]`. Decoupled weight decay, at y. The package `schedulefree` has its counters on
-    the host, where a step cannot be held back without waiting for the device; tests compare the two.
+    The parameters hold y, where gradients are taken; `average` gives x, the weights to evaluate and
+    to use. y = (1 - beta) z + beta x; z takes the steps, x is the mean of the z so far, weighed by
+    the square of the highest rate until then. beta is `betas[0]`. Decoupled weight decay, at y. The
+    package `schedulefree` has its counters on the host, where a step cannot be held back without
+    waiting for the device; tests compare the two.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
-        self.adamw = config.name == "schedulefree-adamw"  # else SGD, which does not use the second of betas
+        # else SGD, which does not use the second of betas
+        self.adamw = config.name == "schedulefree-adamw"
         betas = (config.average_beta, float(config.betas[1]))
-        super().__init__(groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0})
+        super().__init__(
+            groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0}
+        )
         for group in self.param_groups:
-            # updates, sum of their weights, highest rate: as wide as can be, for many small weights are added up
+            # updates, sum of their weights, highest rate: as wide as can be, for many small weights
+            # are added up
             device = group["params"][0].device
             group["counters"] = torch.zeros(3, dtype=widest(device), device=device)
             for parameter in group["params"]:
@@ -213,7 +253,9 @@ class ScheduleFree(Masked):
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         counters: Tensor = group["counters"]
-        skipped = torch.zeros_like(counters[0]) if self.found_inf is None else self.found_inf.to(counters)
+        skipped = (
+            torch.zeros_like(counters[0]) if self.found_inf is None else self.found_inf.to(counters)
+        )
         taken = 1 - (skipped > 0).to(counters.dtype)
         updates, weight_sum, highest = counters.unbind()
         updates += taken
@@ -223,14 +265,29 @@ class ScheduleFree(Masked):
         # of the new z in x; 0 where every rate so far was 0
         share = weight / weight_sum.clamp(min=torch.finfo(weight.dtype).tiny)
         for (device, _), (here,) in by_kind(parameters).items():
-            self._move(group, here, *[number.to(device) for number in (taken, updates, share, group["lr"] * taken)])
+            self._move(
+                group,
+                here,
+                *[number.to(device) for number in (taken, updates, share, group["lr"] * taken)],
+            )
 
     def _move(
-        self, group: dict[str, Any], parameters: list[Tensor], taken: Tensor, updates: Tensor, share: Tensor, lr: Tensor
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        taken: Tensor,
+        updates: Tensor,
+        share: Tensor,
+        lr: Tensor,
     ) -> None:
-        beta, dtype, grads = group["betas"][0], parameters[0].dtype, [p.grad for p in parameters if p.grad is not None]
+        beta, dtype, grads = (
+            group["betas"][0],
+            parameters[0].dtype,
+            [p.grad for p in parameters if p.grad is not None],
+        )
         zs = [self.state[p]["z"] for p in parameters]
-        # a masked step's gradients are not numbers, and would stay so whatever they are multiplied by
+        # a masked step's gradients are not numbers, and would stay so whatever they are multiplied
+        # by
         directions = [torch.where(taken > 0, grad, 0.0) for grad in grads]
         if self.adamw:
             moments = [self.state[p]["exp_avg_sq"] for p in parameters]
@@ -253,9 +310,14 @@ class ScheduleFree(Masked):
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """x of each parameter: y + (1 - 1 / beta) (z - y). One that is not trained is its own average."""
+        """x of each parameter: y + (1 - 1 / beta) (z - y). One that is not trained is its own
+        average.
+        """
         betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
-        return [torch.lerp(p, self.state[p]["z"], 1 - 1 / betas[p]) if p in betas else p.detach() for p in parameters]
+        return [
+            torch.lerp(p, self.state[p]["z"], 1 - 1 / betas[p]) if p in betas else p.detach()
+            for p in parameters
+        ]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; the counters come to the parameters' device too."""

@@ -1,7 +1,9 @@
-"""Checkpoints: one file a step, written atomically with a checksum beside it, loaded with restricted unpickling.
+"""Checkpoints: one file a step, written atomically with a checksum beside it, loaded with
+restricted unpickling.
 
-Folder: for each step a file (`file_name`) and its `.sha256`, `last.json`, `best.json`. The format is described in
-docs/checkpoints.md. Everything in a checkpoint is a tensor, number, string, list or dict.
+Folder: for each step a file (`file_name`) and its `.sha256`, `last.json`, `best.json`. The format
+is described in docs/checkpoints.md. Everything in a checkpoint is a tensor, number, string, list or
+dict.
 """
 
 import hashlib
@@ -80,25 +82,33 @@ class ConfigHead(Stored):
 
 
 class Head(Stored):
-    """What a checkpoint says beside its state, which is compared with the networks (`state_schema`)."""
+    """What a checkpoint says beside its state, which is compared with the networks
+    (`state_schema`).
+    """
 
     task: str
     step: Count
     config: ConfigHead
     classes: list[str] | tuple[str, ...]
-    sets: list[list[Count]] | None = None  # of classes that a GAN's images have together; None: one class each
+    # of classes that a GAN's images have together; None: one class each
+    sets: list[list[Count]] | None = None
     shape: Shape
     state: dict[str, dict[Any, Any]]
     data: Data | None = None
     lineage: Lineage | None = None
     origin: Origin | None = None
     teachers: list[str] | tuple[str, ...] = ()
-    figure: dict[str, str | float | list[float]] = {}  # of the evaluation at this step: metric, value, interval
-    stage: list[Annotated[float, Interval(ge=0, le=2**16)]] = Field([0, 0], min_length=2, max_length=2)
+    # of the evaluation at this step: metric, value, interval
+    figure: dict[str, str | float | list[float]] = {}
+    stage: list[Annotated[float, Interval(ge=0, le=2**16)]] = Field(
+        [0, 0], min_length=2, max_length=2
+    )
 
 
 def file_name(step: int) -> str:
-    """The name of a step's checkpoint; nothing else knows what it looks like, but `find_step`, which reads it."""
+    """The name of a step's checkpoint; nothing else knows what it looks like, but `find_step`,
+    which reads it.
+    """
     return f"{BEFORE}{step:08d}{AFTER}"
 
 
@@ -124,10 +134,12 @@ def file_sha256(path: Path) -> str:
 
 
 def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
-    """Write `checkpoint` into `folder`: temporary file, flush, fsync, rename, checksum, fsync of the folder.
+    """Write `checkpoint` into `folder`: temporary file, flush, fsync, rename, checksum, fsync of
+    the folder.
 
-    A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
-    (full, read-only); what was there before stays. Raises TypeError for content that could not be loaded again.
+    A file under its final name is complete, with or without its checksum yet. Raises OSError when
+    the disk refuses (full, read-only); what was there before stays. Raises TypeError for content
+    that could not be loaded again.
     """
     from duetgan.utils.checkpoint.writer import Snapshot, write
 
@@ -137,7 +149,8 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     with replacing(path) as temporary:
         write(taken, temporary)
         sha256 = file_sha256(temporary)
-        _checksum_file(path).unlink(missing_ok=True)  # of an earlier save of this step: it must not judge the new file
+        # of an earlier save of this step: it must not judge the new file
+        _checksum_file(path).unlink(missing_ok=True)
     _write_checksum(path, sha256)
     sync_folder(folder)
     return path
@@ -152,11 +165,18 @@ def _checksum_file(path: Path) -> Path:
 
 
 def point(folder: Path, which: str, path: Path, **more: Any) -> None:
-    """Make `which` ("last" or "best") point at `path`: `{"file", "step", "sha256"}` and whatever else is given."""
+    """Make `which` ("last" or "best") point at `path`: `{"file", "step", "sha256"}` and whatever
+    else is given.
+    """
     checksum = _checksum_file(path)
     if not checksum.is_file():  # the writer was killed before
         _write_checksum(path, file_sha256(path))
-    entry = {"file": path.name, "step": step_of(path), "sha256": checksum.read_text().split()[0], **more}
+    entry = {
+        "file": path.name,
+        "step": step_of(path),
+        "sha256": checksum.read_text().split()[0],
+        **more,
+    }
     replace_file(folder / f"{which}.json", f"{json.dumps(entry, indent=1)}\n".encode())
     sync_folder(folder)
 
@@ -172,16 +192,24 @@ def pointer(folder: Path, which: str) -> dict[str, Any] | None:
 
 def newest_first(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, newest first."""
-    return sorted((p for p in folder.glob("*") if find_step(p.name) is not None), key=step_of, reverse=True)
+    return sorted(
+        (p for p in folder.glob("*") if find_step(p.name) is not None), key=step_of, reverse=True
+    )
 
 
 def rotate(
-    folder: Path, keep: int, *, every: int | None = None, also: Container[int] = (), until: int | None = None
+    folder: Path,
+    keep: int,
+    *,
+    every: int | None = None,
+    also: Container[int] = (),
+    until: int | None = None,
 ) -> None:
-    """Delete all checkpoints but the newest `keep`, those of every `every`-th step, those of the steps `also` and what
-    `best.json` names.
+    """Delete all checkpoints but the newest `keep`, those of every `every`-th step, those of the
+    steps `also` and what `best.json` names.
 
-    `until`: the step that was saved last. What is newer was passed over as damaged: it does not count and stays.
+    `until`: the step that was saved last. What is newer was passed over as damaged: it does not
+    count and stays.
     """
     best = pointer(folder, "best")
     paths = [path for path in newest_first(folder) if until is None or step_of(path) <= until]
@@ -194,15 +222,21 @@ def rotate(
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed writes have left: temporary files, and checksums of files that are not there."""
+    """Delete what killed writes have left: temporary files, and checksums of files that are not
+    there.
+    """
     for leftover in [*folder.glob(".*.tmp"), *folder.glob("*.sha256")]:
         checkpoint = leftover.with_suffix("")
-        if leftover.suffix == ".tmp" or (find_step(checkpoint.name) is not None and not checkpoint.exists()):
+        if leftover.suffix == ".tmp" or (
+            find_step(checkpoint.name) is not None and not checkpoint.exists()
+        ):
             leftover.unlink(missing_ok=True)
 
 
 def forget_after(folder: Path, step: int) -> bool:
-    """Delete checkpoints of later steps and pointers to them; False and nothing deleted where no other is left."""
+    """Delete checkpoints of later steps and pointers to them; False and nothing deleted where no
+    other is left.
+    """
     paths = newest_first(folder)
     kept = [path for path in paths if step_of(path) <= step]
     if not kept:
@@ -222,8 +256,8 @@ def forget_after(folder: Path, step: int) -> bool:
 def load(path: Path, *, verify: bool = True) -> Checkpoint:
     """Read a checkpoint onto the CPU with `weights_only=True`, after its checksum.
 
-    Raises UserError when it is missing and CorruptCheckpoint when it is damaged, holds more than plain data, lacks
-    keys or comes from a newer version; nothing in the file is executed.
+    Raises UserError when it is missing and CorruptCheckpoint when it is damaged, holds more than
+    plain data, lacks keys or comes from a newer version; nothing in the file is executed.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
@@ -240,10 +274,18 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
         raise CorruptCheckpoint(
             f"{path}: refused, it is not plain data or not a checkpoint; nothing in it was executed"
         ) from error
-    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
+    except (
+        Exception
+    ) as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
         known = isinstance(error, (OSError, RuntimeError))
-        reason = str(error).split("\n")[0][:200] if known else "torch.save did not write it, or it is damaged"
-        raise CorruptCheckpoint(f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one") from error
+        reason = (
+            str(error).split("\n")[0][:200]
+            if known
+            else "torch.save did not write it, or it is damaged"
+        )
+        raise CorruptCheckpoint(
+            f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one"
+        ) from error
     return checked(checkpoint, str(path))
 
 
@@ -253,13 +295,23 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
     Raises CorruptCheckpoint naming the key.
     """
     if not isinstance(checkpoint, dict) or not all(key in checkpoint for key in KEYS):
-        raise CorruptCheckpoint(f"{file}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})")
+        raise CorruptCheckpoint(
+            f"{file}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})"
+        )
     if type(checkpoint["schema"]) is not int or checkpoint["schema"] > SCHEMA:
-        schema = checkpoint["schema"] if type(checkpoint["schema"]) is int else repr(checkpoint["schema"])[:40]
-        raise CorruptCheckpoint(f"{file}: schema {schema} is newer than this program's {SCHEMA}; update Duet")
+        schema = (
+            checkpoint["schema"]
+            if type(checkpoint["schema"]) is int
+            else repr(checkpoint["schema"])[:40]
+        )
+        raise CorruptCheckpoint(
+            f"{file}: schema {schema} is newer than this program's {SCHEMA}; update Duet"
+        )
     with explained(
         (ValueError, RecursionError),
-        lambda why: CorruptCheckpoint(f"{file}: not a checkpoint of Duet ({why}); use an earlier one"),
+        lambda why: CorruptCheckpoint(
+            f"{file}: not a checkpoint of Duet ({why}); use an earlier one"
+        ),
     ):
         Head.read(checkpoint)
         classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
@@ -271,12 +323,14 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
 
 
 def _verify(path: Path) -> None:
-    """Raise CorruptCheckpoint unless a file is as it was written: by its checksum, and where a kill came before that
-    was written, by those in the zip file, which torch's reader does not look at.
+    """Raise CorruptCheckpoint unless a file is as it was written: by its checksum, and where a kill
+    came before that was written, by those in the zip file, which torch's reader does not look at.
     """
     checksum = _checksum_file(path)
     if checksum.is_file():
-        if (bounded.read_file(checksum, bounded.CONFIG).split() or [b""])[0] != file_sha256(path).encode():
+        if (bounded.read_file(checksum, bounded.CONFIG).split() or [b""])[0] != file_sha256(
+            path
+        ).encode():
             raise CorruptCheckpoint(
                 f"{path}: damaged (its SHA-256 is not the one in {checksum.name}); use an earlier one"
             )
@@ -284,11 +338,16 @@ def _verify(path: Path) -> None:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
         if damaged is not None:
-            raise CorruptCheckpoint(f"{path}: damaged (the checksum of its part {damaged}); use an earlier one")
+            raise CorruptCheckpoint(
+                f"{path}: damaged (the checksum of its part {damaged}); use an earlier one"
+            )
 
 
-def load_latest(folder: Path, warn: Callable[[str], object] = print) -> tuple[Path, Checkpoint] | None:
-    """The newest checkpoint that loads; `warn` is called for every one that does not. None when the folder has none.
+def load_latest(
+    folder: Path, warn: Callable[[str], object] = print
+) -> tuple[Path, Checkpoint] | None:
+    """The newest checkpoint that loads; `warn` is called for every one that does not. None when the
+    folder has none.
 
     Raises CorruptCheckpoint when there are checkpoints but none of them loads.
     """
@@ -306,8 +365,9 @@ def load_latest(folder: Path, warn: Callable[[str], object] = print) -> tuple[Pa
 
 
 def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
-    """`resolve`, and a line on stderr where the run folder has another checkpoint that one may have meant: the best
-    beside the last, or the last beside the best; not where the last one's figure lies in the interval of the best's.
+    """`resolve`, and a line on stderr where the run folder has another checkpoint that one may have
+    meant: the best beside the last, or the last beside the best; not where the last one's figure
+    lies in the interval of the best's.
     """
     path = resolve(run_or_file, which)
     if path == Path(run_or_file):
@@ -317,8 +377,15 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
     entry = best if which == "last" else last
     low, high = best.get("interval") or (math.inf, -math.inf)  # a run from before has none
     alike = low <= last.get("value", math.nan) <= high
-    if entry and entry["file"] != path.name and (path.parent / entry["file"]).is_file() and not alike:
-        figure = f" ({best['metric']} {best['value']:.4g})" if {"metric", "value"} <= best.keys() else ""
+    if (
+        entry
+        and entry["file"] != path.name
+        and (path.parent / entry["file"]).is_file()
+        and not alike
+    ):
+        figure = (
+            f" ({best['metric']} {best['value']:.4g})" if {"metric", "value"} <= best.keys() else ""
+        )
         words = {"last": "", "best": figure}
         there = f"{other} is of step {step_of(Path(entry['file']))}{words[other]}: --which {other} takes it"
         print(f"{which}: step {step_of(path)}{words[which]}; {there}", file=sys.stderr)
@@ -326,8 +393,9 @@ def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
-    """The checkpoint of a run folder (that of `<which>.json`, else the newest), the weights of a folder of the hub; a
-    file and a ready-made network's name as they are. Raises UserError for none.
+    """The checkpoint of a run folder (that of `<which>.json`, else the newest), the weights of a
+    folder of the hub; a file and a ready-made network's name as they are. Raises UserError for
+    none.
     """
     path = Path(run_or_file)
     if which not in ("last", "best"):
@@ -356,5 +424,7 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
         raise UserError(f"{folder}: has no best.json (no evaluation has run yet); use --which last")
     paths = newest_first(folder)
     if not paths:
-        raise UserError(f"{path}: holds no checkpoint; name a run folder of train.py or a checkpoint file")
+        raise UserError(
+            f"{path}: holds no checkpoint; name a run folder of train.py or a checkpoint file"
+        )
     return paths[0]

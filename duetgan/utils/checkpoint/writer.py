@@ -1,4 +1,6 @@
-"""How a checkpoint gets to the disk: a copy of the state that training cannot change any more, and a file of it."""
+"""How a checkpoint gets to the disk: a copy of the state that training cannot change any more, and
+a file of it.
+"""
 
 import copy
 import errno
@@ -11,25 +13,30 @@ from typing import Any
 import torch
 
 PLAIN = (int, float, str, bool, type(None))
-SPARE = 2**20  # bytes that a checkpoint leaves on the disk, for the metrics, the status and what else is small
+# bytes that a checkpoint leaves on the disk, for the metrics, the status and what else is small
+SPARE = 2**20
 
 
 class Snapshot:
     """A checkpoint's content as it is now, every tensor in main memory.
 
-    `own`: with copies of tensors that are in main memory already, so that training may go on changing them. Views of
-    one storage stay views of one, a tensor that stands in two places stays one: the file is the same either way.
-    Raises TypeError for anything that restricted loading would refuse: better now than when it is needed.
+    `own`: with copies of tensors that are in main memory already, so that training may go on
+    changing them. Views of one storage stay views of one, a tensor that stands in two places stays
+    one: the file is the same either way.
+    Raises TypeError for anything that restricted loading would refuse: better now than when it is
+    needed.
     """
 
     def __init__(self, content: dict[str, Any], *, own: bool) -> None:
         self._own = own
-        self._storages: dict[int, torch.UntypedStorage] = {}  # by address, as torch.save tells them apart
+        # by address, as torch.save tells them apart
+        self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()  # accelerators that are copied from
         self._tensors: dict[int, torch.Tensor] = {}
         self.content: dict[str, Any] = self._copied(content, "checkpoint")
         self.step: int = content["step"]
-        self.size = sum(storage.nbytes() for storage in self._storages.values())  # bytes of its tensors
+        # bytes of its tensors
+        self.size = sum(storage.nbytes() for storage in self._storages.values())
         for device in self._devices:  # or a step would change the source
             torch.accelerator.synchronize(device)
 
@@ -42,7 +49,8 @@ class Snapshot:
         if kind in (list, tuple):
             return kind(self._copied(item, f"{where}[{index}]") for index, item in enumerate(value))
         if kind in (dict, OrderedDict):
-            same = copy.copy(value)  # with a module's `_metadata`, which is an attribute of its state
+            # with a module's `_metadata`, which is an attribute of its state
+            same = copy.copy(value)
             for key, item in value.items():
                 self._copied(key, f"key of {where}")
                 same[key] = self._copied(item, f"{where}[{key!r}]")
@@ -79,9 +87,11 @@ def _view(value: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def write(snapshot: Snapshot, path: Path) -> None:
-    """Write a snapshot to `path`. Raises OSError, also that which torch's zip writer hides behind a RuntimeError.
+    """Write a snapshot to `path`. Raises OSError, also that which torch's zip writer hides behind a
+    RuntimeError.
 
-    Where it would not fit nothing is written: a disk that is full for a moment fails others' small writes.
+    Where it would not fit nothing is written: a disk that is full for a moment fails others' small
+    writes.
     """
     if shutil.disk_usage(path.parent).free < snapshot.size + SPARE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

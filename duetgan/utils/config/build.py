@@ -1,4 +1,6 @@
-"""Configurations as nested mappings: built from YAML and dotted command-line overrides, saved, and compared."""
+"""Configurations as nested mappings: built from YAML and dotted command-line overrides, saved, and
+compared.
+"""
 
 from collections.abc import Sequence
 from copy import copy
@@ -23,7 +25,8 @@ def build(
     source: str = "configuration",
     context: Any = None,  # of pydantic's validation
 ) -> C:
-    """An instance of `config_class` from a nested mapping and command-line tokens (`--section.key value`).
+    """An instance of `config_class` from a nested mapping and command-line tokens (`--section.key
+    value`).
 
     Raises UserError for an unknown key, a value of the wrong type, or whatever a `check` refuses.
     """
@@ -49,7 +52,9 @@ def given_keys(overrides: Sequence[str]) -> dict[str, str | None]:
             name, equals, text = token[2:].partition("=")
             given[name], key = (text, None) if equals else (None, name)
         elif key is None:
-            raise UserError(f"command line: {token!r} belongs to no option; write overrides as --section.key value")
+            raise UserError(
+                f"command line: {token!r} belongs to no option; write overrides as --section.key value"
+            )
         else:
             given[key], key = token, None
     return given
@@ -69,15 +74,23 @@ def with_value(tree: Tree, key: str, value: Any) -> Tree:
 
 
 def to_tree(config: Config) -> Tree:
-    """The nested mapping of a configuration. Tuples are lists, which is what YAML and checkpoints give back."""
+    """The nested mapping of a configuration. Tuples are lists, which is what YAML and checkpoints
+    give back.
+    """
     return {
-        name: to_tree(value) if isinstance(value, Config) else list(value) if isinstance(value, tuple) else copy(value)
+        name: to_tree(value)
+        if isinstance(value, Config)
+        else list(value)
+        if isinstance(value, tuple)
+        else copy(value)
         for name, value in config
     }
 
 
 def differences(before: Tree, after: Tree, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values; a key that one side lacks counts as None there."""
+    """Dotted keys whose values differ, with both values; a key that one side lacks counts as None
+    there.
+    """
     result: dict[str, tuple[Any, Any]] = {}
     for key in sorted(before.keys() | after.keys()):
         a, b = before.get(key), after.get(key)

@@ -1,4 +1,6 @@
-"""A small argument parser: one line and exit code 2 on a bad option, `-` and `_` alike; options of several scripts."""
+"""A small argument parser: one line and exit code 2 on a bad option, `-` and `_` alike; options of
+several scripts.
+"""
 
 import argparse
 import math
@@ -18,7 +20,9 @@ MOST = 2.0**63  # no number of an option is larger
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """Turn `--some-name=x` into `--some_name=x`: hyphens and underscores are the same in option names, values stay."""
+    """Turn `--some-name=x` into `--some_name=x`: hyphens and underscores are the same in option
+    names, values stay.
+    """
     normal: list[str] = []
     for index, token in enumerate(argv):
         if token == "--":
@@ -36,7 +40,9 @@ def hyphens(text: str) -> str:
 
 
 def entry(registry: Mapping[str, T], name: str, what: str, *also: str) -> T:
-    """What a registry has under a name. Raises UserError, with the near one; there are `also` others."""
+    """What a registry has under a name. Raises UserError, with the near one; there are `also`
+    others.
+    """
     if name not in registry:
         known = [*registry, *also]
         there = ", ".join(known) or "none, --import FILE adds some"
@@ -79,42 +85,65 @@ SYNONYMS |= dict.fromkeys(("epoch", "epochs", "max_epochs", "num_epochs", "n_epo
 
 
 class UnknownKey(UserError):
-    """A key that the configuration does not have. Says which known key is meant, or which key or option is near."""
+    """A key that the configuration does not have. Says which known key is meant, or which key or
+    option is near.
+    """
 
-    def __init__(self, source: str, name: str, known: Sequence[str], options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, source: str, name: str, known: Sequence[str], options: Sequence[str] = ()
+    ) -> None:
         self.source, self.name, self.known = source, name, known
         section, _, leaf = name.rpartition(".")
         meant = SYNONYMS.get(leaf, leaf)
         if " " in meant:
             super().__init__(f"{source}: there is no {name}; {meant}")
             return
-        keys = [key for key in known if f".{key}".endswith(f".{meant}")] if leaf in SYNONYMS or not section else []
+        keys = (
+            [key for key in known if f".{key}".endswith(f".{meant}")]
+            if leaf in SYNONYMS or not section
+            else []
+        )
         keys = [key for key in keys if section and key.startswith(f"{section}.")] or keys
         if keys:
             hint = f" (did you mean {' or '.join(map(repr, keys))}?)"
         else:
             typed = {option.removeprefix("--").replace("-", "_"): option for option in options}
-            leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}  # the key may lack its section
-            hint = did_you_mean(name, typed | dict(zip(known, known, strict=True))) or did_you_mean(leaf, leaves)
+            # the key may lack its section
+            leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+            hint = did_you_mean(name, typed | dict(zip(known, known, strict=True))) or did_you_mean(
+                leaf, leaves
+            )
         super().__init__(f"{source}: unknown key {name!r}{hint}".removeprefix(": "))
 
     def among(self, options: Sequence[str]) -> "UnknownKey":
-        """The same, where the script has `options` (`--max-steps`) of its own that may have been meant."""
+        """The same, where the script has `options` (`--max-steps`) of its own that may have been
+        meant.
+        """
         return UnknownKey(self.source, self.name, self.known, options)
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that raises UserError; hyphens and underscores in option names are the same."""
+    """`argparse.ArgumentParser` that raises UserError; hyphens and underscores in option names are
+    the same.
+    """
 
-    def __init__(self, prog: str, description: str | None = None, epilog: str | None = None) -> None:
+    def __init__(
+        self, prog: str, description: str | None = None, epilog: str | None = None
+    ) -> None:
         super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
         self.add_argument("--debug", action="store_true", help="print the traceback of an error")
         self.add_argument("--version", action="version", version=f"duet {__version__}")
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
-        """As argparse's; a default that is a number or a word is told at the end of `help` unless that speaks of it."""
+        """As argparse's; a default that is a number or a word is told at the end of `help` unless
+        that speaks of it.
+        """
         default, text = kwargs.get("default"), kwargs.get("help", "")
-        if isinstance(default, str | int | float) and kwargs.get("action") is None and "default: " not in text:
+        if (
+            isinstance(default, str | int | float)
+            and kwargs.get("action") is None
+            and "default: " not in text
+        ):
             shown = default if isinstance(default, str) else f"{default:g}"
             kwargs["help"] = f"{text} (default: {shown})".lstrip()
         return super().add_argument(*normalise(names), **kwargs)
@@ -123,7 +152,9 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(normalise(args))
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            self.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].partition('=')[0], known)}")
+            self.error(
+                f"unknown argument {unknown[0]}{did_you_mean(unknown[0].partition('=')[0], known)}"
+            )
         plugins.load(vars(parsed).pop("imports", ()))
         return parsed
 
@@ -138,8 +169,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{hyphens(message)}; `{self.prog} --help` lists the options")
 
 
-def number(kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = False) -> Callable[[str], Any]:
-    """An option's type: finite numbers of a kind from `low` to `high`, or with `inner` between these."""
+def number(
+    kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = False
+) -> Callable[[str], Any]:
+    """An option's type: finite numbers of a kind from `low` to `high`, or with `inner` between
+    these.
+    """
     words = "a whole number" if kind is int else "a finite number"
     if high < MOST:
         words += f" between {low:g} and {high:g}" if inner else f" from {low:g} to {high:,.15g}"
@@ -152,7 +187,11 @@ def number(kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = 
         except ValueError:
             value = math.nan
         digits = text.strip().lstrip("+-")
-        if kind is int and digits.isdecimal() and (len(digits) > len(str(int(MOST))) or abs(int(digits)) >= MOST):
+        if (
+            kind is int
+            and digits.isdecimal()
+            and (len(digits) > len(str(int(MOST))) or abs(int(digits)) >= MOST)
+        ):
             raise argparse.ArgumentTypeError(
                 f"{text[:40]!r} is too large; give a whole number from {max(int(low), -int(MOST)):,} to "
                 f"{min(int(high), int(MOST) - 1):,}"
@@ -173,7 +212,9 @@ def file(*suffixes: str) -> Callable[[str], Path]:
     def read(text: str) -> Path:
         path = Path(text)
         if not text or path.suffix.lower() not in suffixes:
-            raise argparse.ArgumentTypeError(f"{text}: its name must end in {' or '.join(filter(None, suffixes))}")
+            raise argparse.ArgumentTypeError(
+                f"{text}: its name must end in {' or '.join(filter(None, suffixes))}"
+            )
         return path
 
     return read
@@ -189,7 +230,11 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
         default=precision,
         help=f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})",
     )
-    add("--fold", action="store_true", help="a classifier's convolutions do their BatchNorm's work: faster")
+    add(
+        "--fold",
+        action="store_true",
+        help="a classifier's convolutions do their BatchNorm's work: faster",
+    )
     add(
         "--tta",
         choices=("off", "flip", "shift"),
@@ -201,9 +246,18 @@ def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
 TABLE_OPTIONS = {  # of duet pack and the quickstart: the columns of a label table
     "path_column": ("NAME", "of a table: names of the images' files"),
     "label_column": ("NAME", "of a table or .tar file, or several: a,b,c; none: without labels"),
-    "label_separator": ("TEXT", "between several labels of an image, such as '|'; none: one label each"),
-    "split_column": ("NAME", "of training and held-out images; NAME=VALUE: the held-out rows; none: all rows"),
-    "root": ("DIR", "folder of the images that a table names, or of the fashion-mnist, cifar10 or idx files"),
+    "label_separator": (
+        "TEXT",
+        "between several labels of an image, such as '|'; none: one label each",
+    ),
+    "split_column": (
+        "NAME",
+        "of training and held-out images; NAME=VALUE: the held-out rows; none: all rows",
+    ),
+    "root": (
+        "DIR",
+        "folder of the images that a table names, or of the fashion-mnist, cifar10 or idx files",
+    ),
     "suffix": ("TEXT", "that the names in a table lack, such as .jpg"),
 }
 
@@ -216,7 +270,9 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
 
 def table_words(options: argparse.Namespace) -> list[str]:
     """Return those of TABLE_OPTIONS that are set, as words of a command that runs in any folder."""
-    chosen = {name: getattr(options, name) for name in TABLE_OPTIONS if getattr(options, name) is not None}
+    chosen = {
+        name: getattr(options, name) for name in TABLE_OPTIONS if getattr(options, name) is not None
+    }
     if "root" in chosen:
         chosen["root"] = os.path.abspath(os.path.expanduser(chosen["root"]))
     return [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
@@ -231,7 +287,9 @@ def add_truncation_options(parser: argparse.ArgumentParser, *, psi: bool = True)
         text = "1: all variety; near 0: typical images (default: 1)"
         parser.add_argument("--truncation-psi", type=PSI, default=1.0, metavar="X", help=text)
     text = "what samples are truncated towards: the mean w of their class, or of all samples (default: class)"
-    parser.add_argument("--truncation-mean", choices=("class", "global"), default="class", help=text)
+    parser.add_argument(
+        "--truncation-mean", choices=("class", "global"), default="class", help=text
+    )
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:
@@ -257,6 +315,17 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         help="run folder, checkpoint file; for a classifier also torchvision:NAME or timm:NAME, either with =FILE,"
         " torchvision's weights, or a folder of timm's",
     )
-    add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
+    add(
+        "--which",
+        choices=("last", "best"),
+        default="last",
+        help="which checkpoint of a run folder (default: last)",
+    )
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
-    add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")
+    add(
+        "--batch-size",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="changes speed and memory only (default: 64)",
+    )

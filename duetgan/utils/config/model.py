@@ -1,14 +1,31 @@
-"""The base of every configuration (`Config`) and of every document that was stored (`Stored`): strict pydantic models
-whose errors are one line with the key, its value and what it takes.
+"""The base of every configuration (`Config`) and of every document that was stored (`Stored`):
+strict pydantic models whose errors are one line with the key, its value and what it takes.
 """
 
 import types
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Gt, Interval
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from duetgan.utils.config.cli import UnknownKey
 from duetgan.utils.config.yaml_files import from_text
@@ -68,7 +85,9 @@ def inside(hint: Any, *kinds: type) -> tuple[Any, ...]:
 
 def section_of(hint: Any) -> "type[_Strict] | None":
     """The model among a type's alternatives."""
-    return next((arm for arm in arms(hint) if isinstance(arm, type) and issubclass(arm, _Strict)), None)
+    return next(
+        (arm for arm in arms(hint) if isinstance(arm, type) and issubclass(arm, _Strict)), None
+    )
 
 
 def section_at(model: type["_Strict"], name: str) -> "type[_Strict] | None":
@@ -89,7 +108,9 @@ def takes(hint: Any) -> str:
             for name, words in BOUNDS.items()
             if (bound := getattr(rule, name, None)) is not None and abs(bound) < LIMIT
         ]
-        bounds += [f"such as {rule.examples[0]}" for rule in within[1:] if getattr(rule, "examples", None)]
+        bounds += [
+            f"such as {rule.examples[0]}" for rule in within[1:] if getattr(rule, "examples", None)
+        ]
         return f"{takes(within[0])} {' and '.join(bounds)}".rstrip()
     if origin in (Union, types.UnionType):
         return ", or ".join(map(takes, within))
@@ -102,7 +123,11 @@ def takes(hint: Any) -> str:
     if origin is dict and within:
         return f"a mapping of {takes(within[0])} to {takes(within[1])}"
     if section := section_of(hint):
-        return "a section with keys of its own" if issubclass(section, Config) else "a mapping of names"
+        return (
+            "a section with keys of its own"
+            if issubclass(section, Config)
+            else "a mapping of names"
+        )
     return NAMES.get(origin) or str(hint)
 
 
@@ -111,7 +136,11 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):
-        return f"(of {value.bit_length()} bits)" if isinstance(value, int) and abs(value) > 2**128 else str(value)
+        return (
+            f"(of {value.bit_length()} bits)"
+            if isinstance(value, int) and abs(value) > 2**128
+            else str(value)
+        )
     if not isinstance(value, (str, bytes)):
         return type(value).__name__
     return repr(value) if len(value) <= 40 else f"{value[:40]!r}..."
@@ -121,9 +150,13 @@ def shown(value: Any) -> str:
 
 
 class Unfit(ValueError):
-    """What is wrong: `key`, its `value`, what it takes (`expected`), `how` that is written; or a `problem`."""
+    """What is wrong: `key`, its `value`, what it takes (`expected`), `how` that is written; or a
+    `problem`.
+    """
 
-    def __init__(self, key: str, value: Any, expected: str, how: str = "", problem: str = "") -> None:
+    def __init__(
+        self, key: str, value: Any, expected: str, how: str = "", problem: str = ""
+    ) -> None:
         self.key, self.value, self.expected, self.problem = key, value, expected, problem
         self.refusal = problem or f" {shown(value)}: must be {expected}{how}"
         super().__init__(key + (problem or f" is {shown(value)}, but must be {expected}"))
@@ -134,7 +167,8 @@ def _place(hint: Any, place: Sequence[Any]) -> tuple[str, Any]:
     key, parts = "", list(place)
     while parts:
         part = parts.pop(0)
-        if len([arm for arm in arms(hint) if arm is not type(None)]) > 1:  # the name of an alternative comes first
+        # the name of an alternative comes first
+        if len([arm for arm in arms(hint) if arm is not type(None)]) > 1:
             if not parts:
                 break
             part = parts.pop(0)
@@ -151,7 +185,9 @@ def _place(hint: Any, place: Sequence[Any]) -> tuple[str, Any]:
 
 
 def _wrong(error: ValidationError, model: type["_Strict"]) -> UserError | Unfit:
-    """The first thing that is wrong, an unknown key before others: UnknownKey, UserError of a check, or Unfit."""
+    """The first thing that is wrong, an unknown key before others: UnknownKey, UserError of a
+    check, or Unfit.
+    """
     lines = error.errors(include_url=False)
     unknown = [line for line in lines if line["type"] in ("extra_forbidden", "invalid_key")]
     line = unknown[0] if unknown else max(lines, key=lambda line: len(line["loc"]))
@@ -160,7 +196,9 @@ def _wrong(error: ValidationError, model: type["_Strict"]) -> UserError | Unfit:
     (key, hint), cause = _place(model, line["loc"]), line.get("ctx", {}).get("error")
     if isinstance(cause, UserError):  # of a check; most begin with the name of a field
         fields = section.model_fields if (section := section_of(hint)) else ()
-        return UserError(f"{key}{'.' if str(cause).split()[0] in fields else ': '}{cause}" if key else str(cause))
+        return UserError(
+            f"{key}{'.' if str(cause).split()[0] in fields else ': '}{cause}" if key else str(cause)
+        )
     if isinstance(cause, Unfit):
         return Unfit(key + cause.key, cause.value, cause.expected)
     if cause is not None:
@@ -182,7 +220,9 @@ def _how(key: str, hint: Any, value: Any) -> str:
 def refused(
     error: ValidationError, model: type["_Strict"], source: str = "", overrides: Sequence[str] = ()
 ) -> UserError:
-    """What is wrong with a configuration, in a line; `overrides`: the dotted keys that the command line gave."""
+    """What is wrong with a configuration, in a line; `overrides`: the dotted keys that the command
+    line gave.
+    """
     wrong = _wrong(error, model)
     if not isinstance(wrong, (UnknownKey, Unfit)):
         return wrong
@@ -215,14 +255,18 @@ class Stored(_Strict):
             wrong = _wrong(error, cls)
         if not isinstance(wrong, Unfit):
             raise wrong
-        raise Unfit(f"{name}.{wrong.key}".strip("."), wrong.value, wrong.expected, problem=wrong.problem)
+        raise Unfit(
+            f"{name}.{wrong.key}".strip("."), wrong.value, wrong.expected, problem=wrong.problem
+        )
 
 
 class Config(_Strict):
-    """A section of a configuration. Raises UserError `key value: must be ...` for what a field does not take.
+    """A section of a configuration. Raises UserError `key value: must be ...` for what a field does
+    not take.
 
-    A field takes text, too, as a command line has it: YAML, unless the field's type is text. A section takes a mapping
-    of the keys that differ from its default. Checks across fields stand in `check`.
+    A field takes text, too, as a command line has it: YAML, unless the field's type is text. A
+    section takes a mapping of the keys that differ from its default. Checks across fields stand in
+    `check`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -233,7 +277,8 @@ class Config(_Strict):
             with explained(ValidationError, lambda why: refused(why, type(self))):
                 super().__init__(**values)
 
-        __init__.__pydantic_base_init__ = True  # sections inside are validated without it: their errors come together
+        # sections inside are validated without it: their errors come together
+        __init__.__pydantic_base_init__ = True
 
     @field_validator("*", mode="before")
     @classmethod
@@ -266,10 +311,16 @@ def keys_of(model: type[_Strict], prefix: str = "") -> Iterator[str]:
 
 
 def _read(hint: Any, value: Any, place: str = "") -> Any:
-    """A value for a field of this type, where text may stand for what is no text, and a number for a name."""
+    """A value for a field of this type, where text may stand for what is no text, and a number for
+    a name.
+    """
     if isinstance(value, str) and not _is_text(hint, value):
         value = from_text(value)
-    if isinstance(value, bool) and not {bool, Any} & {*arms(hint)} and _is_text(hint, word := "on" if value else "off"):
+    if (
+        isinstance(value, bool)
+        and not {bool, Any} & {*arms(hint)}
+        and _is_text(hint, word := "on" if value else "off")
+    ):
         return word  # YAML reads it so without quotes
     if isinstance(value, (int, float)) and not abs(value) < LIMIT:  # nan is none either
         raise Unfit(place, value, "a finite number below 2^63")
@@ -282,7 +333,9 @@ def _read(hint: Any, value: Any, place: str = "") -> Any:
         if named and (odd := [key for key in value if isinstance(key, bool)]):
             raise Unfit(place, odd[0], "a name; write yes, no, on, off, true and false in quotes")
         return {
-            str(key) if named and type(key) in (int, float) else _read(keys, key): _read(items, item, f"{place}.{key}")
+            str(key) if named and type(key) in (int, float) else _read(keys, key): _read(
+                items, item, f"{place}.{key}"
+            )
             for key, item in value.items()
         }
     return value

@@ -1,6 +1,7 @@
-"""Code of one's own: a file or a module that a command line or a recipe names (`--import my_losses.py`), and what
-installed packages have under the entry points `duetgan.plugins`. Being imported, it adds its entries to the registries
-(docs/extending.md). What a checkpoint was made with is told, never imported.
+"""Code of one's own: a file or a module that a command line or a recipe names (`--import
+my_losses.py`), and what installed packages have under the entry points `duetgan.plugins`. Being
+imported, it adds its entries to the registries (docs/extending.md). What a checkpoint was made with
+is told, never imported.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ _imported: dict[str, str] = {}  # as it was named -> SHA-256 of its file
 
 
 def load(names: Iterable[str] = ()) -> dict[str, str]:
-    """Import the installed plug-ins and `names`, files (*.py) or modules; each name with the SHA-256 of its file.
+    """Import the installed plug-ins and `names`, files (*.py) or modules; each name with the
+    SHA-256 of its file.
 
     Raises UserError for what is not there or cannot be imported.
     """
@@ -33,7 +35,9 @@ def load(names: Iterable[str] = ()) -> dict[str, str]:
     for name in names:
         if name not in _imported:
             with explained(Exception, partial(_refused, f"--import {name}")):
-                _imported[name] = _file(Path(name).expanduser()) if name.endswith(".py") else _module(name)
+                _imported[name] = (
+                    _file(Path(name).expanduser()) if name.endswith(".py") else _module(name)
+                )
         result[name] = _imported[name]
     return result
 
@@ -62,19 +66,29 @@ def _refused(what: str, error: Exception) -> UserError:
     if isinstance(error, Expected):
         return UserError(f"{what}: {error}")
     last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{last.filename}, line {last.lineno}" if not last.filename.startswith("<") else "its import"
-    return UserError(f"{what}: {type(error).__name__}: {error} ({where}); --debug prints the traceback")
+    where = (
+        f"{last.filename}, line {last.lineno}"
+        if not last.filename.startswith("<")
+        else "its import"
+    )
+    return UserError(
+        f"{what}: {type(error).__name__}: {error} ({where}); --debug prints the traceback"
+    )
 
 
 @contextlib.contextmanager
 def hinting(config: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Add to an error of an unknown name what the run of that config was made with, if that is not imported here."""
+    """Add to an error of an unknown name what the run of that config was made with, if that is not
+    imported here.
+    """
     try:
         yield
     except UserError as error:
         named, here = config().get("imports"), [*_imported, *_imported.values()]
         pairs = named.items() if isinstance(named, dict) else ()
-        missing = [f"--import {name}" for name, digest in pairs if name not in here and digest not in here]
+        missing = [
+            f"--import {name}" for name, digest in pairs if name not in here and digest not in here
+        ]
         if missing and "unknown" in str(error):
             error.args = (f"{error}; it was made with {' '.join(missing)}: add that",)
         raise

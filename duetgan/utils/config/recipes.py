@@ -1,4 +1,6 @@
-"""The recipes of configs/: what each is for, in a line, from the head of its file. Imports neither torch nor YAML."""
+"""The recipes of configs/: what each is for, in a line, from the head of its file. Imports neither
+torch nor YAML.
+"""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +14,9 @@ LENGTH = 88  # characters of a head's first line, so that a listed line stays wi
 
 
 def recipe_file(name: str) -> str:
-    """The file that `--config name` means: a file, else the recipe `gan_64` or configs/gan_64.yaml, from any folder."""
+    """The file that `--config name` means: a file, else the recipe `gan_64` or configs/gan_64.yaml,
+    from any folder.
+    """
     own = CONFIGS / Path(name).with_suffix(".yaml").name
     bare = own.is_file() or not Path(name).suffix
     ours = str(Path(name).parent) in (".", "configs") and bare and not Path(name).exists()
@@ -20,7 +24,9 @@ def recipe_file(name: str) -> str:
 
 
 def shipped_file(name: str) -> str:
-    """Return the path of a file named `configs/NAME`: as given if there is one, else Duet's own, from any folder."""
+    """Return the path of a file named `configs/NAME`: as given if there is one, else Duet's own,
+    from any folder.
+    """
     own = CONFIGS / Path(name).name
     is_own = Path(name).parent == Path("configs") and own.is_file() and not Path(name).exists()
     return str(own) if is_own else name
@@ -43,7 +49,9 @@ def recipe_of(path: Path) -> Recipe:
     task = re.search(r"^task: (\w+)", text, re.MULTILINE)
     size = re.search(r"(\d+) px", head[1]) if head else None
     if not (head and task and size):
-        raise ValueError(f"{path}: begins with a comment that names its purpose and size (`64 px`), and has a task")
+        raise ValueError(
+            f"{path}: begins with a comment that names its purpose and size (`64 px`), and has a task"
+        )
     return Recipe(path.stem, task[1], int(size[1]), head[1])
 
 
@@ -59,7 +67,9 @@ def listing(found: Sequence[Recipe]) -> str:
     lines: list[str] = []
     for task, title in TITLES.items():
         lines += ["", f"{title}:"]
-        lines += [f"  {recipe.name:{width}}  {recipe.purpose}" for recipe in found if recipe.task == task]
+        lines += [
+            f"  {recipe.name:{width}}  {recipe.purpose}" for recipe in found if recipe.task == task
+        ]
     lines += [
         "",
         "A recipe's head says what it needs and what to change first: configs/NAME.yaml.",

@@ -1,4 +1,6 @@
-"""YAML files, read with bounds: whoever wrote one, it takes little time and memory, and nothing in it is dropped."""
+"""YAML files, read with bounds: whoever wrote one, it takes little time and memory, and nothing in
+it is dropped.
+"""
 
 import io
 import re
@@ -32,14 +34,17 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        self._sizes: dict[int, int] = {}  # by id: values in a node that is composed, itself and repetitions included
+        # by id: values in a node that is composed, itself and repetitions included
+        self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         mark = self.peek_event().start_mark
         alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > DEEPEST:
-            raise BoundError(problem=f"more than {DEEPEST} levels inside one another", problem_mark=mark)
+            raise BoundError(
+                problem=f"more than {DEEPEST} levels inside one another", problem_mark=mark
+            )
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if alias and id(node) not in self._sizes:
@@ -47,21 +52,29 @@ class _Loader(yaml.SafeLoader):
         if not alias:
             self._sizes[id(node)] = self._size(node)
         if self._sizes[id(node)] > MOST:
-            raise BoundError(problem=f"more than {MOST} values, with those that aliases repeat", problem_mark=mark)
+            raise BoundError(
+                problem=f"more than {MOST} values, with those that aliases repeat",
+                problem_mark=mark,
+            )
         return node
 
     def _size(self, node: Node) -> int:
-        """Values in a node whose parts are composed. Raises BoundError for a duplicate key, a very long number
-        and a NUL character.
+        """Values in a node whose parts are composed. Raises BoundError for a duplicate key, a very
+        long number and a NUL character.
         """
         if isinstance(node, ScalarNode):
-            if "\0" in node.value:  # only "\0" in quotes can give one; no name and no path may hold it
+            # only "\0" in quotes can give one; no name and no path may hold it
+            if "\0" in node.value:
                 raise BoundError(problem="a NUL character", problem_mark=node.start_mark)
             if len(node.value) > LONGEST_NUMBER and node.tag.endswith((":int", ":float")):
                 told = f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER}"
                 raise BoundError(problem=told, problem_mark=node.start_mark)
             return 1
-        parts = list(node.value) if isinstance(node, SequenceNode) else [part for pair in node.value for part in pair]
+        parts = (
+            list(node.value)
+            if isinstance(node, SequenceNode)
+            else [part for pair in node.value for part in pair]
+        )
         if isinstance(node, MappingNode):
             seen = set()
             for key in (key for key, _ in node.value if isinstance(key, ScalarNode)):
@@ -73,14 +86,20 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(text: str) -> Any:
-    """What YAML `text` holds. Raises yaml.YAMLError, BoundError among them, and ValueError for a date that is none."""
+    """What YAML `text` holds. Raises yaml.YAMLError, BoundError among them, and ValueError for a
+    date that is none.
+    """
     if len(text) > LONGEST:
-        raise BoundError(problem=f"more than {LONGEST} characters", problem_mark=yaml.Mark("", 0, 0, 0, None, 0))
+        raise BoundError(
+            problem=f"more than {LONGEST} characters", problem_mark=yaml.Mark("", 0, 0, 0, None, 0)
+        )
     return yaml.load(text, _Loader)
 
 
 def from_text(text: str) -> Any:
-    """The value of text on a command line; text that is no YAML is itself. ValueError where it is out of bounds."""
+    """The value of text on a command line; text that is no YAML is itself. ValueError where it is
+    out of bounds.
+    """
     with suppress(ValueError):
         return int(text)  # 010 is ten; YAML takes it for eight
     try:
@@ -90,7 +109,8 @@ def from_text(text: str) -> Any:
     except (yaml.YAMLError, ValueError):
         return text
     with suppress(ValueError):
-        return float(value) if isinstance(value, str) and value == text else value  # 1e-3 is text to YAML 1.1
+        # 1e-3 is text to YAML 1.1
+        return float(value) if isinstance(value, str) and value == text else value
     return value
 
 
@@ -102,7 +122,9 @@ def read_yaml(path: str | Path) -> Tree:
         remedy = f"give {inside}" if inside.is_file() else "a configuration is a YAML file"
         raise UserError(f"{path} is a folder: {remedy}")
     if not path.is_file():
-        listed = "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
+        listed = (
+            "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
+        )
         raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
     try:
         with io.TextIOWrapper(bounded.open_file(path, bounded.CONFIG), encoding="utf-8") as file:
@@ -123,13 +145,17 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def near_file(path: Path, pattern: str = "*") -> str:
-    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty string.
+    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty
+    string.
 
-    Where the name has numbers, a near one has the same: a recipe for 256 px is not near to one for 64.
+    Where the name has numbers, a near one has the same: a recipe for 256 px is not near to one for
+    64.
     """
     numbers = re.findall(r"\d+", path.name)
     files = [
-        near for near in sorted(path.parent.glob(pattern)) if not numbers or re.findall(r"\d+", near.name) == numbers
+        near
+        for near in sorted(path.parent.glob(pattern))
+        if not numbers or re.findall(r"\d+", near.name) == numbers
     ]
     return did_you_mean(path.name, {near.name: str(near) for near in files})
 

@@ -1,4 +1,6 @@
-"""Process groups, ranks and the few collectives the program uses. With one process everything here is a no-op."""
+"""Process groups, ranks and the few collectives the program uses. With one process everything here
+is a no-op.
+"""
 
 import functools
 import os
@@ -45,7 +47,9 @@ def world_size() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """In the block this process counts as the only one: what it does there the others do not take part in."""
+    """In the block this process counts as the only one: what it does there the others do not take
+    part in.
+    """
     global _alone
     before, _alone = _alone, True
     try:
@@ -59,10 +63,11 @@ def is_main() -> bool:
 
 
 def choose_device(requested: str | None, *, several: bool = False) -> torch.device:
-    """The device of this process: `requested` ("cpu", "cuda", "cuda:1"), else the accelerator where there is one.
+    """The device of this process: `requested` ("cpu", "cuda", "cuda:1"), else the accelerator where
+    there is one.
 
-    Under several processes an accelerator without an index becomes this process's own; `several`: the first of them
-    (see `own_devices`). Raises UserError when the device does not exist.
+    Under several processes an accelerator without an index becomes this process's own; `several`:
+    the first of them (see `own_devices`). Raises UserError when the device does not exist.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     with explained(RuntimeError, f"--device {requested}: not a device; use cpu, cuda or cuda:0"):
@@ -71,7 +76,9 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
         threads.settle()
         return torch.device("cpu")
     if accelerator is None or accelerator.type != device.type:
-        raise UserError(f"--device {requested}: this machine has no usable {device.type} device; use --device cpu")
+        raise UserError(
+            f"--device {requested}: this machine has no usable {device.type} device; use --device cpu"
+        )
     own = int(os.environ.get("LOCAL_RANK", "0")) * (_devices_each() if several else 1)
     index = own if device.index is None else device.index
     if index >= torch.accelerator.device_count():
@@ -85,7 +92,9 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
 
 
 def own_devices(device: torch.device) -> list[torch.device]:
-    """The devices of this process, `device` first: each process of this machine has as many. The CPU is one."""
+    """The devices of this process, `device` first: each process of this machine has as many. The
+    CPU is one.
+    """
     if device.type == "cpu":
         return [device]
     end = min(device.index + _devices_each(), torch.accelerator.device_count())
@@ -107,10 +116,11 @@ def _devices_each() -> int:
 
 
 def start(device: torch.device, timeout_seconds: float = 600, *, several: bool = False) -> None:
-    """Join the process group that the environment describes (torchrun's variables, or our launcher's), if any.
+    """Join the process group that the environment describes (torchrun's variables, or our
+    launcher's), if any.
 
-    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups carry control messages.
-    An operation that takes longer than `timeout_seconds` fails.
+    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups
+    carry control messages. An operation that takes longer than `timeout_seconds` fails.
     """
     global _control, _patient
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
@@ -123,8 +133,9 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
         store=fresh_store(timeout),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        # with a device given, NCCL refuses tensors of other devices; a process with several devices must not give one,
-        # nor one of XPUs, for which the gloo groups below would then need a backend (torch 2.15)
+        # with a device given, NCCL refuses tensors of other devices; a process with several devices
+        # must not give one, nor one of XPUs, for which the gloo groups below would then need a
+        # backend (torch 2.15)
         device_id=device if backend == "nccl" and not several else None,
     )
     _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -133,19 +144,22 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
 
 
 def set_timeout(seconds: float) -> None:
-    """What a collective operation may take from now on. Over NCCL twice as long: it ends the process without a word,
-    and every step has a control message over gloo that fails first.
+    """What a collective operation may take from now on. Over NCCL twice as long: it ends the
+    process without a word, and every step has a control message over gloo that fails first.
     """
     if world_size() == 1:
         return
-    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # younger than torch 2.11
+    # younger than torch 2.11
+    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     if _control is not None:
         setter(timedelta(seconds=seconds), _control)
     setter(timedelta(seconds=seconds if _control is None else 2 * seconds), None)
 
 
 def watch_while_waiting(look: Callable[[], object] | None) -> None:
-    """Have `barrier` call `look` every LOOK_SECONDS; `look` raises PeerLost when a rank is gone. None: stop that."""
+    """Have `barrier` call `look` every LOOK_SECONDS; `look` raises PeerLost when a rank is gone.
+    None: stop that.
+    """
     global _look
     _look = look
 
@@ -154,8 +168,18 @@ def is_peer_error(error: BaseException) -> bool:
     """Whether `error` is a collective operation's, because another rank is gone or does not answer."""
     if isinstance(error, (PeerLost, dist.DistError)):
         return not ran_out(error)
-    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-    return world_size() > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    signs = (
+        "gloo",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out waiting",
+    )
+    return (
+        world_size() > 1
+        and isinstance(error, RuntimeError)
+        and any(sign in str(error) for sign in signs)
+    )
 
 
 def stop(*, lost: bool = False) -> None:
@@ -172,7 +196,9 @@ def stop(*, lost: bool = False) -> None:
 
 @contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """`start` and `stop` around what all ranks do and cannot resume. TrainingHalted, exit code 4, for a lost rank."""
+    """`start` and `stop` around what all ranks do and cannot resume. TrainingHalted, exit code 4,
+    for a lost rank.
+    """
     lost = True
     try:
         start(device)
@@ -185,13 +211,17 @@ def group(device: torch.device) -> Iterator[None]:
         why = str(error).strip().splitlines()[0]
         reason = f"another process is gone or does not answer ({why}); {AGAIN}"
         # our launcher tells of those that are gone
-        raise TrainingHalted(reason, rank_specific=True, quiet=LAUNCHED in os.environ and "peer" in why) from error
+        raise TrainingHalted(
+            reason, rank_specific=True, quiet=LAUNCHED in os.environ and "peer" in why
+        ) from error
     finally:
         stop(lost=lost)
 
 
 def barrier() -> None:
-    """Wait until every rank is here, however long one of them works on its own, as long as all are alive."""
+    """Wait until every rank is here, however long one of them works on its own, as long as all are
+    alive.
+    """
     if world_size() == 1:
         return
     work = dist.barrier(group=_patient, async_op=True)
@@ -204,14 +234,17 @@ def barrier() -> None:
             try:
                 _look()
             except PeerLost:
-                if not work.is_completed():  # else all were here, and some have left in good order since
+                # else all were here, and some have left in good order since
+                if not work.is_completed():
                     raise
             looked = time.monotonic()
     work.wait()
 
 
 def all_reduce_max(flag: int) -> int:
-    """The largest of the ranks' integers, over the control group: e.g. "has anybody been told to stop"."""
+    """The largest of the ranks' integers, over the control group: e.g. "has anybody been told to
+    stop".
+    """
     if world_size() == 1:
         return flag
     value = torch.tensor([flag])
@@ -229,7 +262,9 @@ def broadcast_object(value: T) -> T:
 
 
 def from_main_process(action: Callable[[], T]) -> T:
-    """Rank 0's result of `action()` (plain data) on every rank; its UserError is raised on all of them."""
+    """Rank 0's result of `action()` (plain data) on every rank; its UserError is raised on all of
+    them.
+    """
     value: T | None = None
     with raising_together():
         if is_main():
@@ -238,7 +273,9 @@ def from_main_process(action: Callable[[], T]) -> T:
 
 
 def gather_objects(value: T, *, patient: bool = True) -> list[T]:
-    """Every rank's object (plain data), on every rank; if `patient` one may take longer than the timeout."""
+    """Every rank's object (plain data), on every rank; if `patient` one may take longer than the
+    timeout.
+    """
     if world_size() == 1:
         return [value]
     if patient:
@@ -249,8 +286,9 @@ def gather_objects(value: T, *, patient: bool = True) -> list[T]:
 
 
 def gather_to_main(action: Callable[[], T]) -> list[T]:
-    """Every rank's result of `action()` (plain data, tensors on the CPU) on rank 0, in the ranks' order; nothing on the
-    others. The lowest rank's UserError is raised on all. A rank that does not come within the timeout is lost.
+    """Every rank's result of `action()` (plain data, tensors on the CPU) on rank 0, in the ranks'
+    order; nothing on the others. The lowest rank's UserError is raised on all. A rank that does not
+    come within the timeout is lost.
     """
     with raising_together(patient=False):
         result = action()
@@ -262,7 +300,9 @@ def gather_to_main(action: Callable[[], T]) -> list[T]:
 
 
 def main_first(action: Callable[[], T]) -> T:
-    """Every rank's own `action()`, rank 0's first: it may download. The lowest rank's UserError is raised on all."""
+    """Every rank's own `action()`, rank 0's first: it may download. The lowest rank's UserError is
+    raised on all.
+    """
     result: T | None = None
     for turn in (True, False):
         with raising_together():
@@ -273,7 +313,9 @@ def main_first(action: Callable[[], T]) -> T:
 
 @contextmanager
 def raising_together(*, patient: bool = True) -> Iterator[None]:
-    """Around work without collective operations: the lowest rank's UserError is raised on all ranks."""
+    """Around work without collective operations: the lowest rank's UserError is raised on all
+    ranks.
+    """
     own: UserError | None = None
     try:
         yield
@@ -305,8 +347,8 @@ def average_(tensors: Iterable[Tensor]) -> None:
 
 
 def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[list[Tensor]]]:
-    """Device and dtype (of the first list) -> what each of the lists, which go together item by item, has of it: for
-    operations on many tensors, which take those of one kind.
+    """Device and dtype (of the first list) -> what each of the lists, which go together item by
+    item, has of it: for operations on many tensors, which take those of one kind.
     """
     columns: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     for row in zip(*lists, strict=True):
@@ -319,11 +361,15 @@ def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
 def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copy the pieces of a flat tensor to those that it was made of."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
+    torch._foreach_copy_(
+        tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+    )
 
 
 class Snapshot:
-    """The values of tensors, one beside the other: on accelerators many launches cost more than what is copied."""
+    """The values of tensors, one beside the other: on accelerators many launches cost more than
+    what is copied.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = [here for (here,) in by_kind(tensors).values()]
@@ -332,7 +378,11 @@ class Snapshot:
     def restore(self, flag: Tensor | None = None) -> None:
         """Put them back; where a 0-d flag is given, if it is 1, which nobody waits for."""
         for here, values in zip(self.tensors, self.values, strict=True):
-            found = values if flag is None else torch.where(flag.to(values.device) > 0, values, _flat(here))
+            found = (
+                values
+                if flag is None
+                else torch.where(flag.to(values.device) > 0, values, _flat(here))
+            )
             unflatten_into(found, here)
 
 
@@ -344,7 +394,8 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:
     """A number for the bits of each part's tensors, int64 [parts] on `device`; nobody waits for it.
 
-    It is a sum of the elements' bit patterns, tensor by tensor weighted by odd numbers, modulo 2^64.
+    It is a sum of the elements' bit patterns, tensor by tensor weighted by odd numbers, modulo
+    2^64.
     """
     sums = []
     for tensors in parts.values():
@@ -356,9 +407,17 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
     return torch.stack(sums)
 
 
-def unequal_ranks(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> dict[str, list[int]]:
-    """Parts whose bits differ between ranks, and which ranks have others than most (of two: rank 1). Collective."""
-    table = torch.stack(gather_objects(fingerprints(parts, device).cpu(), patient=False))  # [ranks, parts]
+def unequal_ranks(
+    parts: Mapping[str, Sequence[Tensor]], device: torch.device
+) -> dict[str, list[int]]:
+    """Parts whose bits differ between ranks, and which ranks have others than most (of two: rank
+    1). Collective.
+    """
+    # [ranks, parts]
+    table = torch.stack(gather_objects(fingerprints(parts, device).cpu(), patient=False))
     usual = table.mode(0).values if world_size() > 2 else table[0]
-    ranks = {name: unlike.nonzero().flatten().tolist() for name, unlike in zip(parts, (table != usual).T, strict=True)}
+    ranks = {
+        name: unlike.nonzero().flatten().tolist()
+        for name, unlike in zip(parts, (table != usual).T, strict=True)
+    }
     return {name: those for name, those in ranks.items() if those}

@@ -1,7 +1,8 @@
-"""Signs of life: each process of a run writes RUN/heartbeat/rank-N.json every few seconds, and the others can tell from
-these files who is gone, stopped or behind when a collective operation fails.
+"""Signs of life: each process of a run writes RUN/heartbeat/rank-N.json every few seconds, and the
+others can tell from these files who is gone, stopped or behind when a collective operation fails.
 
-The files are for people and schedulers too (a liveness probe looks at their age); a run that has left removes its own.
+The files are for people and schedulers too (a liveness probe looks at their age); a run that has
+left removes its own.
 """
 
 import contextlib
@@ -34,12 +35,14 @@ class Silent(NamedTuple):
 class Heartbeat:
     """A daemon thread that writes this process's file; `step` is set by the training loop.
 
-    With `parent` (a process id) it ends this process, at once and without saving, when that is no longer its parent: a
-    launcher that was killed must not leave processes that train on (kill -9 of torchrun does). Whatever is being
-    written then is a temporary file.
+    With `parent` (a process id) it ends this process, at once and without saving, when that is no
+    longer its parent: a launcher that was killed must not leave processes that train on (kill -9 of
+    torchrun does). Whatever is being written then is a temporary file.
     """
 
-    def __init__(self, folder: Path, rank: int, *, parent: int | None = None, interval: float = INTERVAL) -> None:
+    def __init__(
+        self, folder: Path, rank: int, *, parent: int | None = None, interval: float = INTERVAL
+    ) -> None:
         self.path = folder / "heartbeat" / FILE.format(rank)
         self.rank, self.parent, self.interval = rank, parent, interval
         self.step = 0
@@ -55,8 +58,8 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, reason: str | None = None, *, lost_peer: bool = False) -> None:
-        """End the thread. The file is removed, or with a `reason` kept for the other ranks to read. `lost_peer`: this
-        process leaves because it lost another rank, so it is not the cause.
+        """End the thread. The file is removed, or with a `reason` kept for the other ranks to read.
+        `lost_peer`: this process leaves because it lost another rank, so it is not the cause.
         """
         self._stopped.set()
         if self._thread.is_alive():
@@ -72,13 +75,22 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stopped.wait(self.interval):
             if self.parent is not None and os.getppid() != self.parent:
-                print(f"error on rank {self.rank}: its launcher is gone, leaving", file=sys.stderr, flush=True)
+                print(
+                    f"error on rank {self.rank}: its launcher is gone, leaving",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(ORPHAN_EXIT_CODE)
             self._beat()
 
     def _beat(self) -> None:
         self._beats += 1
-        sign = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "step": self.step}
+        sign = {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "step": self.step,
+        }
         sign |= {"beats": self._beats, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         sign |= {"left": self._left, "lost_peer": self._lost_peer}
         temporary = self.path.with_suffix(".tmp")
@@ -86,7 +98,9 @@ class Heartbeat:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(sign) + "\n")
             os.replace(temporary, self.path)
-        except OSError:  # a full disk must not look like a rank that is gone: a new time needs no room
+        except (
+            OSError
+        ):  # a full disk must not look like a rank that is gone: a new time needs no room
             with contextlib.suppress(OSError):
                 temporary.unlink()
             with contextlib.suppress(OSError):
@@ -103,7 +117,11 @@ def _read(folder: Path, rank: int) -> dict[str, Any] | None:
     try:
         path = folder / "heartbeat" / FILE.format(rank)
         sign = json.loads(path.read_text())
-        return sign | {"touched": path.stat().st_mtime_ns} if isinstance(sign, dict) and sign.keys() >= KEYS else None
+        return (
+            sign | {"touched": path.stat().st_mtime_ns}
+            if isinstance(sign, dict) and sign.keys() >= KEYS
+            else None
+        )
     except (OSError, ValueError):
         return None
 
@@ -119,13 +137,19 @@ def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
     if state in (None, "Z", "X", "T", "t"):
         gone = state not in ("T", "t")
         what = "gone" if gone else "stopped"
-        return Silent(rank, gone, f"rank {rank} is {what} (process {sign['pid']}, last seen in step {sign['step']})")
+        return Silent(
+            rank,
+            gone,
+            f"rank {rank} is {what} (process {sign['pid']}, last seen in step {sign['step']})",
+        )
     return None
 
 
-def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2.5 * INTERVAL) -> list[Silent]:
-    """The other ranks that are gone or stopped, or give no sign of life for `patience` seconds; if all are alive and
-    one is steps behind the others, that one. Empty: no rank in particular.
+def silent_ranks(
+    folder: Path, world_size: int, *, own: int, patience: float = 2.5 * INTERVAL
+) -> list[Silent]:
+    """The other ranks that are gone or stopped, or give no sign of life for `patience` seconds; if
+    all are alive and one is steps behind the others, that one. Empty: no rank in particular.
 
     Looks at once, and again until something is seen or that time is over.
     """
@@ -142,11 +166,16 @@ def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2
     alive = {rank: sign for rank, sign in now.items() if sign is not None and not sign["lost_peer"]}
     for rank, sign in alive.items():
         then = before[rank]
-        if then is not None and (sign["beats"], sign["touched"]) == (then["beats"], then["touched"]):
+        if then is not None and (sign["beats"], sign["touched"]) == (
+            then["beats"],
+            then["touched"],
+        ):
             reason = f"rank {rank} gives no sign of life (host {sign['host']}, last seen in step {sign['step']})"
             silent.append(Silent(rank, False, reason))
     steps = {rank: sign["step"] for rank, sign in alive.items()}
     if not silent and len(set(steps.values())) > 1:
         slowest = min(steps, key=lambda rank: steps[rank])
-        silent = [Silent(slowest, False, f"rank {slowest} is alive but still in step {steps[slowest]}")]
+        silent = [
+            Silent(slowest, False, f"rank {slowest} is alive but still in step {steps[slowest]}")
+        ]
     return silent

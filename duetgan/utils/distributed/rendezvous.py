@@ -1,9 +1,10 @@
 """Where the processes of one start meet under torchrun.
 
-torchrun's launcher keeps one key-value store for the workers and hands it to every start of them (torch 2.15): after a
-restart it still holds the keys of the killed generation, and whoever reads one before it is written anew connects to an
-address where nobody is ("Gloo connectFullMesh failed ... Connection refused"). Numbering the starts does not help: the
-launchers of different nodes count them differently.
+torchrun's launcher keeps one key-value store for the workers and hands it to every start of them
+(torch 2.15): after a restart it still holds the keys of the killed generation, and whoever reads
+one before it is written anew connects to an address where nobody is ("Gloo connectFullMesh failed
+... Connection refused"). Numbering the starts does not help: the launchers of different nodes count
+them differently.
 """
 
 import os
@@ -17,7 +18,9 @@ LOOK_SECONDS = 0.05
 
 
 def fresh_store(timeout: timedelta) -> dist.Store | None:
-    """The launcher's store as this start alone sees it; None without one. Raises DistStoreError after `timeout`."""
+    """The launcher's store as this start alone sees it; None without one. Raises DistStoreError
+    after `timeout`.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -27,7 +30,8 @@ def fresh_store(timeout: timedelta) -> dist.Store | None:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A word that rank 0 makes up and the ranks of this start share, whatever earlier ones have left in `store`.
+    """A word that rank 0 makes up and the ranks of this start share, whatever earlier ones have
+    left in `store`.
 
     Every other rank says hello with a word of its own, and believes only an answer to that one.
     """
@@ -42,9 +46,13 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> s
         for other in sorted(missing):
             if store.check([f"duet/met/{own}/{other}"]):
                 missing.remove(other)
-            elif store.check([f"duet/hello/{other}"]):  # it may be a dead one's: then the living one's is still to come
+            elif store.check(
+                [f"duet/hello/{other}"]
+            ):  # it may be a dead one's: then the living one's is still to come
                 store.set(f"duet/answer/{store.get(f'duet/hello/{other}').decode()}", own)
         if missing and time.monotonic() > deadline:
-            raise dist.DistStoreError(f"rank {min(missing)} has not come within {timeout.total_seconds():.0f} s")
+            raise dist.DistStoreError(
+                f"rank {min(missing)} has not come within {timeout.total_seconds():.0f} s"
+            )
         time.sleep(LOOK_SECONDS)
     return own

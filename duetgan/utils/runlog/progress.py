@@ -1,4 +1,6 @@
-"""How far something is that takes a while: a bar on a terminal, else a line now and then with clock and time left."""
+"""How far something is that takes a while: a bar on a terminal, else a line now and then with clock
+and time left.
+"""
 
 import os
 import sys
@@ -13,14 +15,16 @@ from tqdm import tqdm
 
 from duetgan.utils.text import duration
 
-SECONDS_BETWEEN_LINES = 25.0  # where no bar can be drawn, however long a step or an evaluation takes
+# where no bar can be drawn, however long a step or an evaluation takes
+SECONDS_BETWEEN_LINES = 25.0
 RECENT = 30  # moments, a second apart or more, that the estimate of the time left looks back on
 
 
 class Bar(tqdm):
-    """tqdm's bar; where none can be drawn (a log file, CI, a terminal without a size) lines on stderr instead:
-    `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`. The time left is estimated from recent
-    progress, without the first piece, which includes preparations, and without `pausing`.
+    """tqdm's bar; where none can be drawn (a log file, CI, a terminal without a size) lines on
+    stderr instead: `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`. The time
+    left is estimated from recent progress, without the first piece, which includes preparations,
+    and without `pausing`.
     """
 
     def __init__(
@@ -37,9 +41,12 @@ class Bar(tqdm):
         self.done = int(more.get("initial", 0))
         self._what, self._unit = desc, more.get("unit", "it")
         self._moments: deque[tuple[float, int]] = deque(maxlen=RECENT)  # (clock, pieces done)
-        self._paused_for, self._pause = 0.0, ("", 0.0)  # seconds in all; what is being done instead, since when
+        # seconds in all; what is being done instead, since when
+        self._paused_for, self._pause = 0.0, ("", 0.0)
         self._closed = threading.Event()
-        super().__init__(iterable, desc, total, file=sys.stderr, disable=disable or self.lines, **more)
+        super().__init__(
+            iterable, desc, total, file=sys.stderr, disable=disable or self.lines, **more
+        )
         if self.lines:
             threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
 
@@ -91,9 +98,19 @@ class Bar(tqdm):
         """What a line says, but for the clock."""
         total, (pause, since) = self.total, self._pause
         what = f"{self._what}: " if self._what else ""
-        plural = "" if self._unit.endswith("s") or self._unit == "it" else "es" if self._unit.endswith("ch") else "s"
+        plural = (
+            ""
+            if self._unit.endswith("s") or self._unit == "it"
+            else "es"
+            if self._unit.endswith("ch")
+            else "s"
+        )
         unit = self._unit + plural
-        far = f"{self.done:,} of {total:,} {unit} ({self.done / total:.0%})" if total else f"{self.done:,} {unit}"
+        far = (
+            f"{self.done:,} of {total:,} {unit} ({self.done / total:.0%})"
+            if total
+            else f"{self.done:,} {unit}"
+        )
         if pause:
             return f"{pause}: for {duration(time.monotonic() - since)}, at {far}"
         first, before = self._moments[0] if self._moments else (0.0, self.done)

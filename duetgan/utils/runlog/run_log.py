@@ -1,4 +1,6 @@
-"""Where numbers go: the console, `metrics.jsonl`, TensorBoard, a tracker. Rank 0 writes; others are silent."""
+"""Where numbers go: the console, `metrics.jsonl`, TensorBoard, a tracker. Rank 0 writes; others are
+silent.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ Metrics = dict[str, float | int]
 
 
 def say(message: str) -> None:
-    """One line for a person, on stderr, that does not tear the progress bar. Stdout is left to results."""
+    """One line for a person, on stderr, that does not tear the progress bar. Stdout is left to
+    results.
+    """
     tqdm.write(message, file=sys.stderr)
     sys.stderr.flush()
 
@@ -42,7 +46,9 @@ def say_refused(path: Path, error: Exception, without: str) -> None:
 
 
 class Events:
-    """A folder of TensorBoard events. A disk that refuses them ends them, which is said once, and not the training."""
+    """A folder of TensorBoard events. A disk that refuses them ends them, which is said once, and
+    not the training.
+    """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -88,14 +94,17 @@ class Events:
             if writer is not None:
                 inner: Any = writer.file_writer
                 with suppress(OSError):
-                    inner.event_writer.close()  # ends its thread; SummaryWriter.close() flushes first, which raises
+                    # ends its thread; SummaryWriter.close() flushes first, which raises
+                    inner.event_writer.close()
 
 
 _USUAL = [threading.excepthook]
 
 
 def _excepthook(ended: threading.ExceptHookArgs) -> None:
-    """What ends a SummaryWriter's thread is raised again where it is next called; no traceback besides."""
+    """What ends a SummaryWriter's thread is raised again where it is next called; no traceback
+    besides.
+    """
     writes = type(ended.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
     if not (writes and isinstance(ended.exc_value, OSError)):
         _USUAL[-1](ended)
@@ -109,10 +118,18 @@ class _SideBySide(nn.ModuleDict):
 
 
 class RunLog:
-    """`metrics.jsonl` (one JSON object a log tick), TensorBoard events and the progress bar of one run."""
+    """`metrics.jsonl` (one JSON object a log tick), TensorBoard events and the progress bar of one
+    run.
+    """
 
     def __init__(
-        self, folder: Path, *, active: bool, tensorboard: bool, total_steps: int, tracker: str = "none"
+        self,
+        folder: Path,
+        *,
+        active: bool,
+        tensorboard: bool,
+        total_steps: int,
+        tracker: str = "none",
     ) -> None:
         self._folder, self._path = folder, folder / "metrics.jsonl"
         self._active, self._tensorboard = active, tensorboard and active
@@ -123,8 +140,8 @@ class RunLog:
         self._refused: set[str] = set()  # by the disk
 
     def open(self, step: int, total: int | None = None, *, going_on: bool = True) -> None:
-        """Begin at `step` of `total` (None: as before): later rows, of a run that died after its checkpoint, go; if
-        `going_on` partial ones too.
+        """Begin at `step` of `total` (None: as before): later rows, of a run that died after its
+        checkpoint, go; if `going_on` partial ones too.
         """
         self._total = total or self._total
         if not self._active:
@@ -134,8 +151,15 @@ class RunLog:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
             config = self._folder / "config.yaml"
             if config.is_file():  # shown as code in Markdown
-                self._events.add("text", "config", textwrap.indent(config.read_text(encoding="utf-8"), "    "), step)
-        self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
+                self._events.add(
+                    "text",
+                    "config",
+                    textwrap.indent(config.read_text(encoding="utf-8"), "    "),
+                    step,
+                )
+        self._bar = Bar(
+            total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0
+        )
 
     def pausing(self, what: str) -> AbstractContextManager[None]:
         """Return a context for work that is no step: `Bar.pausing`."""
@@ -146,22 +170,34 @@ class RunLog:
             self._bar.update()
 
     def metrics(self, step: int, metrics: Metrics, *, partial: bool = False) -> None:
-        """Append a row; NaN and infinity are written as null, which JSON can say. `partial`: of a run that stops
-        between two log ticks; it is in metrics.jsonl alone, until the run goes on.
+        """Append a row; NaN and infinity are written as null, which JSON can say. `partial`: of a
+        run that stops between two log ticks; it is in metrics.jsonl alone, until the run goes on.
         """
         if not self._active:
             return
         row: dict[str, Any] = {"step": step} | ({"partial": True} if partial else {})
         for key, value in metrics.items():
-            row[key] = value if isinstance(value, int) else (float(f"{value:.6g}") if np.isfinite(value) else None)
+            row[key] = (
+                value
+                if isinstance(value, int)
+                else (float(f"{value:.6g}") if np.isfinite(value) else None)
+            )
         if self._events is not None and not partial:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
         self._track()
-        losses = {f"{key[5:]} loss": f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")}
+        losses = {
+            f"{key[5:]} loss": f"{value:.3g}"
+            for key, value in metrics.items()
+            if key.startswith("loss/")
+        }
         if self._bar is not None and losses:
             self._bar.set_postfix(losses, refresh=False)
-            rate = {"images/s": f"{metrics['images_per_second']:.4g}"} if "images_per_second" in metrics else {}
+            rate = (
+                {"images/s": f"{metrics['images_per_second']:.4g}"}
+                if "images_per_second" in metrics
+                else {}
+            )
             self._bar.more = "".join(f", {name} {value}" for name, value in (losses | rate).items())
 
     def _track(self, *, close: bool = False) -> None:
@@ -180,10 +216,13 @@ class RunLog:
             self._tracker = None
 
     def _append(self, line: str) -> None:
-        """A full disk costs rows, and not the training. Half a row is taken away, or the next would be glued to it."""
+        """A full disk costs rows, and not the training. Half a row is taken away, or the next would
+        be glued to it.
+        """
         left = line.encode()
         try:
-            with open(self._path, "ab", buffering=0) as file:  # a buffer would write its rest when it is closed
+            # a buffer would write its rest when it is closed
+            with open(self._path, "ab", buffering=0) as file:
                 before = file.tell()
                 try:
                     while left:
@@ -206,18 +245,22 @@ class RunLog:
             self._events.image(step, name, pixels)
 
     def graph(self, networks: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
-        """One graph of all networks for TensorBoard's graph tab: name -> network and example inputs."""
+        """One graph of all networks for TensorBoard's graph tab: name -> network and example
+        inputs.
+        """
         if self._events is None or self._events.refused:
             return
         together = _SideBySide({name: network for name, (network, _) in networks.items()})
         inputs = tuple(values for _, values in networks.values())
         modes = {module: module.training for module in together.modules()}
-        # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants; without
-        # gradients nothing is computed again, which cannot be traced
+        # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes
+        # become constants; without gradients nothing is computed again, which cannot be traced
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
-            together(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
+            # fills caches of constants first: a tensor made while tracing must not be kept
+            together(*inputs)
             self._events.add("graph", together, inputs, use_strict_trace=False)
-        for module, training in modes.items():  # the tracer leaves all of them in the mode of the outermost
+        # the tracer leaves all of them in the mode of the outermost
+        for module, training in modes.items():
             module.training = training
 
     def close(self) -> None:
@@ -232,7 +275,9 @@ class RunLog:
 
 
 def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
-    """Drop the rows of `metrics.jsonl` after `step`, `partial` ones, and a last line that a crash left half written."""
+    """Drop the rows of `metrics.jsonl` after `step`, `partial` ones, and a last line that a crash
+    left half written.
+    """
     if not path.is_file():
         return
     lines = []

@@ -1,9 +1,10 @@
 """A run's rows for Weights & Biases, trackio or MLflow: `log.tracker: wandb` for a run that trains,
 `duet track RUN --to wandb` for one that is over.
 
-Both send the rows of metrics.jsonl up to the last checkpoint: a resume cuts none of them back. RUN/tracker.json says
-how far each tracker has them, so that none is sent twice, unless a kill or an error comes while they are sent. Nothing
-leaves this machine unless the tracker's own settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
+Both send the rows of metrics.jsonl up to the last checkpoint: a resume cuts none of them back.
+RUN/tracker.json says how far each tracker has them, so that none is sent twice, unless a kill or an
+error comes while they are sent. Nothing leaves this machine unless the tracker's own settings say
+so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
 """
 
 import importlib.util
@@ -32,7 +33,8 @@ class Session(NamedTuple):
     """An open run of a tracker."""
 
     id: str  # with which the run is opened again
-    log: Callable[[int, Values], object]  # the values of one step, which is none before that of the call before
+    # the values of one step, which is none before that of the call before
+    log: Callable[[int, Values], object]
     close: Callable[[], object]  # sends or writes what is left
 
 
@@ -49,7 +51,9 @@ def _wandb(run: Path, config: dict[str, Any], known: str | None) -> Session:
     quiet = wandb.Settings(console="off", silent=True, save_code=False, x_disable_stats=True)
     about = {"project": os.environ.get("WANDB_PROJECT", "duet"), "name": run.name, "dir": str(run)}
     mode: Any = os.environ.get("WANDB_MODE", "offline")
-    return _logging(name, wandb.init(**about, config=config, id=name, resume="allow", mode=mode, settings=quiet))
+    return _logging(
+        name, wandb.init(**about, config=config, id=name, resume="allow", mode=mode, settings=quiet)
+    )
 
 
 def _trackio(run: Path, config: dict[str, Any], known: str | None) -> Session:
@@ -57,7 +61,9 @@ def _trackio(run: Path, config: dict[str, Any], known: str | None) -> Session:
     import trackio
 
     name = known or f"{run.name}-{uuid.uuid4().hex[:6]}"
-    return _logging(name, trackio.init(project="duet", name=name, config=config, resume="allow", embed=False))
+    return _logging(
+        name, trackio.init(project="duet", name=name, config=config, resume="allow", embed=False)
+    )
 
 
 def _mlflow(run: Path, config: dict[str, Any], known: str | None) -> Session:
@@ -65,7 +71,9 @@ def _mlflow(run: Path, config: dict[str, Any], known: str | None) -> Session:
     from mlflow.tracking import MlflowClient
 
     beside = run.absolute().parent
-    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside / 'mlflow.db'}"))
+    client = MlflowClient(
+        os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside / 'mlflow.db'}")
+    )
     if known is None:
         there, artifacts = client.get_experiment_by_name("duet"), (beside / "mlruns").as_uri()
         experiment = there.experiment_id if there else client.create_experiment("duet", artifacts)
@@ -90,7 +98,11 @@ TRACKERS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _ml
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        leaves |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return leaves
 
 
@@ -105,18 +117,23 @@ STATE = TypeAdapter(dict[str, Sent])  # RUN/tracker.json, by tracker
 
 
 class Tracker:
-    """Sends the rows of a run's metrics.jsonl to one of TRACKERS. Raises UserError where its package is missing."""
+    """Sends the rows of a run's metrics.jsonl to one of TRACKERS. Raises UserError where its
+    package is missing.
+    """
 
     def __init__(self, run: Path, name: str) -> None:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name, such as wandb's own, is no package
+        # a folder of that name, such as wandb's own, is no package
+        if spec is None or spec.origin is None:
             raise UserError(f"the tracker {name}: its package is not installed; pip install {name}")
         self.name, self._run = name, run
         self._session: Session | None = None
         self._looked = 0  # the checkpoint up to which this object has sent
 
     def send(self) -> int:
-        """Send the rows up to the last checkpoint that were not sent; returns how many. Raises what a tracker does."""
+        """Send the rows up to the last checkpoint that were not sent; returns how many. Raises what
+        a tracker does.
+        """
         from duetgan.utils import checkpoint  # imports torch
 
         saved = checkpoint.newest_first(self._run / "checkpoints")
@@ -130,9 +147,13 @@ class Tracker:
         known = sent.get(self.name, Sent(id="", step=0))
         if rows := self._rows(known.step, last):
             if self._session is None:
-                self._session = TRACKERS[self.name](self._run, read_yaml(self._run / "config.yaml"), known.id or None)
+                self._session = TRACKERS[self.name](
+                    self._run, read_yaml(self._run / "config.yaml"), known.id or None
+                )
             for row in rows:
-                if values := {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}:
+                if values := {
+                    k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"
+                }:
                     self._session.log(row["step"], values)
             sent[self.name] = Sent(id=self._session.id, step=rows[-1]["step"])
             replace_file(state, STATE.dump_json(sent))
@@ -140,7 +161,9 @@ class Tracker:
         return len(rows)
 
     def _rows(self, after: int, last: int) -> list[dict[str, Any]]:
-        """Those of steps after one and up to another, but for partial ones and what a crash left half written."""
+        """Those of steps after one and up to another, but for partial ones and what a crash left
+        half written.
+        """
         rows = []
         for line in bounded.read_file(self._run / "metrics.jsonl", bounded.TABLE).splitlines():
             with suppress(ValueError, LookupError, TypeError):
@@ -171,5 +194,11 @@ def main(argv: list[str]) -> None:
     except UserError:
         raise
     except Exception as error:  # whatever a tracker raises: no network, no login, a full disk
-        raise UserError(f"{options.to}: {error}; nothing of {options.run} is lost, give the command again") from error
-    print(f"{count} rows of {options.run} to {options.to}" if count else f"{options.to} has all rows of {options.run}")
+        raise UserError(
+            f"{options.to}: {error}; nothing of {options.run} is lost, give the command again"
+        ) from error
+    print(
+        f"{count} rows of {options.run} to {options.to}"
+        if count
+        else f"{options.to} has all rows of {options.run}"
+    )
