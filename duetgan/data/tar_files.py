@@ -100,8 +100,8 @@ def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
     """
     with (
         bounded.open_file(path, bounded.ARCHIVE) as file,
-        tarfile.open(fileobj=_Bounded(file), mode="r:") as archive,
-    ):  # type: ignore[call-overload]
+        tarfile.open(fileobj=_Bounded(file), mode="r:") as archive,  # type: ignore[call-overload]
+    ):
         last = -1
         while (member := archive.next()) is not None:
             archive.members.clear()  # tarfile keeps all of them

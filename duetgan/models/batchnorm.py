@@ -87,9 +87,9 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        momentum = (
-            self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        )  # type: ignore[arg-type]
+        momentum = self.momentum
+        if momentum is None:  # the average over all batches
+            momentum = 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_((variance * n / (n - 1)).to(self.running_var.dtype), momentum)
 

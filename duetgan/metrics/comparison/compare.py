@@ -168,9 +168,9 @@ _HEAD: dict[str, Any] = {
     "predictions": (_Sha, ...),
 }
 _OWN = [row for row in ROWS.values() if row not in _FEATURES]
-_Document = _stored(
-    "_Document", _OWN, **_HEAD, distances=(list[_Distance], []), notes=(dict[str, Any], {})
-)  # type: ignore[valid-type]
+_HEAD["distances"] = (list[_Distance], [])  # type: ignore[valid-type]
+_HEAD["notes"] = (dict[str, Any], {})
+_Document = _stored("_Document", _OWN, **_HEAD)
 
 
 class Evaluated:
